@@ -1,4 +1,4 @@
-"""The laws that every transformation keeps, and one helper that checks them all on one graph."""
+"""Checks the laws of transformations: outputs, second application, undo, no side effects."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from optexport.transformations import ReversibleTransformation, Rule, Transforma
 from optexport.transformations.composition import Composition
 from optexport.transformations.rule import Report, run
 
-# Under pytest, hundreds of its lines would stand behind the message of a failing test.
+# Without this filter, pytest prints hundreds of its lines after the message of a failed test.
 if "TORCH_TRACE" not in os.environ:
     logging.getLogger("torch.__trace").addFilter(lambda record: False)
 
 Inputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 
-# How many units in the last place of the largest number of an output a rounding law lets pass.
-_ROUNDINGS = {torch.float64: 512, torch.float32: 128, torch.float16: 16, torch.bfloat16: 8}
+# Tolerance of assert_close, in units in the last place of the largest number of an output.
+_MAX_ULPS = {torch.float64: 512, torch.float32: 128, torch.float16: 16, torch.bfloat16: 8}
 
 
 def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
-    """Runs a copy of a graph on copies of its inputs, so that neither can be changed by it."""
+    """Runs a copy of a graph on copies of the inputs, and returns all output tensors."""
     graph_module, inputs = copy.deepcopy(graph_module), copy.deepcopy(inputs)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -43,71 +43,76 @@ def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    """Asserts that outputs are equal to the bit."""
-    assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
-        assert _bits(one) == _bits(other), f"{what}: output {index} differs"
+    """Asserts that outputs are bit-exact. Messages start with `what`."""
+    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
+        _assert_same_kind(result, expected, f"{what}: output {index}")
+        assert _bits(result) == _bits(expected), f"{what}: output {index} differs"
 
 
 def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, scale: float | None = None) -> None:
-    """Asserts that outputs agree within rounding, which is relative to `scale`, or else to their largest number."""
-    assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
-        if other.is_complex():
-            one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
-        if not other.is_floating_point():
-            assert torch.equal(one, other), f"{what}: output {index} differs"
+    """Asserts that outputs agree to rounding, relative to `scale` or their largest number."""
+    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
+        label = f"{what}: output {index}"
+        _assert_same_kind(result, expected, label)
+        if expected.is_complex():
+            result, expected = (torch.view_as_real(tensor.resolve_conj()) for tensor in (result, expected))
+        if not expected.is_floating_point():
+            assert torch.equal(result, expected), f"{label} differs"
             continue
-        finite = other.isfinite()
-        assert torch.equal(one.isfinite(), finite), f"{what}: output {index} has another NaN or infinity"
-        assert torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()), f"{what}: output {index} differs"
-        limits, roundings = torch.finfo(other.dtype), _ROUNDINGS[other.dtype]
-        one, other = one[finite].double(), other[finite].double()
-        if other.numel():
-            unit = limits.eps * max(scale or 0.0, other.abs().max().item())
-            distance = (one - other).abs().max().item()
-            limit = roundings * unit + limits.tiny
-            ulps = distance / (unit or 1)
-            assert distance <= limit, f"{what}: output {index} differs by {distance:.3g}, {ulps:.0f} ulp"
+        finite = expected.isfinite()
+        assert torch.equal(result.isfinite(), finite), f"{label}: NaN or infinity in other places"
+        assert torch.equal(result[~finite].nan_to_num(), expected[~finite].nan_to_num()), f"{label} differs"
+        limits, max_ulps = torch.finfo(expected.dtype), _MAX_ULPS[expected.dtype]
+        result, expected = result[finite].double(), expected[finite].double()
+        if expected.numel():
+            ulp = limits.eps * max(scale or 0.0, expected.abs().max().item())
+            distance = (result - expected).abs().max().item()
+            ulps = distance / (ulp or 1)
+            assert distance <= max_ulps * ulp + limits.tiny, f"{label} differs by {distance:.3g}, {ulps:.0f} ulp"
+
+
+def _assert_same_kind(result: torch.Tensor, expected: torch.Tensor, label: str) -> None:
+    kind, expected_kind = (result.dtype, result.shape), (expected.dtype, expected.shape)
+    assert kind == expected_kind, f"{label}: wrong dtype or shape (found {kind}, expected {expected_kind})"
 
 
 def sharing(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A second graph over the very same modules and tensors, as ``torch.fx`` makes one of a caller's model."""
+    """Copies a graph but shares its modules and tensors, as a ``torch.fx`` trace does."""
     shared: list[Any] = [*graph_module.parameters(), *graph_module.buffers()]
     shared += [module for module in graph_module.modules() if type(module) is not nn.Module][1:]
     return copy.deepcopy(graph_module, {id(item): item for item in shared})
 
 
 def owned(module: nn.Module) -> dict[str, Any]:
-    """All that a caller would see change in a model: its tree, its tensors to the bit, its flags and hooks."""
-    seen: dict[str, Any] = {}
+    """Describes the state of a caller's model: its modules, bits of tensors, and hooks."""
+    state: dict[str, Any] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        kept = ("_parameters", "_buffers", "_modules")
-        seen[name] = {
+        dicts = ("_parameters", "_buffers", "_modules")
+        state[name] = {
             "module": id(child),
             "type": type(child),
             "training": child.training,
-            **{kind: [(key, id(value)) for key, value in vars(child)[kind].items()] for kind in kept},
+            **{kind: [(key, id(value)) for key, value in vars(child)[kind].items()] for kind in dicts},
             "hooks": {key: list(value) for key, value in vars(child).items() if "hooks" in key},
             "attributes": sorted(vars(child)),
         }
     for name, tensor in module.state_dict(keep_vars=True).items():
-        seen[f"state_dict {name}"] = _tensor(tensor)
-    return seen
+        state[f"state_dict {name}"] = _tensor(tensor)
+    return state
 
 
 def written(graph_module: fx.GraphModule) -> dict[str, Any]:
-    """All that undoing has to bring back: the graph, its code, and names, order and bits of what it computes with."""
+    """Describes what undo must restore: the graph, its code, modules, and bits of tensors."""
     return {
         "graph text": str(graph_module.graph),
         "code": graph_module.code,
         "state_dict": [(k, _tensor(v)) for k, v in graph_module.state_dict(keep_vars=True).items()],
         "parameters": [(k, type(p)) for k, p in graph_module.named_parameters(remove_duplicate=False)],
-        # Each GraphModule has a class of its own, of which copies do not even keep the name.
+        # Every GraphModule has its own class, and a copy of it has a class of another name.
         "modules": [(k, _class(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
-        "held": [(k, _held(m)) for k, m in graph_module.named_modules() if k],
+        "contents": [(k, _contents(m)) for k, m in graph_module.named_modules() if k],
     }
 
 
@@ -119,78 +124,94 @@ def check_laws(
     exact: bool = False,
     scale: float | None = None,
 ) -> fx.GraphModule:
-    """Applies a transformation, applies it again and undoes it, and asserts on every law.
+    """Applies a transformation, applies it again, undoes it, and asserts all laws.
 
     Args:
-        graph_module: Stands for what the caller owns: the transformation is given a graph that shares its modules.
-        exact: Whether the outputs have to stay equal to the bit.
-        scale: What rounding is relative to, where larger numbers than the outputs are met on the way.
+        transformation: The transformation to check.
+        graph_module: Stands for the caller's model. The transformation gets a graph that shares its modules.
+        inputs: Inputs of the graph.
+        exact: Require bit-exact outputs.
+        scale: Largest intermediate value, if larger than the outputs: the tolerance is relative to it.
 
     Returns:
         The transformed graph.
     """
-    of_the_caller, random_state = owned(graph_module), torch.get_rng_state()
+    callers_model, random_state = owned(graph_module), torch.get_rng_state()
 
     def assert_nothing_else_changed() -> None:
-        changes = [name for name, value in owned(graph_module).items() if of_the_caller.get(name) != value]
-        assert not changes, f"the caller's model must stay as it is: {changes} changed"
-        assert torch.equal(torch.get_rng_state(), random_state), "the global random numbers must stay as they are"
+        changes = [name for name, value in owned(graph_module).items() if callers_model.get(name) != value]
+        assert not changes, f"the caller's model must not change: {changes} changed"
+        assert torch.equal(torch.get_rng_state(), random_state), "the global random state must not change"
 
     want = outputs(graph_module, inputs)
-    given = sharing(graph_module)
-    before = written(given)
+    graph = sharing(graph_module)
+    before = written(graph)
 
-    transformed = transformation(given)
+    transformed = transformation(graph)
     once = written(transformed)
     transformed.graph.lint()
     if transformation.preserves_computation:
         got = outputs(transformed, inputs)
-        assert_same(got, want, "outputs must agree to the bit") if exact else assert_close(
-            got, want, "outputs must agree", scale
-        )
+        if exact:
+            assert_same(got, want, "outputs must be bit-exact")
+        else:
+            assert_close(got, want, "outputs must agree", scale)
     _check_flags(before, once)
     assert_nothing_else_changed()
 
     transformed = transformation(transformed)
     if isinstance(transformation, Composition):
-        # One member may make work for another; a second application may then find it, but not change the outputs.
+        # A member may create matches for an earlier one. A second application may use them, with equal outputs.
         once = written(transformed)
         if transformation.preserves_computation:
-            assert_close(outputs(transformed, inputs), want, "outputs must agree the second time", scale)
+            assert_close(outputs(transformed, inputs), want, "outputs must agree after a second application", scale)
     _assert_equal(written(transformed), once, "a second application must change nothing")
 
     if isinstance(transformation, ReversibleTransformation):
-        copied = copy.deepcopy(transformed)
-        _assert_equal(written(copied), once, "a copy is a copy")
-        for name, graph in (("undo", sharing(transformed)), ("undo after deepcopy", copied)):
-            restored = transformation(graph, reverse=True)
-            _assert_equal(written(restored), before, name)
-            assert_same(outputs(restored, inputs), want, name)
-            assert not transformation.get_transformed_nodes(restored), f"{name}: marks are left"
-            again = written(transformation(restored))
-            for part in ("state_dict", "modules"):
-                assert again[part] == once[part], f"{name}, then applied again: {part} differs"
+        _check_undo(transformation, transformed, before, once, inputs, want)
     assert_nothing_else_changed()
     return transformed
+
+
+def _check_undo(
+    transformation: ReversibleTransformation,
+    transformed: fx.GraphModule,
+    before: dict[str, Any],
+    once: dict[str, Any],
+    inputs: Inputs,
+    want: list[torch.Tensor],
+) -> None:
+    """Asserts that undo restores the graph, which can then be transformed again."""
+    deep_copy = copy.deepcopy(transformed)
+    _assert_equal(written(deep_copy), once, "a deepcopy must equal the graph")
+    for name, graph in (("undo", sharing(transformed)), ("undo after deepcopy", deep_copy)):
+        restored = transformation(graph, reverse=True)
+        _assert_equal(written(restored), before, name)
+        assert_same(outputs(restored, inputs), want, name)
+        assert not transformation.get_transformed_nodes(restored), f"{name}: some nodes are still marked"
+        again = written(transformation(restored))
+        for part in ("state_dict", "modules"):
+            assert again[part] == once[part], f"{name}, then applied again: {part} differs"
 
 
 def check_undo_alone(
     rules: Sequence[Rule], graph_module: fx.GraphModule, inputs: Inputs, scale: float | None = None
 ) -> None:
-    """Asserts that each rule of several, undone by itself, is undone rightly or refuses and leaves all as it is."""
+    """Asserts that undoing one of several rules keeps the outputs, or fails cleanly."""
     want = outputs(graph_module, inputs)
     for rule in rules:
         if not isinstance(rule, ReversibleTransformation):
             continue
         graph = compose(*rules)(sharing(graph_module))
         before = written(graph)
+        name = type(rule).__name__
         try:
             graph = rule(graph, reverse=True)
         except TransformationError:
-            _assert_equal(written(graph), before, f"{type(rule).__name__} refuses to be undone")
+            _assert_equal(written(graph), before, f"a failed undo of {name} must change nothing")
         else:
-            assert_close(outputs(graph, inputs), want, f"{type(rule).__name__} undone by itself", scale)
-            assert not rule.get_transformed_nodes(graph), f"{type(rule).__name__} undone: marks are left"
+            assert_close(outputs(graph, inputs), want, f"undo of {name} alone", scale)
+            assert not rule.get_transformed_nodes(graph), f"undo of {name} alone: some nodes are still marked"
 
 
 def check_applied(
@@ -202,11 +223,15 @@ def check_applied(
     exact: bool = False,
     scale: float | None = None,
 ) -> Report:
-    """Asserts that a rule finds so many places, besides the laws; the report says what else it found.
+    """Asserts that a rule matches in `count` places, and the laws. Returns its report.
 
     Args:
-        count: In how many places.
-        exact: As for `check_laws`, and so is ``scale``.
+        rule: The rule to check.
+        graph_module: The graph, which does not change.
+        inputs: Inputs of the graph.
+        count: The number of matches.
+        exact: See `check_laws`.
+        scale: See `check_laws`.
     """
     _, report = run(rule, sharing(graph_module))
     assert len(report.changes) == count, report
@@ -215,29 +240,30 @@ def check_applied(
 
 
 def check_refused(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs | None, *reasons: str) -> None:
-    """Asserts that a rule leaves a graph as it is and says so with these reasons; with none, that it is silent."""
-    given = sharing(graph_module)
-    before = written(given)
-    after, report = run(rule, given)
+    """Asserts that a rule changes nothing, and that its skip reasons contain these texts."""
+    graph = sharing(graph_module)
+    before = written(graph)
+    after, report = run(rule, graph)
     assert not report.changes, report
-    _assert_equal(written(after), before, "what is refused is left alone")
-    said = [near_miss.reason for near_miss in report.near_misses]
-    assert len(said) == len(reasons), report
-    for reason, words in zip(reasons, said, strict=True):
-        assert reason in words, report
+    _assert_equal(written(after), before, "a skip must change nothing")
+    skipped = [near_miss.reason for near_miss in report.near_misses]
+    assert len(skipped) == len(reasons), report
+    for expected, reason in zip(reasons, skipped, strict=True):
+        assert expected in reason, report
     if inputs is not None:
         check_laws(rule, graph_module, inputs, exact=True)
 
 
 def _check_flags(before: dict[str, Any], after: dict[str, Any]) -> None:
-    tensors, now = dict(before["state_dict"]), dict(after["state_dict"])
+    tensors, new_tensors = dict(before["state_dict"]), dict(after["state_dict"])
     kinds = ("dtype", "requires_grad", "contiguous")
-    for name in [name for name in tensors if name in now]:
-        same_shape = now[name]["shape"] == tensors[name]["shape"]
+    for name in [name for name in tensors if name in new_tensors]:
+        same_shape = new_tensors[name]["shape"] == tensors[name]["shape"]
         for kind in (*kinds, "stride") if same_shape else kinds:
-            assert now[name][kind] == tensors[name][kind], f"{kind} of {name} is kept"
+            assert new_tensors[name][kind] == tensors[name][kind], f"{kind} of {name} must not change"
     for kind in kinds:
-        assert {t[kind] for t in now.values()} <= {t[kind] for t in tensors.values()}, f"no new {kind} appears"
+        new_values = {tensor[kind] for tensor in new_tensors.values()}
+        assert new_values <= {tensor[kind] for tensor in tensors.values()}, f"no tensor may have a new {kind}"
 
 
 def _assert_equal(got: dict[str, Any], want: dict[str, Any], what: str) -> None:
@@ -249,8 +275,8 @@ def _class(module: nn.Module) -> type[nn.Module]:
     return fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
 
 
-def _held(module: nn.Module) -> dict[str, Any]:
-    """What a module holds: its attributes by name, the order of its tensors, and how many hooks it has."""
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attribute names, tensor names in order, and numbers of hooks."""
     return {
         "attributes": sorted(vars(module)),
         "tensors": [*module._parameters, *module._buffers, *sorted(module._non_persistent_buffers_set)],

@@ -1,4 +1,4 @@
-"""Undo as evidence: what the last reversible rules did is taken back on a copy, which must be the graph before."""
+"""Undoes the last reversible rules on a copy, and compares it with the earlier graph."""
 
 from __future__ import annotations
 
@@ -22,58 +22,59 @@ def check_undo(
     earlier: fx.GraphModule,
     example: Mapping[str, torch.Tensor],
 ) -> None:
-    """Undoes rules on a copy of a graph, and compares it with the graph before them.
+    """Checks that undoing rules on a copy of a graph restores the earlier graph, bit for bit.
 
-    Code, names, ``state_dict`` and, on the example, outputs have to be equal, to the bit.
+    Compares code, names, ``state_dict``, and the outputs for the example.
 
     Args:
-        rules: Those that changed the graph last, in their order; all reversible.
-        earlier: The graph as it was before them.
+        graph_module: The graph after the rules; it does not change.
+        rules: The rules that changed the graph last, in the order of application; all reversible.
+        earlier: The graph before these rules.
+        example: Inputs of the graph.
 
     Raises:
-        TransformationError: It is another graph, or a rule cannot be undone.
+        TransformationError: The graphs differ, or a rule cannot be undone.
     """
     if not rules:
         return
     undo = compose(*(rule.transformation for rule in rules))
     assert isinstance(undo, ReversibleTransformation)
     undone = undo(sharing_copy(graph_module), reverse=True)
-    if difference := _difference(undone, earlier, example):
+    if difference := _find_difference(undone, earlier, example):
         raise TransformationError(
-            f"undoing what was applied last does not give back the graph before: {difference}",
+            f"undo does not restore the earlier graph: {difference}",
             location=", ".join(rule.name for rule in rules),
-            hint="Mend its restore, or derive it from Rule or Transformation, as one that cannot be undone.",
+            hint="Fix restore, or derive the rule from Rule or Transformation, which cannot be undone.",
         )
 
 
-def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> str | None:
-    """What differs between two graphs; None where nothing does."""
+def _find_difference(
+    undone: fx.GraphModule, earlier: fx.GraphModule, example: Mapping[str, torch.Tensor]
+) -> str | None:
     if undone.code != earlier.code:
         lines = zip(undone.code.splitlines(), earlier.code.splitlines(), strict=False)
-        line = next((f'"{one.strip()}" for "{other.strip()}"' for one, other in lines if one != other), "its length")
-        return f"its code has {line}"
-    states = undone.state_dict(), earlier.state_dict()
-    if list(states[0]) != list(states[1]):
-        return "the names in its state_dict, or their order"
-    for name, tensor in states[1].items():
-        if not _equal(states[0][name], tensor):
-            return f"the values of {name}"
+        pairs = (f'found "{a.strip()}", expected "{b.strip()}"' for a, b in lines if a != b)
+        return f"its code differs ({next(pairs, 'in length')})"
+    state, earlier_state = undone.state_dict(), earlier.state_dict()
+    if list(state) != list(earlier_state):
+        return "the names in its state_dict differ, or their order"
+    for name, tensor in earlier_state.items():
+        if not _is_bit_equal(state[name], tensor):
+            return f"the values of {name} differ"
     results = _run(undone, example), _run(earlier, example)
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        if not _equal(one, other):
-            return f"output {index} on the traced inputs"
+    for index, (result, expected) in enumerate(zip(*results, strict=True)):
+        if not _is_bit_equal(result, expected):
+            return f"output {index} differs for the traced inputs"
     return None
 
 
 def _run(graph_module: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What a graph gives that may share its buffers with another."""
+    """Runs a graph without changing its buffers, which it may share with another graph."""
     with torch.no_grad(), buffers_kept(graph_module):
         outputs = flatten_outputs(graph_module(**copy.deepcopy(as_arguments(example))))
         return apart(graph_module, outputs.values())
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, NaN and the sign of zero included."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(bytes_of(one), bytes_of(other))
+def _is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bits, so that NaN equals NaN and 0.0 differs from -0.0."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bytes_of(a), bytes_of(b))

@@ -44,7 +44,7 @@ def _dependencies(graph_module: fx.GraphModule, outputs: Collection[fx.Node]) ->
 
     A write of random numbers counts as a dependency even if its target is unknown.
     """
-    mutated = {node: effects.mutated(graph_module, node) for node in graph_module.graph.nodes}
+    mutated = {node: effects.mutated_inputs(graph_module, node) for node in graph_module.graph.nodes}
     random_writes = [node for node, targets in mutated.items() if targets and effects.draws(graph_module, node)]
     visited, queue = {*outputs, *random_writes}, [*outputs, *random_writes]
     for node in queue:

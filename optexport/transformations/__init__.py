@@ -1,6 +1,6 @@
 """Transformations of ``torch.fx`` graphs, with the contract of Optimum's FX library.
 
-One rule a file. To write your own, copy one, or subclass `Transformation`.
+Each rule has a file. To write a rule, copy one, or subclass `Rule` or `Transformation`.
 """
 
 from optexport.transformations.base import ReversibleTransformation, Transformation

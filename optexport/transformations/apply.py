@@ -1,4 +1,4 @@
-"""Applies the transformations that a run names, one by one."""
+"""Applies the transformations of a run, one after the other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from optexport.transformations.rule import Report, run
 
 @dataclass(frozen=True)
 class NamedRule:
-    """A transformation under the name, and with the options, that the config gives it.
+    """A transformation with its name and options in the config.
 
     Attributes:
-        min_matches: In how many places it must find work.
-        in_python: Whether it was given from Python, where there are no switches.
-        formats: The files that it is applied for; None for all.
+        min_matches: Minimum number of matches.
+        in_python: True if it was passed from Python, where no command-line option can exclude it.
+        formats: The formats that it is applied for; None for all.
     """
 
     name: str
@@ -36,39 +36,40 @@ class NamedRule:
 
     @property
     def leaving_it_out(self) -> str:
-        """What one does to leave it out."""
+        """Hint how to exclude this rule from a run."""
         if self.in_python:
             return f"leave {type(self.transformation).__name__} out of transformations"
         return f"run again with --without {self.name}"
 
     @classmethod
     def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
-        """Names transformations that were made in Python, after their classes."""
-        given = [transformations] if isinstance(transformations, Transformation) else list(transformations)
+        """Names transformations that were created in Python after their classes."""
+        instances = [transformations] if isinstance(transformations, Transformation) else list(transformations)
         return tuple(
-            cls(_name(t), {key: _repr(value) for key, value in vars(t).items()}, t, in_python=True) for t in given
+            cls(_name(t), {key: _stable_repr(value) for key, value in vars(t).items()}, t, in_python=True)
+            for t in instances
         )
 
 
-def _repr(value: Any) -> str:
-    """What Python writes for a value, but for addresses, which differ from process to process."""
+def _stable_repr(value: Any) -> str:
+    """Returns ``repr(value)`` without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _name(transformation: Transformation) -> str:
     cls = type(transformation)
-    known = registry.canonical_name(cls.__name__) if cls.__module__.startswith("optexport.") else None
-    return known or f"{cls.__module__}:{cls.__qualname__}"
+    builtin_name = registry.canonical_name(cls.__name__) if cls.__module__.startswith("optexport.") else None
+    return builtin_name or f"{cls.__module__}:{cls.__qualname__}"
 
 
 def is_built_in(transformation: Transformation) -> bool:
-    """Whether it is a rule of this package, which never writes into a tensor."""
+    """Returns True for rules of this package, which never write into a tensor."""
     return isinstance(transformation, Rule) and type(transformation).__module__.startswith("optexport.")
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What one transformation did to the graph."""
+    """A transformation that was applied, with its report."""
 
     rule: NamedRule
     report: Report
@@ -82,12 +83,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class Transformed:
-    """A graph to which transformations were applied.
+    """A transformed graph.
 
     Attributes:
-        applied: What each of them did.
-        undoable: The reversible ones that changed something after the last other one that did.
-        earlier: The graph before these, which shares its tensors.
+        applied: The transformations, with their reports.
+        undoable: The reversible transformations that changed the graph after the last irreversible change.
+        earlier: The graph before the undoable transformations. It shares its tensors with `graph_module`.
     """
 
     graph_module: fx.GraphModule
@@ -97,7 +98,7 @@ class Transformed:
 
 
 def sharing_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph and of its module tree that shares the tensors."""
+    """Copies a graph and its module tree, but shares the tensors."""
     tensors = [*graph_module.parameters(), *graph_module.buffers()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
@@ -107,42 +108,29 @@ def sharing_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
 def transform(
     graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None, title: str = ""
 ) -> Transformed:
-    """Applies transformations, in their order; in place, where all of them are known never to write into a tensor.
+    """Applies transformations in order, in place if all of them are rules of this package.
 
     Args:
-        dump: A folder to write the graph to, before and after each.
-        title: What the names of the files in it begin with.
+        graph_module: The graph.
+        rules: The transformations.
+        dump: Folder for the text of the graph before and after each rule.
+        title: Prefix of the file names in `dump`.
 
     Raises:
-        TransformationError: One of them raised, or left a graph that is not sound.
-        GateError: One of them found work in fewer places than the config expects.
+        TransformationError: A transformation raised an error or left an invalid graph.
+        GateError: A rule matched in fewer places than the config requires.
     """
     if not all(is_built_in(rule.transformation) for rule in rules):
-        graph_module = DeepCopy()(graph_module)  # whose weights are those of the caller's model
+        graph_module = DeepCopy()(graph_module)  # because its weights are those of the caller's model
     applied: list[Applied] = []
     undoable: list[NamedRule] = []
     earlier = sharing_copy(graph_module)
     for index, rule in enumerate(rules):
         before = str(graph_module.graph)
         nodes_before = len(graph_module.graph.nodes)
-        try:
-            graph_module, report = run(rule.transformation, graph_module)
-        except TransformationError as error:
-            if error.location != type(rule.transformation).__name__:
-                raise
-            raise TransformationError(
-                error.message, location=rule.name, hint=error.hint
-            ) from error  # as the config names it
-        except OptexportError:
-            raise
-        except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
-            raise TransformationError(
-                f"it raised {type(error).__name__}: {first_line(error)}",
-                location=rule.name,
-                hint=f"To go on without it, {rule.leaving_it_out}; the traceback (--debug) has the line.",
-            ) from error
+        graph_module, report = _run(rule, graph_module)
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
-        _check_expectation(rule, report)
+        _check_matches(rule, report)
         if dump is not None:
             name = f"{title}{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
             (dump / f"{name}-before.txt").write_text(printable(f"{before}\n"), encoding="utf-8")
@@ -154,11 +142,29 @@ def transform(
     return Transformed(graph_module, tuple(applied), tuple(undoable), earlier)
 
 
-def _check_expectation(rule: NamedRule, report: Report) -> None:
+def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule, Report]:
+    """Runs a rule; its errors name it as the config does."""
+    try:
+        return run(rule.transformation, graph_module)
+    except TransformationError as error:
+        if error.location != type(rule.transformation).__name__:
+            raise
+        raise TransformationError(error.message, location=rule.name, hint=error.hint) from error
+    except OptexportError:
+        raise
+    except (Exception, SystemExit) as error:  # code of plugins may raise anything
+        raise TransformationError(
+            f"it raised {type(error).__name__}: {first_line(error)}",
+            location=rule.name,
+            hint=f"To exclude it, {rule.leaving_it_out}. For the traceback, run with --debug.",
+        ) from error
+
+
+def _check_matches(rule: NamedRule, report: Report) -> None:
     if len(report.changes) < rule.min_matches:
         misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
         raise GateError(
-            f"it found work in fewer places than expected: {len(report.changes)} of at least {rule.min_matches}{misses}",
+            f"the rule matched in too few places (found {len(report.changes)}, expected at least {rule.min_matches}){misses}",
             location=rule.name,
-            hint="Mend the model, or lower min_matches of the rule.",
+            hint="Change the model, or lower min_matches of the rule.",
         )

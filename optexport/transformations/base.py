@@ -1,4 +1,4 @@
-"""The contract of a transformation, as Optimum's users know it, and the marks that transformations leave on nodes."""
+"""Base classes of transformations, as in Optimum's FX library, and their marks on nodes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from optexport.errors import TransformationError, first_line
 from optexport.transformations.analysis.canonical import canonical
 from optexport.transformations.analysis.snapshot import restored_on_failure
 
-# ``node.meta["custom"]`` is the one place on a node that survives deepcopy, ``fx.Transformer`` and export. Copies of
-# a node share the value, so it is always replaced and never changed; and it names nodes instead of holding them.
+# ``node.meta["custom"]`` is the only field of a node that survives deepcopy, ``fx.Transformer`` and export. Copies of a
+# node share its value, so the value is replaced and never changed, and it contains node names instead of nodes.
 _META = "custom"
 _MARKS = "optexport"
 
 
 def marks(node: Node) -> dict[str, tuple[tuple[int, Any], ...]]:
-    """What transformations left on a node, by their signatures: when each change was made, and its record.
+    """Returns (step, record) of each change of a node, by the transformation's signature.
 
-    There is none where a transformation keeps no records, or somebody set the mark by hand.
+    The tuple is empty for transformations that keep no records, and for marks set by hand.
     """
     return dict((node.meta.get(_META) or {}).get(_MARKS, {}))
 
@@ -37,66 +37,69 @@ def set_marks(node: Node, values: Mapping[str, tuple[tuple[int, Any], ...]]) -> 
 
 
 class IrreversibleError(TransformationError, TypeError):
-    """``reverse=True`` for what cannot be undone. In Optimum this is a TypeError, and so it is one here too."""
+    """Error for ``reverse=True`` on an irreversible transformation.
+
+    A TypeError, because Optimum raises one.
+    """
 
 
 class Transformation(ABC):
     """A transformation of a ``torch.fx`` graph.
 
-    Subclasses implement `transform` and are used by calling them on a GraphModule, which they change in place.
-    To write one, start from `Rule`, which leaves only the idea itself to write.
+    Subclasses implement `transform`. Users call an instance on a GraphModule, which is changed in place.
+    To write one, start from `Rule`, which needs less code.
 
     Attributes:
-        preserves_computation: Whether the transformed graph gives the same outputs as the graph before.
+        preserves_computation: True if the transformed graph returns the same outputs as the original.
     """
 
     preserves_computation: bool = False
 
     @abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        """Changes the graph; returns the GraphModule to go on with."""
+        """Changes the graph and returns the resulting GraphModule."""
 
     def __call__(
         self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False
     ) -> GraphModule:
-        """Transforms a graph; one that fails leaves it as it was.
+        """Transforms a graph. If the transformation fails, the graph is restored.
 
         Args:
             graph_module: The graph to transform.
-            lint_and_recompile: Whether to check the graph and generate its code afterwards. False saves time where
-                another transformation follows that does.
-            reverse: For those that can be undone; see `ReversibleTransformation`.
+            lint_and_recompile: Check the graph and generate its code afterwards. False saves time if another
+                transformation follows that does this.
+            reverse: Undo the transformation instead; see `ReversibleTransformation`.
 
         Raises:
-            IrreversibleError: It is asked to be undone, and cannot be.
+            IrreversibleError: `reverse` is set, but the transformation cannot be undone.
         """
         if reverse:
             raise IrreversibleError(
-                "it cannot be undone",
+                "this transformation cannot be undone",
                 location=self._irreversible(),
-                hint="Leave reverse=True away, or keep a deepcopy.",
+                hint="Do not pass reverse=True, or keep a deepcopy of the original graph.",
             )
         return _call(self.transform, graph_module, lint_and_recompile)
 
     @property
     def signature(self) -> str:
-        """Identifies the transformation: equal for equal classes with equal attributes, in every process.
+        """Identifier that is equal for equal classes with equal attributes, in every process.
 
         Raises:
-            TransformationError: An attribute cannot be compared across processes, as a lock or a file cannot.
+            TransformationError: An attribute cannot be compared across processes (for example a lock or a file).
         """
         try:
             text = canonical((type(self), vars(self)))
         except (TypeError, RecursionError) as error:
             raise TransformationError(
-                f"its attributes cannot tell it from others of its kind: {first_line(error)}",
+                f"its attributes cannot be compared across processes: {first_line(error)}",
                 location=type(self).__name__,
-                hint="Keep plain data in them, or define the property signature.",
+                hint="Store only plain data in attributes, or define the property signature.",
             ) from error
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _irreversible(self) -> str:
-        """The name of what cannot be undone."""
+        """Returns the name of the class that cannot be undone."""
         return type(self).__name__
 
     def mark_as_transformed(self, node: Node) -> None:
@@ -104,11 +107,11 @@ class Transformation(ABC):
         set_marks(node, {self.signature: (), **marks(node)})
 
     def transformed(self, node: Node) -> bool:
-        """Whether this transformation marked the node."""
+        """Returns True if this transformation marked the node."""
         return self.signature in marks(node)
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
-        """The nodes that this transformation marked, in the graph's order."""
+        """Returns the nodes that this transformation marked, in graph order."""
         signature = self.signature
         return [node for node in graph_module.graph.nodes if signature in marks(node)]
 
@@ -118,25 +121,25 @@ class ReversibleTransformation(Transformation):
 
     @abstractmethod
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        """Undoes `transform`; returns the GraphModule to go on with."""
+        """Undoes `transform` and returns the resulting GraphModule."""
 
     def __call__(
         self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False
     ) -> GraphModule:
-        """Transforms a graph, or undoes that.
+        """Transforms a graph, or undoes the transformation. If that fails, the graph is restored.
 
         Args:
             graph_module: The graph to transform.
-            lint_and_recompile: Whether to check the graph and generate its code afterwards.
-            reverse: Whether to undo the transformation instead.
+            lint_and_recompile: Check the graph and generate its code afterwards.
+            reverse: Undo the transformation instead.
         """
         return _call(self.reverse if reverse else self.transform, graph_module, lint_and_recompile)
 
     def mark_as_restored(self, node: Node) -> None:
-        """Takes this transformation's mark off a node.
+        """Removes this transformation's mark from a node.
 
         Raises:
-            ValueError: The node does not bear it.
+            ValueError: The node has no such mark.
         """
         remaining = marks(node)
         if self.signature not in remaining:

@@ -1,4 +1,4 @@
-"""Products are computed in half precision."""
+"""CastPrecision: computes layers and products in half precision."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PRODUCTS = (
     *(operator.matmul, aten.matmul.default, aten.bmm.default, aten.mm.default, aten.addmm.default, aten.linear.default),
     *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.scaled_dot_product_attention.default),
 )
-# What only moves numbers, or changes each by itself, and so goes on in the precision of what it is given.
-_ONWARD = {
+# Operations that move numbers or change each of them independently. They run in the precision of their inputs.
+_PASS_THROUGH = {
     *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.transpose.int, aten.permute.default),
     *(aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int),
     *(aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.cat.default, operator.getitem),
@@ -34,34 +34,37 @@ _ONWARD = {
     *(aten.hardswish.default, aten.hardsigmoid.default, aten.sigmoid.default, aten.tanh.default, aten.neg.default),
     *(aten.leaky_relu.default, aten.max_pool2d.default, operator.add, operator.sub, operator.mul),
 }
-# In ``node.meta`` of a cast that this rule put in: those of the model itself stay as they are.
+# Key in ``node.meta`` of the casts that this rule inserts. The casts of the model itself do not change.
 _CAST = "cast_precision"
 
 
 @dataclass(frozen=True)
 class CastPrecision(Rule):
-    """y = Layer(x)  ->  y = Layer'(x.to(half)).to(float32)
+    """Computes layers and products in half precision.
 
-    For linears, convolutions, embeddings, matrix products and attention in float32. Where nothing but a reshape, an
-    activation, or a sum or product of two such results stands between, no cast does. All else, as norms, softmax,
-    means and arithmetic with numbers, stays in float32, and so do the inputs and outputs of the graph; the softmax
-    inside of scaled_dot_product_attention is part of that. It does not preserve the computation: how far the outputs
-    may go is for parity.atol and parity.rtol to say.
+    y = Layer(x)  ->  y = Layer'(x.to(half)).to(float32)
 
-    Skips:   a layer that is shared under two names, tied, hooked, parametrized or of a subclass, is not called on a
-             single tensor, renormalises its embeddings, mixes dtypes, or holds a number too large for the precision;
-             attention with a mask that is added; what is not known to be float32. A product of constants that others
-             read too casts them whenever it runs.
+    For linears, convolutions, embeddings, matrix products and attention in float32. Between two of them, casts are
+    left out if only reshapes, activations, and sums or products of such results lie between. Everything else stays in
+    float32: norms, softmax, means, arithmetic with numbers, and the inputs and outputs of the graph. The softmax in
+    scaled_dot_product_attention is part of the attention.
+
+    This does not preserve the computation; parity.atol and parity.rtol limit the error.
+
+    Skips:   a layer that is shared, tied, hooked, parametrized, of a subclass, called without a single tensor, or of
+             mixed dtypes; an embedding that renormalizes its weight; numbers too large for the precision; attention
+             with an added mask; inputs that are not known to be float32. If a product has constants with other readers,
+             they are cast in every run.
     Exact:   no.
-    Inverse: none, because the weights are rounded; keeping the others too would take the memory that this saves.
+    Inverse: none, because the weights are rounded, and keeping the original ones would use the memory that this saves.
 
     Attributes:
-        dtype: "float16" or "bfloat16". ONNX Runtime on the CPU refuses the latter.
-        keep: Names of layers, or of modules with all layers in them, that stay in float32. A matrix product, or
-            attention, goes by its module and node: ``encoder.layer.0.attention.self.scaled_dot_product_attention``.
+        dtype: "float16" or "bfloat16". ONNX Runtime does not support the latter on CPU.
+        keep: Names of layers, or of modules with their layers, that stay in float32. The name of a product or
+            attention consists of its module and node: ``encoder.layer.0.attention.self.scaled_dot_product_attention``.
 
     Raises:
-        ConfigError: There is no such precision, or no such module.
+        ConfigError: The precision or a name is unknown.
     """
 
     preserves_computation = False
@@ -72,7 +75,7 @@ class CastPrecision(Rule):
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             hint = did_you_mean(self.dtype, list(_DTYPES))
-            raise ConfigError(f'there is no precision "{self.dtype}"', location="cast-precision", hint=hint)
+            raise ConfigError(f'unknown precision "{self.dtype}"', location="cast-precision", hint=hint)
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         if node.op == "output":
@@ -81,19 +84,19 @@ class CastPrecision(Rule):
             return self._match_layer(graph_module, node)
         if node.target in _PRODUCTS:
             return None if self._keeps(layer_name(node)) else self._match_product(graph_module, node)
-        return Match((node,)) if self._goes_on(graph_module, node) else None
+        return Match((node,)) if self._passes_through(graph_module, node) else None
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         (node,) = match.nodes
         dtype = _DTYPES[self.dtype]
         layer = modules.called_module(graph_module, node)
-        if layer is not None and _dtypes(layer) != {dtype}:  # which they are where it is called a second time
+        if layer is not None and _dtypes(layer) != {dtype}:  # equal if an earlier call of the layer was rewritten
             rounded = {
-                name: nn.Parameter(own.detach().to(dtype), requires_grad=own.requires_grad)
-                for name, own in layer.named_parameters()
+                name: nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                for name, parameter in layer.named_parameters()
             }
             modules.replace_module(graph_module, str(node.target), modules.with_parameters(layer, **rounded))
-        for x in _tensors(node) or []:
+        for x in _find_tensors(node) or []:
             if x.meta["val"].dtype is torch.float32:
                 node.replace_input_with(x, self._lowered(graph_module, node, x))
                 if x.meta.get(_CAST) and not x.users:
@@ -111,82 +114,76 @@ class CastPrecision(Rule):
         return any(f"{target}.".startswith(f"{name}.") for name in self.keep)
 
     def _check_names(self, graph_module: GraphModule) -> None:
-        known = [name for name, _ in graph_module.named_modules() if name]
+        names = [name for name, _ in graph_module.named_modules() if name]
         products = [layer_name(node) for node in graph_module.graph.nodes if node.target in _PRODUCTS]
         for name in self.keep:
-            if name not in known and not any(f"{product}.".startswith(f"{name}.") for product in products):
-                raise ConfigError(
-                    f'there is no module "{name}"',
-                    location="cast-precision.keep",
-                    hint=did_you_mean(name, known),
-                )
+            if name not in names and not any(f"{product}.".startswith(f"{name}.") for product in products):
+                hint = did_you_mean(name, names)
+                raise ConfigError(f'the model has no module "{name}"', location="cast-precision.keep", hint=hint)
 
     def _match_layer(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         layer, target = modules.called_module(graph_module, node), str(node.target)
         cls = next((cls for cls in _LAYERS if isinstance(layer, cls)), None)
         if layer is None or cls is None or self._keeps(target):
             return None
-        uses, dtypes = usage.uses(graph_module), _dtypes(layer)
+        calls, dtypes = usage.uses(graph_module).calls_of(target), _dtypes(layer)
         if len(dtypes) > 1:
-            return Skip(f"{target}: it mixes dtypes")
-        half, known = _DTYPES[self.dtype], [_dtype(call) for call in uses.calls_of(target)]
-        # In half precision by this rule, at an earlier call of the same layer, or else from the start.
-        if dtypes != {torch.float32} and (dtypes != {half} or half not in known):
+            return Skip(f"{target}: its weights differ in dtype")
+        half, call_dtypes = _DTYPES[self.dtype], [_dtype(call) for call in calls]
+        # A layer in half precision matches only if this rule cast it at an earlier call.
+        if dtypes != {torch.float32} and (dtypes != {half} or half not in call_dtypes):
             return None
         if _dtype(node) not in (None, torch.float32):
             return None
-        reason = folding.why_not_plain(layer, cls) or folding.why_shared(graph_module, target, layer)
-        if reason := reason or folding.why_not_dense(layer):
-            return Skip(f"{target}: {reason}")
-        for call in uses.calls_of(target):
-            x = modules.sole_input(call)
-            if x is None:
-                return Skip(f"{target}: it is not called on a single tensor")
-            if _dtype(call) is None or _dtype(x) is None:
-                return Skip(f"{target}: dtypes are not known: trace with example inputs")
+        reason = folding.find_plain_problem(layer, cls) or folding.find_sharing_problem(graph_module, target, layer)
+        reason = reason or folding.find_layout_problem(layer) or _find_call_problem(calls)
+        reason = reason or self._find_weight_problem(layer)
+        return Skip(f"{target}: {reason}") if reason else Match((node,))
+
+    def _find_weight_problem(self, layer: nn.Module) -> str | None:
         if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
-            return Skip(f"{target}: it renormalises its weight")
+            return "it renormalizes its weight"
         if any(self._overflows(parameter) for parameter in layer.parameters()):
-            return Skip(f"{target}: it holds numbers that {self.dtype} does not")
-        return Match((node,))
+            return f"its weights are too large for {self.dtype}"
+        return None
 
     def _match_product(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        tensors = _tensors(node)
+        tensors = _find_tensors(node)
         if tensors is None:
-            return Skip(f"{node.name}: dtypes are not known: trace with example inputs")
+            return Skip(f"{node.name}: dtypes are unknown (trace with example inputs)")
         if node.target is aten.scaled_dot_product_attention.default:
             mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
             if isinstance(mask, Node) and mask.meta["val"].is_floating_point():
-                return Skip(f"{node.name}: its mask is added, and may hold numbers that {self.dtype} does not")
+                return Skip(f"{node.name}: its mask is added, and may be too large for {self.dtype}")
             tensors = [x for x in tensors if x is not mask]
         if {x.meta["val"].dtype for x in tensors} != {torch.float32} or any(
             self._keeps(str(x.target)) for x in tensors
         ):
             return None
         for x in tensors:
-            if (value := memory.constant(graph_module, x)) is not None and self._overflows(value):
-                return Skip(f"{x.target}: it holds numbers that {self.dtype} does not")
+            if (value := memory.find_constant(graph_module, x)) is not None and self._overflows(value):
+                return Skip(f"{x.target}: its numbers are too large for {self.dtype}")
         return Match((node,))
 
     def _overflows(self, value: torch.Tensor) -> bool:
         return value.numel() > 0 and float(value.detach().abs().max()) > torch.finfo(_DTYPES[self.dtype]).max
 
-    def _goes_on(self, graph_module: GraphModule, node: Node) -> bool:
-        """Whether a node can take what it is given in half precision, and all of it is there so."""
-        if node.target not in _ONWARD or not (tensors := _tensors(node)):
+    def _passes_through(self, graph_module: GraphModule, node: Node) -> bool:
+        """Returns True if a node can run in half precision, and all its inputs were cast from it."""
+        if node.target not in _PASS_THROUGH or not (tensors := _find_tensors(node)):
             return False
-        if any(self._half_of(graph_module, x) is None for x in tensors):
+        if any(self._find_half(graph_module, x) is None for x in tensors):
             return False
         if node.target in (operator.add, operator.sub, operator.mul):
-            # Another number may be too large or too small for half precision.
+            # A Python number may be too large or too small for half precision.
             return all(isinstance(argument, Node) for argument in node.args)
         if node.target is aten.dropout.default and node.args[2] is not False:
             return False
-        # A view of what was cast would not see what is changed in the other.
+        # A view in half precision would not see in-place changes of the float32 value, and vice versa.
         return not memory.changed_in_place(graph_module, node)
 
-    def _half_of(self, graph_module: GraphModule, x: Node) -> Node | None:
-        """What a value was cast from, if that is in half precision and the two are still the same."""
+    def _find_half(self, graph_module: GraphModule, x: Node) -> Node | None:
+        """Returns the half-precision value that a value was cast from, if both are still equal."""
         if not x.meta.get(_CAST) or x.args[1] is not torch.float32 or memory.changed_in_place(graph_module, x):
             return None
         (half, _) = x.args
@@ -194,15 +191,15 @@ class CastPrecision(Rule):
         return half if half.meta["val"].dtype is _DTYPES[self.dtype] else None
 
     def _lowered(self, graph_module: GraphModule, node: Node, x: Node) -> Node:
-        """A value in half precision, to be read by a node."""
-        if (half := self._half_of(graph_module, x)) is not None:
+        """Returns a value in half precision that a node can read."""
+        if (half := self._find_half(graph_module, x)) is not None:
             return half
         dtype = _DTYPES[self.dtype]
-        if _is_read_once(graph_module, x):
+        if _has_one_reader(graph_module, x):
             parent, name = modules.parent_of(graph_module, str(x.target))
-            own = parent._parameters[name]
-            assert own is not None
-            cast_copy = nn.Parameter(own.detach().to(dtype), requires_grad=own.requires_grad)
+            parameter = parent._parameters[name]
+            assert parameter is not None
+            cast_copy = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
             parent._parameters = {**parent._parameters, name: cast_copy}
             x.meta = {**x.meta, "val": x.meta["val"].to(dtype)}
             return x
@@ -217,7 +214,7 @@ class CastPrecision(Rule):
 
 
 def layer_name(node: Node) -> str:
-    """What a layer or a product goes by: its module, or the module that it is computed in and its node."""
+    """Returns the name of a layer, or the module and node of a product."""
     if node.op == "call_module":
         return str(node.target)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -226,30 +223,41 @@ def layer_name(node: Node) -> str:
 
 
 def layers_in_half(graph_module: GraphModule) -> list[str]:
-    """The layers and products of a graph that are computed in half precision, in its order."""
-    found = [node for node in graph_module.graph.nodes if node.op == "call_module" or node.target in _PRODUCTS]
-    return list(dict.fromkeys(layer_name(node) for node in found if _dtype(node) in _DTYPES.values()))
+    """Returns the names of the layers and products that run in half precision, in graph order."""
+    nodes = [node for node in graph_module.graph.nodes if node.op == "call_module" or node.target in _PRODUCTS]
+    return list(dict.fromkeys(layer_name(node) for node in nodes if _dtype(node) in _DTYPES.values()))
 
 
-def _is_read_once(graph_module: GraphModule, x: Node) -> bool:
-    """Whether a node reads a parameter that nothing else reads or changes, and only one user reads it from there."""
-    value = memory.constant(graph_module, x)
+def _find_call_problem(calls: list[Node]) -> str | None:
+    for call in calls:
+        x = modules.sole_input(call)
+        if x is None:
+            return "it is not called with a single tensor"
+        if _dtype(call) is None or _dtype(x) is None:
+            return "dtypes are unknown (trace with example inputs)"
+    return None
+
+
+def _has_one_reader(graph_module: GraphModule, x: Node) -> bool:
+    """Returns True if a node reads a parameter that has one name, one read and one user."""
+    value = memory.find_constant(graph_module, x)
     if not isinstance(value, nn.Parameter) or len(x.users) > 1:
         return False
-    names = [name for name, own in graph_module.named_parameters(remove_duplicate=False) if own is value]
+    parameters = graph_module.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in parameters if parameter is value]
     return names == [x.target] and len(graph_module.graph.find_nodes(op="get_attr", target=x.target)) == 1
 
 
-def _tensors(node: Node) -> list[Node] | None:
-    """The inputs of a node that are tensors; None where that is not known of one."""
-    found = []
+def _find_tensors(node: Node) -> list[Node] | None:
+    """Returns the tensor inputs of a node, or None if the type of an input is unknown."""
+    tensors = []
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         if isinstance(value, torch.Tensor):
-            found.append(source)
+            tensors.append(source)
         elif not isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
             return None
-    return found
+    return tensors
 
 
 def _dtype(node: Node) -> torch.dtype | None:

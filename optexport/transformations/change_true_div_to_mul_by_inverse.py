@@ -1,4 +1,4 @@
-"""A division by a constant becomes a multiplication."""
+"""ChangeTrueDivToMulByInverse: a division by a constant becomes a multiplication."""
 
 from __future__ import annotations
 
@@ -25,53 +25,49 @@ _NAMES = {"truediv", "itruediv", "div", "div_", "true_divide", "true_divide_", "
 
 @dataclass(frozen=True)
 class ChangeTrueDivToMulByInverse(ReversibleRule):
-    """x / c  ->  x * (1 / c), for a constant number c.
+    """Replaces a division by a constant number by a multiplication.
 
-    Skips:   c is 0, infinite, NaN, a bool, or a parameter or buffer; 1 / c overflows or is subnormal; c is not a power
-             of two, or x known to be complex, and `exact` is set, or the quotient reaches, also by sums and products
-             with others, anything that is not known to take one rounding more or less as it is, before a softmax, a
-             normalisation or a recurrent layer: what cuts to whole numbers or compares, a root, logarithm or power of
-             what a rounding may make negative, a division by what it may make zero, a cast to a lower precision than
-             its own or to an unknown dtype, memory of another tensor, a function of one's own; a division in place,
-             with a rounding mode, or into a given tensor.
-             A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
-    Exact:   to the bit where c is a power of two and x is real; else to one more rounding. What functions give that
-             follow is that of an argument within one rounding: the sine of a quotient of a million may differ by 0.1
-             in float32, as it would after any other rounding of the quotient.
+    x / c  ->  x * (1 / c)
+
+    A division of a size, such as ``x.shape[0] / 49``, does not match: it must stay exact.
+
+    Skips:   a c that is 0, infinite, NaN, a bool, a parameter or a buffer; a 1 / c that overflows or is subnormal; a
+             division in place, with a rounding mode, or with `out`. If c is not a power of two, or x is complex: all
+             divisions if `exact` is set, else those whose quotient may reach an operation that amplifies a rounding.
+             Such operations round or compare, take a root, logarithm or power of a number that may become negative,
+             divide by one that may become zero, cast to a lower or unknown precision, write to other memory, or are
+             not PyTorch's own. The search ends at a softmax, a normalization or a recurrent layer.
+    Exact:   bit-exact if c is a power of two and x is real, else to one more rounding of the quotient. Later
+             functions see that rounding: the sine of a million may differ by 0.1 in float32.
     Inverse: exact; c itself is recorded.
 
     Attributes:
-        exact: Whether to change only what stays equal to the bit.
+        exact: Change only divisions whose result stays bit-exact.
     """
 
     exact: bool = False
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        given = (*node.args, *node.kwargs.values())
-        if modules.operator_name(node) not in _NAMES or len(given) < 2:
+        arguments = (*node.args, *node.kwargs.values())
+        if modules.operator_name(node) not in _NAMES or len(arguments) < 2:
             return None
-        dividend, divisor, *others = given
+        dividend, divisor, *rest = arguments
         if not isinstance(dividend, Node) or _is_size(dividend):
             return None
         if isinstance(divisor, Node) and divisor.op != "get_attr":
             return None
         if (node.op, node.target) not in _DIVISIONS.values():
-            return Skip("it divides in place, or in a way of its own")
-        if others or node.kwargs:
-            return Skip("it takes more than a dividend and a divisor, or one by keyword")
-        if not isinstance(divisor, (int, float)) or isinstance(divisor, bool):
-            return Skip(f"the divisor is {'a tensor' if isinstance(divisor, Node) else divisor}, not a number")
-        if divisor == 0 or divisor != divisor:
-            return Skip(f"the divisor is {divisor}")
-        # A subnormal factor has lost the precision that the quotient would have.
-        limits = torch.finfo(torch.float32)
-        if abs(divisor) > limits.max or not limits.tiny <= abs(1 / divisor) <= limits.max:
-            return Skip(f"1 / {divisor} is not a normal float32")
-        if reason := _why_rounded(node, divisor):
+            return Skip("it divides in place, or by an unsupported function")
+        if rest or node.kwargs:
+            return Skip("it has keyword arguments, or more than a dividend and a divisor")
+        if reason := _find_divisor_problem(divisor):
+            return Skip(reason)
+        assert isinstance(divisor, int | float)
+        if reason := _find_rounding(node, divisor):
             if self.exact:
                 return Skip(reason)
-            if reader := roundings.where_cut(graph_module, node):
-                return Skip(f"{reason}, and {reader.name} is not known to take a quotient that is rounded otherwise")
+            if reader := roundings.find_sensitive_reader(graph_module, node):
+                return Skip(f"{reason}, and {reader.name} may amplify the rounding of the quotient")
         return Match((node,))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -87,16 +83,28 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         node.args = (node.args[0], record["divisor"])
 
 
-def _why_rounded(node: Node, divisor: float) -> str | None:
-    """Why a product with the inverse may be rounded otherwise than the quotient; None if it is the same to the bit."""
+def _find_divisor_problem(divisor: Any) -> str | None:
+    if not isinstance(divisor, (int, float)) or isinstance(divisor, bool):
+        return f"the divisor is {'a tensor' if isinstance(divisor, Node) else divisor}, not a number"
+    if divisor == 0 or divisor != divisor:
+        return f"the divisor is {divisor}"
+    # A subnormal factor has lost the precision of the quotient.
+    limits = torch.finfo(torch.float32)
+    if abs(divisor) > limits.max or not limits.tiny <= abs(1 / divisor) <= limits.max:
+        return f"1 / {divisor} is not a normal float32"
+    return None
+
+
+def _find_rounding(node: Node, divisor: float) -> str | None:
+    """Returns why the product with the inverse may not be bit-exact, or None if it is."""
     if roundings.is_complex(node):
-        return "complex numbers are multiplied otherwise than divided"
+        return "complex products are rounded differently from quotients"
     return None if abs(math.frexp(divisor)[0]) == 0.5 else f"{divisor} is not a power of two"
 
 
 def _is_size(node: Node) -> bool:
-    """Whether a node is a Python number made of sizes: dividing one rounds to a size again, or to none."""
-    seen, ahead = {node}, [node]
+    """Returns True if a node is a Python number that is computed from sizes."""
+    visited, ahead = {node}, [node]
     while ahead:
         part = ahead.pop()
         value = part.meta.get("val")
@@ -104,12 +112,12 @@ def _is_size(node: Node) -> bool:
             return True
         if value is not None and not isinstance(value, torch.Tensor):
             return True
-        if value is None and part.op == "call_function" and _of_python(part.target):
-            new = [source for source in part.all_input_nodes if source not in seen]
-            seen.update(new)
+        if value is None and part.op == "call_function" and _is_python_function(part.target):
+            new = [source for source in part.all_input_nodes if source not in visited]
+            visited.update(new)
             ahead += new
     return False
 
 
-def _of_python(function: Any) -> bool:
+def _is_python_function(function: Any) -> bool:
     return getattr(function, "__module__", None) in ("_operator", "math")

@@ -1,4 +1,4 @@
-"""Several transformations as one, and the two helpers that compositions are made with."""
+"""Compositions of transformations, DeepCopy and LintAndRecompile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optexport.transformations.rule import ReversibleRule, undo
 
 
 class DeepCopy(ReversibleTransformation):
-    """Goes on with a deep copy of the GraphModule, so that the given one stays as it is."""
+    """Returns a deep copy of the GraphModule, so that later steps do not change the original."""
 
     preserves_computation = True
 
@@ -27,7 +27,7 @@ class DeepCopy(ReversibleTransformation):
 
 
 class LintAndRecompile(ReversibleTransformation):
-    """Checks the graph and generates its code, in the middle of a composition."""
+    """Checks the graph and generates its code, between two steps of a composition."""
 
     preserves_computation = True
 
@@ -41,11 +41,7 @@ class LintAndRecompile(ReversibleTransformation):
 
 
 class Composition(Transformation):
-    """Transformations applied one after the other.
-
-    Args:
-        transformations: In the order in which they are applied.
-    """
+    """Transformations that are applied one after the other."""
 
     def __init__(self, *transformations: Transformation) -> None:
         self.transformations = transformations
@@ -60,47 +56,48 @@ class Composition(Transformation):
         return graph_module
 
     def _irreversible(self) -> str:
-        members = (each for each in self.transformations if not isinstance(each, ReversibleTransformation))
+        members = (member for member in self.transformations if not isinstance(member, ReversibleTransformation))
         return next((member._irreversible() for member in members), type(self).__name__)
 
 
 class ReversibleComposition(Composition, ReversibleTransformation):
-    """A composition of reversible transformations, undone last to first."""
+    """A composition of reversible transformations, which are undone last to first."""
 
     transformations: tuple[ReversibleTransformation, ...]
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        # A copy that the composition starts from must be the first step of the way back too.
-        members = _flat(self)
-        for copies in [member for member in members if isinstance(member, DeepCopy)][:1]:
-            graph_module = copies.reverse(graph_module)
-        others = [member for member in reversed(members) if not isinstance(member, DeepCopy | LintAndRecompile)]
-        for are_rules, some in itertools.groupby(others, lambda member: isinstance(member, ReversibleRule)):
+        members = _flatten(self)
+        # If the composition starts by copying the graph, undoing it starts by copying too.
+        if (deep_copy := next((member for member in members if isinstance(member, DeepCopy)), None)) is not None:
+            graph_module = deep_copy.reverse(graph_module)
+        steps = [member for member in reversed(members) if not isinstance(member, DeepCopy | LintAndRecompile)]
+        for are_rules, group in itertools.groupby(steps, lambda member: isinstance(member, ReversibleRule)):
             if are_rules:
-                # At once, since a rule that stands in two places is undone in both, and not before what came between.
-                undo([member for member in some if isinstance(member, ReversibleRule)], graph_module)
+                # Adjacent rules are undone together: a rule that occurs twice is undone in both places, and its first
+                # application not before the steps between the two.
+                undo([member for member in group if isinstance(member, ReversibleRule)], graph_module)
             else:
-                for member in some:
+                for member in group:
                     graph_module = member(graph_module, lint_and_recompile=False, reverse=True)
         return graph_module
 
 
-def _flat(composition: ReversibleComposition) -> list[ReversibleTransformation]:
+def _flatten(composition: ReversibleComposition) -> list[ReversibleTransformation]:
     members: list[ReversibleTransformation] = []
     for member in composition.transformations:
-        members += _flat(member) if isinstance(member, ReversibleComposition) else [member]
+        members += _flatten(member) if isinstance(member, ReversibleComposition) else [member]
     return members
 
 
 def compose(*transformations: Transformation, inplace: bool = True) -> Transformation:
-    """Makes one transformation of several.
+    """Combines several transformations into one.
 
     Args:
-        transformations: In the order in which they are applied; undone in the opposite order.
-        inplace: Whether to change the given GraphModule; else a deep copy is changed and returned.
+        transformations: Applied in this order, undone in the opposite order.
+        inplace: Change the GraphModule that the composition is called on. If False, change and return a deep copy.
 
     Returns:
-        A transformation that preserves the computation if all do, and a `ReversibleTransformation` if all are.
+        A transformation that preserves the computation if all do. A `ReversibleTransformation` if all are reversible.
     """
     steps = transformations if inplace else (DeepCopy(), *transformations)
     if all(isinstance(step, ReversibleTransformation) for step in steps):

@@ -1,4 +1,4 @@
-"""The gain and shift of a norm become part of the linears that read it."""
+"""FoldNormAffine: the gain and shift of a norm become part of the linears that read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport.transformations.analysis import folding, memory, modules, usage
-from optexport.transformations.remove_no_ops import handed_through
+from optexport.transformations.remove_no_ops import find_local_no_op
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -33,50 +33,52 @@ class Fold(Match):
 
 @dataclass(frozen=True)
 class FoldNormAffine(Rule):
-    """Linear(g * norm(x) + b)  ->  Linear'(norm(x))
+    """Folds the gain and shift of a norm into the linears that read it.
 
-    For an ``nn.LayerNorm`` over the last axis, which then is one without gain and shift, and for any product with a
-    constant vector along the last axis, as an RMSNorm ends in one. All users have to be linears, behind a dropout
-    outside of training or a slice or selection along another axis or not.
+    Linear(g * norm(x) + b)  ->  Linear'(norm(x))
 
-    Skips:   a norm that is used elsewhere too; a norm or linear that is shared, tied, hooked, parametrized, of a
-             subclass or called more than once; mixed dtypes or devices, or requires_grad; of a product, a shape that
-             is not known; an input of a product that is changed in place before the linears read it; weights that
-             would overflow or become subnormal.
+    For an ``nn.LayerNorm`` over the last axis, and for products with a constant vector along the last axis, with which
+    an RMSNorm ends. All users must be linears. Inactive dropouts, and slices or selections along other axes, may lie
+    between.
+
+    Skips:   a norm with other users; a norm or linear that is shared, tied, hooked, parametrized, of a subclass or
+             called more than once; mixed dtypes, devices or requires_grad; a product of unknown shape, or whose input
+             is changed in place before the linears read it; weights that would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the weights are rounded.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Fold | Skip | None:
-        # It is found at the last linear that reads it, so that what stands before it can come next.
+        # Matches at the last linear that reads the norm, so that a rewrite can expose a match before it.
         norm = modules.sole_input(node) if isinstance(modules.called_module(graph_module, node), nn.Linear) else None
         while norm is not None and isinstance(source := norm.args[0] if norm.args else None, Node):
             if not _keeps_features(graph_module, source, norm):
                 break
             norm = source
-        found = None if norm is None else _affine(graph_module, norm)
-        if norm is None or found is None:
+        affine = None if norm is None else _find_affine(graph_module, norm)
+        if norm is None or affine is None:
             return None
-        source, gain, shift = found
+        source, gain, shift = affine
         linears, others = _readers(graph_module, norm)
         if max(linears) is not node:
             return None
         if others:
-            return Skip(f"{norm.name} is used by {others[0].name} too")
-        reason = folding.why_not_replaceable(graph_module, norm) if source is norm else _why_not_product(norm, source)
-        if source is not norm and (change := memory.changed_between(graph_module, source, norm, node)):
+            return Skip(f"{norm.name} is also used by {others[0].name}")
+        is_layer = source is norm
+        reason = folding.find_replacement_problem(graph_module, norm) if is_layer else _find_shape_problem(norm, source)
+        if not is_layer and (change := memory.find_change_between(graph_module, source, norm, node)):
             reason = reason or f"{source.name} is changed in place by {change.name} before {node.name} reads it"
         for call in linears:
-            reason = reason or _why_not_linear(graph_module, call, gain, shift)
+            reason = reason or _find_linear_problem(graph_module, call, gain, shift)
         return Skip(reason) if reason else Fold((norm, *linears), norm, tuple(linears))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Fold)
-        found = _affine(graph_module, match.norm)
-        assert found is not None
-        source, gain, shift = found
+        affine = _find_affine(graph_module, match.norm)
+        assert affine is not None
+        source, gain, shift = affine
         for call in match.linears:
-            folded = _folded(modules.called_module(graph_module, call), gain, shift)
+            folded = _fold(modules.called_module(graph_module, call), gain, shift)
             modules.replace_module(graph_module, str(call.target), folding.with_weights(*folded))
         norm = modules.called_module(graph_module, match.norm)
         if isinstance(norm, nn.LayerNorm):
@@ -91,28 +93,31 @@ class FoldNormAffine(Rule):
         return [(call, None) for call in match.linears]
 
 
-def _affine(graph_module: GraphModule, node: Node) -> tuple[Node, torch.Tensor, torch.Tensor | None] | None:
-    """What linears read without gain and shift, and these: of a layer norm itself, or of a product with a constant."""
+def _find_affine(graph_module: GraphModule, node: Node) -> tuple[Node, torch.Tensor, torch.Tensor | None] | None:
+    """Returns the value without gain and shift, the gain, and the shift.
+
+    For a layer norm, the value is the norm.
+    """
     norm = modules.called_module(graph_module, node)
     if isinstance(norm, nn.LayerNorm):
         return None if norm.weight is None or len(norm.normalized_shape) != 1 else (node, norm.weight, norm.bias)
-    found = _product(graph_module, node)
-    return None if found is None else (*found, None)
+    product = _find_product(graph_module, node)
+    return None if product is None else (*product, None)
 
 
-def _product(graph_module: GraphModule, node: Node) -> tuple[Node, torch.Tensor] | None:
-    """What a node multiplies by a constant vector, and that."""
+def _find_product(graph_module: GraphModule, node: Node) -> tuple[Node, torch.Tensor] | None:
+    """Returns the factors of a product with a constant vector."""
     if node.target is not operator.mul or len(node.args) != 2 or node.kwargs:
         return None
-    for x, other in (node.args, node.args[::-1]):
-        gain = memory.constant(graph_module, other)
-        if isinstance(x, Node) and x is not other and gain is not None and gain.dim() == 1:
+    for x, constant in (node.args, node.args[::-1]):
+        gain = memory.find_constant(graph_module, constant)
+        if isinstance(x, Node) and x is not constant and gain is not None and gain.dim() == 1:
             return x, gain
     return None
 
 
 def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[Node]]:
-    """The linears that read a node or positions of it, and what else does."""
+    """Returns the linears that read a node, or positions of it, and its other users."""
     linears: list[Node] = []
     others: list[Node] = []
     ahead = [node]
@@ -129,9 +134,9 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
 
 
 def _keeps_features(graph_module: GraphModule, node: Node, user: Node) -> bool:
-    """Whether a node gives positions of another with their features as they are."""
-    if (found := handed_through(graph_module, user)) is not None:
-        return found.source is node
+    """Returns True if a user returns positions of a node with all their features."""
+    if (no_op := find_local_no_op(graph_module, user)) is not None:
+        return no_op.source is node
     rank = modules.dims(node)
     if user.target not in (aten.slice.Tensor, aten.select.int) or rank is None or user.kwargs:
         return False
@@ -139,38 +144,36 @@ def _keeps_features(graph_module: GraphModule, node: Node, user: Node) -> bool:
     return bool(axis % rank != rank - 1)
 
 
-def _why_not_product(node: Node, source: Node) -> str | None:
-    before, after = source.meta.get("val"), node.meta.get("val")
+def _find_shape_problem(product: Node, source: Node) -> str | None:
+    before, after = source.meta.get("val"), product.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return f"the shape of {source.name} is not known: trace with example inputs"
-    alike = before.dtype == after.dtype and before.dim() == after.dim()
-    if not alike or not all(statically_known_true(a == b) for a, b in zip(before.shape, after.shape, strict=True)):
-        return f"{node.name} has another shape or dtype than {source.name}"
+        return f"the shape of {source.name} is unknown (trace with example inputs)"
+    comparable = before.dtype == after.dtype and before.dim() == after.dim()
+    if not comparable or not all(statically_known_true(a == b) for a, b in zip(before.shape, after.shape, strict=True)):
+        return f"{product.name} and {source.name} differ in shape or dtype"
     return None
 
 
-def _why_not_linear(
+def _find_linear_problem(
     graph_module: GraphModule, call: Node, gain: torch.Tensor, shift: torch.Tensor | None
 ) -> str | None:
-    if reason := folding.why_not_replaceable(graph_module, call):
+    if reason := folding.find_replacement_problem(graph_module, call):
         return reason
     linear: Any = modules.called_module(graph_module, call)
     if gain.shape != (linear.in_features,):
-        return f"{call.target}: it has {linear.in_features} features, and not {len(gain)}"
+        return f"{call.target}: wrong number of features (found {linear.in_features}, expected {len(gain)})"
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-        return f"{call.target}: it differs from the norm in dtype or device"
-    if reason := folding.why_not_trained_alike(linear, [gain, shift]):
+        return f"{call.target} and the norm differ in dtype or device"
+    if reason := folding.find_training_problem(linear, [gain, shift]):
         return f"{call.target} and the norm: {reason}"
-    return folding.why_not_held(call.target, *_folded(linear, gain, shift))
+    return folding.find_range_problem(call.target, *_fold(linear, gain, shift))
 
 
-def _folded(
-    linear: Any, gain: torch.Tensor, shift: torch.Tensor | None
-) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
-    """A linear, and its weight and bias for what the norm gives without gain and shift, in float64."""
+def _fold(linear: Any, gain: torch.Tensor, shift: torch.Tensor | None) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    """Returns a linear and its weight and bias after folding, in float64."""
     weight, bias = linear.weight.detach().double(), linear.bias
     if shift is not None:
-        moved = weight @ shift.detach().double()
-        bias = moved if bias is None else bias.detach().double() + moved
+        shifted = weight @ shift.detach().double()
+        bias = shifted if bias is None else bias.detach().double() + shifted
     return linear, weight * gain.detach().double(), bias

@@ -1,4 +1,4 @@
-"""Attention that is written out becomes one call."""
+"""FuseAttention: attention that is written as separate operations becomes one call."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FuseAttention(Rule):
-    """softmax(q @ k.T * c + mask) @ v  ->  scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=c)
+    """Replaces attention that is written as separate operations by one call.
 
-    The factor may stand before the product too, and be a divisor; the mask may be added, or fill scores with minus
-    infinity or a great negative number; casts to float32 around the softmax and a dropout that is off may be there.
+    softmax(q @ k.T * c + mask) @ v  ->  scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=c)
 
-    Skips:   what the trace does not know the shape of; weights or scores that are used elsewhere too; a dropout in
-             train mode; q, k and v of other than three or four axes, or of different dtypes or leading sizes, or with
-             a head size that is not fixed; scores in another dtype than theirs or float32; more than one mask, one
-             before the factor, of another dtype, or filled with a number that the scores cannot hold; a mask that may
-             hide all positions of a row by minus infinity, where written-out attention gives NaN and the call 0, or by
-             a number that does not drown the scores; a factor that is not a positive constant; an input that is changed
-             in place in between; a result that is viewed in a shape that only contiguous memory can take, or handed to
-             code that is not PyTorch's own.
-    Exact:   to rounding, as long as every score is finite, also where it is masked (a NaN that a fill replaced is
-             added to now, and a row of minus infinity, which gave NaN, gives 0), and none comes near to those that are
-             masked (-1e4 or less). In half precision the call keeps more digits of the scores.
-    Inverse: none, because the nodes are gone, and with them their names and places.
+    The scale may come before the product, and may be a divisor. The mask may be added, or fill scores with minus
+    infinity or a large negative number. Casts to float32 around the softmax and inactive dropouts are allowed.
+
+    Skips:   unknown shapes; weights or scores with other users; a dropout in train mode; q, k and v that have neither
+             three nor four axes, or differ in dtype or leading sizes; a head size that is not fixed; scores in another
+             dtype than q or float32; several masks; a mask before the scale, of another dtype, or filled with a number
+             that the scores cannot represent; a mask that may hide a whole row by minus infinity (separate operations
+             return NaN, the call 0) or by a number that does not absorb the scores; a scale that is not a positive
+             constant; an input that is changed in place in between; a result that is viewed in a shape that requires
+             contiguous memory, or passed to code that is not PyTorch's own.
+    Exact:   to rounding, if all scores are finite, also where they are masked, and none is close to the masked ones
+             (-1e4 or less). In half precision, the call rounds scores to more digits.
+    Inverse: none, because the nodes are removed, with their names and positions.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        return written_attention.read(graph_module, node)
+        return written_attention.find_attention(graph_module, node)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Attention)
@@ -51,29 +51,29 @@ class FuseAttention(Rule):
             new.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
             return new
 
-        if match.swapped:
+        if match.key_is_transposed:
             key = call(aten.transpose.int, key, -2, -1)
         if mask is not None and match.fill is not None:
-            dropped = call(aten.logical_not.default, mask) if match.kept else mask
+            dropped = call(aten.logical_not.default, mask) if match.keeps_true else mask
             mask = call(operator.mul, call(aten.to.dtype, dropped, dtype), match.fill)
-        elif mask is not None and not match.kept:
+        elif mask is not None and not match.keeps_true:
             mask = call(aten.logical_not.default, mask)
-        given = [match.query, key, match.value] if mask is None else [match.query, key, match.value, mask]
+        inputs = [match.query, key, match.value] if mask is None else [match.query, key, match.value, mask]
         attention = node
-        if modules.dims(node) == 3:  # which not every runtime takes
-            given = [call(aten.unsqueeze.default, each, 1) if modules.dims(each) == 3 else each for each in given]
+        if modules.dims(node) == 3:  # some runtimes support only four axes
+            inputs = [call(aten.unsqueeze.default, x, 1) if modules.dims(x) == 3 else x for x in inputs]
             with graph.inserting_before(node):
                 attention = graph.call_function(aten.scaled_dot_product_attention.default)
             attention.meta["val"] = node.meta["val"].unsqueeze(1)
             node.target, node.args = aten.squeeze.dim, (attention, 1)
         attention.target = aten.scaled_dot_product_attention.default
-        attention.args, attention.kwargs = tuple(given), {"scale": match.scale}
-        _erase(graph_module, match.nodes[-2])
+        attention.args, attention.kwargs = tuple(inputs), {"scale": match.scale}
+        _erase_unused(graph_module, match.nodes[-2])
         return [(attention, None)]
 
 
-def _erase(graph_module: GraphModule, node: Node) -> None:
-    """Takes a node out, and of what it was computed from all that nobody needs any more."""
+def _erase_unused(graph_module: GraphModule, node: Node) -> None:
+    """Removes a node without users, and all its inputs that then have no users."""
     if node.users or node.op == "placeholder" or effects.draws(graph_module, node):
         return
     if node.op == "get_attr":
@@ -82,4 +82,4 @@ def _erase(graph_module: GraphModule, node: Node) -> None:
     sources = node.all_input_nodes
     graph_module.graph.erase_node(node)
     for source in sources:
-        _erase(graph_module, source)
+        _erase_unused(graph_module, source)

@@ -1,4 +1,4 @@
-"""A batch norm before or after a linear becomes part of it: Optimum's own case of `FuseBatchNorm`."""
+"""FuseBatchNorm1dInLinear: `FuseBatchNorm` for BatchNorm1d and Linear only, as in Optimum."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from optexport.transformations.fuse_batch_norm import FuseBatchNorm
 
 @dataclass(frozen=True)
 class FuseBatchNorm1dInLinear(FuseBatchNorm):
-    """BatchNorm1d(Linear(x))  ->  Linear'(x)        Linear(BatchNorm1d(x))  ->  Linear'(x)
+    """Folds a BatchNorm1d into the Linear before or after it.
 
-    Skips, Exact, Inverse: as `FuseBatchNorm`.
+    BatchNorm1d(Linear(x))  ->  Linear'(x)        Linear(BatchNorm1d(x))  ->  Linear'(x)
+
+    Skips, Exact, Inverse: see `FuseBatchNorm`.
     """
 
     norms = (nn.BatchNorm1d,)

@@ -1,4 +1,4 @@
-"""A batch norm after a convolution becomes part of it: Optimum's own case of `FuseBatchNorm`."""
+"""FuseBatchNorm2dInConv2d: `FuseBatchNorm` for BatchNorm2d after Conv2d only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from optexport.transformations.fuse_batch_norm import FuseBatchNorm
 
 @dataclass(frozen=True)
 class FuseBatchNorm2dInConv2d(FuseBatchNorm):
-    """BatchNorm2d(Conv2d(x))  ->  Conv2d'(x)
+    """Folds a BatchNorm2d into the Conv2d before it.
 
-    Skips, Exact, Inverse: as `FuseBatchNorm`.
+    BatchNorm2d(Conv2d(x))  ->  Conv2d'(x)
+
+    Skips, Exact, Inverse: see `FuseBatchNorm`.
     """
 
     norms = (nn.BatchNorm2d,)

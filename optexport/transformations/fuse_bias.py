@@ -1,4 +1,4 @@
-"""A constant that is added to what a linear or a convolution gives becomes its bias."""
+"""FuseBias: adds a constant to the bias of the linear or convolution before it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class FuseBias(Rule):
-    """Layer(x) + c  ->  Layer'(x), for a linear or a convolution and a constant number, parameter or buffer c.
+    """Adds a constant to the bias of the linear or convolution before it.
 
-    Skips:   a c that is not one number for every output feature or channel, of another dtype or device, changed in
-             place, or a parameter of another requires_grad; a layer whose result is used elsewhere too, or that is
-             shared, tied, hooked, parametrized, of a subclass, called more than once or not of real numbers; a bias
-             that would overflow.
-    Exact:   to rounding (the bias and c are summed first).
+    Layer(x) + c  ->  Layer'(x) with bias b + c, for a constant number, parameter or buffer c
+
+    Skips:   a c that is not one number per output feature or channel, of another dtype or device, or changed in place;
+             a parameter with another requires_grad; a layer whose result has other users; a layer that is shared, tied,
+             hooked, parametrized, of a subclass, called more than once or not of real numbers; a bias that would
+             overflow.
+    Exact:   to rounding (the bias and c are added first).
     Inverse: none, because their sum is rounded.
     """
 
@@ -35,10 +37,10 @@ class FuseBias(Rule):
             return None
         for call, constant in (node.args, node.args[::-1]):
             layer = modules.called_module(graph_module, call)
-            value = _value(graph_module, constant)
+            value = _find_value(graph_module, constant)
             if isinstance(layer, _LAYERS) and value is not None:
                 assert isinstance(call, Node)
-                reason = _why_not(graph_module, call, layer, value)
+                reason = _find_problem(graph_module, call, layer, value)
                 return Skip(reason) if reason else Match((call, node))
         return None
 
@@ -47,9 +49,9 @@ class FuseBias(Rule):
         layer = modules.called_module(graph_module, call)
         assert isinstance(layer, _LAYERS)
         (constant,) = [argument for argument in sum_.args if argument is not call]
-        value = _value(graph_module, constant)
+        value = _find_value(graph_module, constant)
         assert value is not None
-        biased = folding.with_weights(layer, layer.weight, _total(layer, value))
+        biased = folding.with_weights(layer, layer.weight, _new_bias(layer, value))
         modules.replace_module(graph_module, str(call.target), biased)
         sum_.replace_all_uses_with(call)
         graph_module.graph.erase_node(sum_)
@@ -58,35 +60,33 @@ class FuseBias(Rule):
         return [(call, None)]
 
 
-def _value(graph_module: GraphModule, argument: Any) -> torch.Tensor | None:
-    """What is added, where that is known beforehand."""
+def _find_value(graph_module: GraphModule, argument: Any) -> torch.Tensor | None:
     if type(argument) in (int, float) and abs(argument) <= sys.float_info.max:
         return torch.tensor(argument, dtype=torch.float64)
-    return memory.constant(graph_module, argument)
+    return memory.find_constant(graph_module, argument)
 
 
-def _total(layer: Layer, value: torch.Tensor) -> torch.Tensor:
-    """Bias and constant, in float64."""
+def _new_bias(layer: Layer, value: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of bias and constant, in float64."""
     bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
     return bias.detach().double() + value.detach().to(bias.device).double().flatten()
 
 
-def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.Tensor) -> str | None:
+def _find_problem(graph_module: GraphModule, call: Node, layer: Layer, value: torch.Tensor) -> str | None:
     target = str(call.target)
     if len(call.users) > 1:
-        return f"the result of {target} is used elsewhere too"
-    if reason := folding.why_not_replaceable(graph_module, call):
+        return f"the result of {target} has other users"
+    if reason := folding.find_replacement_problem(graph_module, call):
         return reason
     kind = layer.weight.dtype, layer.weight.device
     promoted = torch.result_type(layer.weight, value) != layer.weight.dtype
     if promoted or value.is_meta or (value.dim() and (value.dtype, value.device) != kind):
-        return f"{target} and what is added differ in dtype or device"
-    if reason := folding.why_not_trained_alike(layer, [value]):
-        return f"{target} and what is added: {reason}"
-    # The axis of the features is the last of a linear's result, and stands before the space of a convolution's.
+        return f"{target} and the constant differ in dtype or device"
+    if reason := folding.find_training_problem(layer, [value]):
+        return f"{target} and the constant: {reason}"
+    # The features are the last axis of a linear's result; in a convolution's, the axes of space follow them.
     shape = (layer.weight.shape[0], *(1 for _ in layer.weight.shape[2:]))
-    if value.dim() > len(shape) or any(
-        size not in (1, own) for size, own in zip(value.shape[::-1], shape[::-1], strict=False)
-    ):
-        return f"what is added to {target} is no number for each of its {shape[0]} features"
-    return folding.why_not_held(target, layer, layer.weight, _total(layer, value))
+    sizes = zip(value.shape[::-1], shape[::-1], strict=False)
+    if value.dim() > len(shape) or any(size not in (1, expected) for size, expected in sizes):
+        return f"the constant does not have one number for each of the {shape[0]} features of {target}"
+    return folding.find_range_problem(target, layer, layer.weight, _new_bias(layer, value))

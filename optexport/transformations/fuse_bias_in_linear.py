@@ -1,4 +1,4 @@
-"""The bias of a linear becomes one more column of its weight, and its input gets a column of ones."""
+"""FuseBiasInLinear: converts the bias of a linear to a column of its weight."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 @dataclass(frozen=True)
 class FuseBiasInLinear(ReversibleRule):
-    """x @ W.T + b  ->  [x, 1] @ [W, b].T
+    """Converts the bias of a linear to a column of its weight.
 
-    Every call then copies its input, so this is seldom faster; it is in no preset.
+    x @ W.T + b  ->  [x, 1] @ [W, b].T
 
-    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or holds other tensors; a bias of
-             another dtype, device or requires_grad than the weight's; a weight or bias that is not contiguous; a call
-             on other than a single tensor.
+    Every call then copies its input, so this is rarely faster. The rule is in no preset.
+
+    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or with other tensors; weight and bias
+             that differ in dtype, device or requires_grad, or are not contiguous; a call without a single tensor.
     Exact:   to rounding (the bias is summed with the products).
-    Inverse: exact; weight and bias are cut apart again, as new parameters; the linear keeps its attributes.
+    Inverse: exact; weight and bias are split again, as new parameters. The linear keeps its attributes.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
@@ -33,7 +34,8 @@ class FuseBiasInLinear(ReversibleRule):
             return None
         uses = usage.uses(graph_module)
         target = str(node.target)
-        if reason := folding.why_not_plain(linear, nn.Linear) or folding.why_shared(graph_module, target, linear):
+        reason = folding.find_plain_problem(linear, nn.Linear)
+        if reason := reason or folding.find_sharing_problem(graph_module, target, linear):
             return Skip(f"{target}: {reason}")
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
@@ -42,7 +44,7 @@ class FuseBiasInLinear(ReversibleRule):
             return Skip(f"{target}: its weight or bias is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):
-            return Skip(f"{target}: it is not called on a single tensor")
+            return Skip(f"{target}: it is not called with a single tensor")
         return Match(tuple(calls))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -74,7 +76,7 @@ class FuseBiasInLinear(ReversibleRule):
         graph_module.graph.erase_node(padded)
         fused = graph_module.get_submodule(str(node.target))
         assert isinstance(fused, nn.Linear)
-        if fused.bias is not None:  # another call of the same linear came first
+        if fused.bias is not None:  # already restored for another call of this linear
             return
         weight, bias = (
             nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad)

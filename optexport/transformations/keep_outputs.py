@@ -1,4 +1,4 @@
-"""Only the outputs that are wanted stay, and what they need."""
+"""KeepOutputs: removes all other outputs, and what only they need."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from optexport.transformations.rule import Match, Rule
 
 @dataclass(frozen=True)
 class KeepOutputs(Rule):
-    """return {a: ..., b: ..., c: ...}  ->  return {b: ...}, without what only a and c needed
+    """Removes all outputs except the named ones, and what only they need.
 
-    Calls that draw random numbers, change something in place or switch a global state stay, with what these need: so
-    the outputs that stay are the same for the same seed. So does code that is not PyTorch's own.
+    return {a: ..., b: ..., c: ...}  ->  return {b: ...}
 
-    Exact:   to the bit, for the outputs that stay.
+    Calls that draw random numbers, change something in place or switch global state stay, with their inputs. So the
+    remaining outputs are the same for the same seed. Code that is not PyTorch's own stays too.
+
     Skips:   nothing.
-    Inverse: none, because what they did not need is gone.
+    Exact:   bit-exact for the remaining outputs.
+    Inverse: none, because the other nodes are removed.
 
     Attributes:
-        outputs: The names of those that stay, in any order; none for all.
+        outputs: Names of the outputs to keep, in any order; empty for all.
 
     Raises:
-        ConfigError: The graph has no output of such a name.
+        ConfigError: The graph has no output of that name.
     """
 
     outputs: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ class KeepOutputs(Rule):
         for name in self.outputs:
             if name not in names:
                 raise ConfigError(
-                    f'there is no output "{name}"', location="keep-outputs", hint=did_you_mean(name, names)
+                    f'the graph has no output "{name}"', location="keep-outputs", hint=did_you_mean(name, names)
                 )
         return Match((node,)) if len(set(self.outputs)) < len(names) else None
 
@@ -53,17 +55,16 @@ class KeepOutputs(Rule):
         node.args = ({name: leaf for name, leaf in _outputs(graph_module, node).items() if name in self.outputs},)
         if isinstance(graph._codegen, _PyTreeCodeGen):
             graph.set_codegen(_PyTreeCodeGen(graph._codegen.pytree_info._replace(out_spec=None)))
-        # To torch.fx, methods that change their tensor in place look pure, as do some that draw random numbers; and a
-        # dropout that is off, or attention without one, looks random.
+        # torch.fx considers in-place methods and some random functions pure, and inactive dropouts impure.
         uses = usage.uses(graph_module)
         stay = {*uses.mutations, *uses.switches, *(n for n in graph.nodes if effects.draws(graph_module, n))}
         graph.eliminate_dead_code(lambda candidate: candidate in stay or candidate.is_impure(impure_random=False))
-        _remove_unused(graph_module)
+        _remove_unused_modules(graph_module)
         return [(node, None)]
 
 
-def _remove_unused(graph_module: GraphModule) -> None:
-    """Takes out the modules that the graph neither calls nor reads from; not out of those that a caller holds too."""
+def _remove_unused_modules(graph_module: GraphModule) -> None:
+    """Removes unused modules, except from modules that a caller shares."""
     nodes = [node for node in graph_module.graph.nodes if node.op in ("call_module", "get_attr")]
     called = {str(node.target) for node in nodes if node.op == "call_module"}
     needed = {prefix for node in nodes for prefix in _prefixes(str(node.target))}

@@ -1,4 +1,4 @@
-"""Linears that follow or join each other with nothing between become one: so do low-rank adapters."""
+"""MergeLinearChain: linears in a row, and low-rank adapters, become one linear."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations.analysis import folding, memory, modules
-from optexport.transformations.remove_no_ops import handed_through
+from optexport.transformations.remove_no_ops import find_local_no_op
 from optexport.transformations.rule import Match, Rule, Skip
 
 
@@ -22,9 +22,9 @@ class Chain(Match):
     """Linears that become one.
 
     Attributes:
-        stays: The call that does the work of all.
-        path: The calls of a chain of linears, last first.
-        scale: What the result of the chain is multiplied by, where it is added to that of `stays`.
+        stays: The call of the linear that replaces all.
+        path: The calls of the linears in a row, last first.
+        scale: Factor of the result of `path`, if it is added to that of `stays`.
     """
 
     stays: Node
@@ -34,31 +34,33 @@ class Chain(Match):
 
 @dataclass(frozen=True)
 class MergeLinearChain(Rule):
-    """B(A(x))  ->  AB(x)        W(x) + s * B(A(x))  ->  W'(x)
+    """Merges linears in a row, and low-rank adapters with their linear.
 
-    The second is LoRA (Hu et al., 2021); s may stand on either side, divide, or be missing, and a chain of any length
-    may stand for B(A(x)), a single linear too. Dropout outside of training and ``nn.Identity`` may stand between.
-    Where linears of one input are to be merged as well, this goes first.
+    B(A(x))  ->  AB(x)        W(x) + s * B(A(x))  ->  W'(x)
 
-    Skips:   a chain that would be more work as one linear, counted in products for each row; a linear that is shared,
-             tied, hooked, parametrized, of a subclass or called more than once, or whose result is used elsewhere too;
-             linears that differ in dtype, device or mode, and in a chain in requires_grad; a weight that is not
-             contiguous or not of real numbers; an input that is changed in place between them; a product that would
-             overflow or become subnormal.
+    The second is LoRA (Hu et al., 2021). The factor s may be on either side, be a divisor, or be missing. B(A(x)) may
+    be any number of linears in a row, also one. Inactive dropouts and ``nn.Identity`` may lie between. Apply this rule
+    before `MergeLinears`.
+
+    Skips:   linears that need more multiplications per row as one; a linear that is shared, tied, hooked, parametrized,
+             of a subclass or called more than once, or whose result has other users; linears that differ in dtype,
+             device or mode, or in requires_grad if they are in a row; a weight that is not contiguous or not of real
+             numbers; an input that is changed in place between them; weights that would overflow or become subnormal.
     Exact:   to rounding (weights are multiplied in float64 and rounded once). The weight keeps the requires_grad of W.
-    Inverse: none, because the product is rounded, and tells nothing of its factors.
+    Inverse: none, because the product of the weights does not determine the factors.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Chain | Skip | None:
-        if node.op == "output":  # with an adapter goes a use of its input, which may have kept a chain above apart
-            found = (_found(graph_module, other) for other in graph_module.graph.nodes)
-            return next((chain for chain in found if isinstance(chain, Chain)), None)
-        return _found(graph_module, node)
+        if node.op == "output":
+            # Merging an adapter removes a user of its input, so a chain before it may match now.
+            results = (_find_chain(graph_module, n) for n in graph_module.graph.nodes)
+            return next((result for result in results if isinstance(result, Chain)), None)
+        return _find_chain(graph_module, node)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Chain)
         stays, node, first = match.stays, match.nodes[-1], match.path[-1]
-        weight, bias = _product(graph_module, match)
+        weight, bias = _merged_weights(graph_module, match)
         if stays is node:
             x = modules.sole_input(first)
             assert x is not None
@@ -68,59 +70,58 @@ class MergeLinearChain(Rule):
         merged = folding.with_weights(_linear(graph_module, stays), weight, bias)
         merged.in_features = weight.shape[1]
         modules.replace_module(graph_module, str(stays.target), merged)
-        gone = [call for call in match.path if call is not stays]
         for unused in sorted(match.nodes, reverse=True):
             if unused is not stays and not unused.users:
                 graph_module.graph.erase_node(unused)
-        for call in gone:
-            if call._erased:
+        for call in match.path:
+            if call is not stays and call._erased:
                 modules.remove_module(graph_module, str(call.target))
         return [(stays, None)]
 
 
-def _found(graph_module: GraphModule, node: Node) -> Chain | Skip | None:
+def _find_chain(graph_module: GraphModule, node: Node) -> Chain | Skip | None:
     if _is_linear(graph_module, node):
-        return _followed(graph_module, node)
+        return _find_sequence(graph_module, node)
     if node.target is not operator.add or len(node.args) != 2 or node.kwargs:
         return None
-    for base, other in (node.args, node.args[::-1]):
-        if isinstance(base, Node) and isinstance(other, Node) and base is not other:
-            found = _joined(graph_module, node, base, other)
-            if found is not None:
-                return found
+    for base, adapter in (node.args, node.args[::-1]):
+        if isinstance(base, Node) and isinstance(adapter, Node) and base is not adapter:
+            result = _find_adapter(graph_module, node, base, adapter)
+            if result is not None:
+                return result
     return None
 
 
-def _followed(graph_module: GraphModule, node: Node) -> Chain | Skip | None:
-    """A linear of which the input is what another linear gives."""
-    between, first = _source(graph_module, modules.sole_input(node))
+def _find_sequence(graph_module: GraphModule, node: Node) -> Chain | Skip | None:
+    """Matches a linear that reads the result of another."""
+    between, first = _find_source(graph_module, modules.sole_input(node))
     if first is None or not _is_linear(graph_module, first):
         return None
     one, two = _linear(graph_module, first), _linear(graph_module, node)
-    before = one.in_features * one.out_features + two.in_features * two.out_features
+    cost = one.in_features * one.out_features + two.in_features * two.out_features
     names = f"{first.target} and {node.target}"
-    if one.in_features * two.out_features >= before:
-        added = any(user.target in (operator.add, operator.mul) for user in node.users)
-        return None if added else Skip(f"{names}: one linear would be more work")
+    if one.in_features * two.out_features >= cost:
+        is_adapter = any(user.target in (operator.add, operator.mul) for user in node.users)
+        return None if is_adapter else Skip(f"{names}: one linear would need more multiplications")
     chain = Chain((first, *reversed(between), node), node, (node, first), 1.0)
     flags = {p.requires_grad for linear in (one, two) for p in linear.parameters()}
-    reason = _why_not(graph_module, chain) or ("they differ in requires_grad" if len(flags) > 1 else None)
+    reason = _find_problem(graph_module, chain) or ("they differ in requires_grad" if len(flags) > 1 else None)
     return Skip(f"{names}: {reason}") if reason else chain
 
 
-def _joined(graph_module: GraphModule, sum_: Node, base: Node, other: Node) -> Chain | Skip | None:
-    """A linear to which what a chain of others makes of the same input is added."""
+def _find_adapter(graph_module: GraphModule, sum_: Node, base: Node, adapter: Node) -> Chain | Skip | None:
+    """Matches a sum of a linear and of other linears in a row, with the same input."""
     if not _is_linear(graph_module, base):
         return None
-    _, x = _source(graph_module, modules.sole_input(base))
-    scale, node, path, nodes = 1.0, other, list[Node](), list[Node]()
-    while (scaled := _scaled(node)) is not None:
+    _, x = _find_source(graph_module, modules.sole_input(base))
+    scale, node, path, nodes = 1.0, adapter, list[Node](), list[Node]()
+    while (scaled := _find_scale(node)) is not None:
         nodes.append(node)
         factor, node = scaled
         scale *= factor
     while _is_linear(graph_module, node):
         path.append(node)
-        between, start = _source(graph_module, modules.sole_input(node))
+        between, start = _find_source(graph_module, modules.sole_input(node))
         nodes += [node, *between]
         if start is None or start is x:
             break
@@ -131,15 +132,15 @@ def _joined(graph_module: GraphModule, sum_: Node, base: Node, other: Node) -> C
     if widths[0] != widths[1]:
         return None
     chain = Chain((*sorted({base, *nodes}), sum_), base, tuple(path), scale)
-    reason = _why_not(graph_module, chain)
+    reason = _find_problem(graph_module, chain)
     return Skip(f"{base.target} and {path[0].target}: {reason}") if reason else chain
 
 
-def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
+def _find_problem(graph_module: GraphModule, chain: Chain) -> str | None:
     calls = sorted({chain.stays, *chain.path})
     linears = [_linear(graph_module, call) for call in calls]
     for call, linear in zip(calls, linears, strict=True):
-        if reason := folding.why_not_replaceable(graph_module, call):
+        if reason := folding.find_replacement_problem(graph_module, call):
             return reason
         if not linear.weight.is_contiguous():
             return f"the weight of {call.target} is not contiguous"
@@ -149,27 +150,27 @@ def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
         return "they differ in dtype, device or mode"
     last, x = chain.nodes[-1], modules.sole_input(chain.path[-1])
     for node in chain.nodes[:-1]:
-        # What only hands x on before the first linear may be used elsewhere.
+        # A no-op before the first linear may have other users.
         if len(node.users) > 1 and (node in calls or not node < chain.path[-1]):
-            return f"the result of {node.name} is used elsewhere too"
+            return f"the result of {node.name} has other users"
     assert x is not None
-    if change := memory.changed_between(graph_module, x, min(chain.nodes), last):
+    if change := memory.find_change_between(graph_module, x, min(chain.nodes), last):
         return f"{x.name} is changed in place by {change.name} between them"
-    return folding.why_not_held(chain.stays.target, linears[0], *_product(graph_module, chain))
+    return folding.find_range_problem(chain.stays.target, linears[0], *_merged_weights(graph_module, chain))
 
 
-def _product(graph_module: GraphModule, chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of the one linear, in float64."""
-    first, *others = (_linear(graph_module, call) for call in reversed(chain.path))
+def _merged_weights(graph_module: GraphModule, chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias of the merged linear, in float64."""
+    first, *rest = (_linear(graph_module, call) for call in reversed(chain.path))
     weight, bias = _double(first.weight), _double(first.bias)
-    for linear in others:
-        own = _double(linear.weight)
-        bias = _sum(None if bias is None else own @ bias, _double(linear.bias))
-        weight = own @ weight
+    for linear in rest:
+        factor = _double(linear.weight)
+        bias = _add(None if bias is None else factor @ bias, _double(linear.bias))
+        weight = factor @ weight
     if chain.stays not in chain.path:
         base = _linear(graph_module, chain.stays)
         weight = _double(base.weight) + chain.scale * weight
-        bias = _sum(_double(base.bias), None if bias is None else chain.scale * bias)
+        bias = _add(_double(base.bias), None if bias is None else chain.scale * bias)
     return weight, bias
 
 
@@ -177,31 +178,31 @@ def _double(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else tensor.detach().double()
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return other if one is None else one if other is None else one + other
+def _add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
-def _scaled(node: Node) -> tuple[float, Node] | None:
-    """A factor, and what it multiplies."""
+def _find_scale(node: Node) -> tuple[float, Node] | None:
+    """Returns the factor of a product or quotient with a number, and its other operand."""
     if node.target not in (operator.mul, operator.truediv) or len(node.args) != 2 or node.kwargs:
         return None
-    one, other = node.args
-    if node.target is operator.mul and isinstance(other, Node):
-        one, other = other, one
-    if not isinstance(one, Node) or type(other) not in (int, float) or not other:
+    x, number = node.args
+    if node.target is operator.mul and isinstance(number, Node):
+        x, number = number, x
+    if not isinstance(x, Node) or type(number) not in (int, float) or not number:
         return None
-    assert isinstance(other, int | float)
-    if abs(other) > sys.float_info.max:
+    assert isinstance(number, int | float)
+    if abs(number) > sys.float_info.max:
         return None
-    return (float(other) if node.target is operator.mul else 1 / other), one
+    return (float(number) if node.target is operator.mul else 1 / number), x
 
 
-def _source(graph_module: GraphModule, node: Node | None) -> tuple[list[Node], Node | None]:
-    """What hands a value on unchanged, last first, and where that comes from."""
+def _find_source(graph_module: GraphModule, node: Node | None) -> tuple[list[Node], Node | None]:
+    """Returns the no-ops before a node, last first, and the node that they start from."""
     between: list[Node] = []
-    while node is not None and (found := handed_through(graph_module, node)) is not None:
-        between += reversed(found.nodes)
-        node = found.source
+    while node is not None and (no_op := find_local_no_op(graph_module, node)) is not None:
+        between += reversed(no_op.nodes)
+        node = no_op.source
     return between, node
 
 

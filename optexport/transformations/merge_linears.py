@@ -1,4 +1,4 @@
-"""Linears that read the same input become one wide linear, whose result is cut into theirs."""
+"""MergeLinears: merges linears with the same input into one, and slices its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from optexport.errors import TransformationError
 from optexport.transformations.analysis import folding, memory, modules, strides, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
-# An attribute of a merged linear: those that it stands for, without weight and bias. It is none of a record's, since
-# that is plain data, and so it is copied wherever the linear is, with attributes and hooks that may be anything.
+# Attribute of a merged linear: the original linears, without weight and bias. A record cannot contain them, because it
+# is plain data. As an attribute they are copied with the linear, including their own attributes and hooks.
 _REPLACED = "_optexport_replaced"
 
 
@@ -26,7 +26,7 @@ class Group(Match):
 
     Attributes:
         targets: Their qualified names.
-        sites: Every input that they share, with their calls on it in the targets' order.
+        sites: Each shared input, with the calls in the order of `targets`.
     """
 
     targets: tuple[str, ...]
@@ -35,19 +35,20 @@ class Group(Match):
 
 @dataclass(frozen=True)
 class MergeLinears(ReversibleRule):
-    """q = Q(x); k = K(x); v = V(x)  ->  qkv = QKV(x); q = qkv[..., :a]; k = qkv[..., a:b]; v = qkv[..., b:]
+    """Merges linears with the same input.
 
-    Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
-    layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
+    q = Q(x); k = K(x); v = V(x)  ->  qkv = QKV(x); q = qkv[..., :a]; k = qkv[..., a:b]; v = qkv[..., b:]
 
-    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or holds other tensors; one that is
-             called elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a weight
-             or bias that is not contiguous; an input that is changed in place between them; a result that is viewed in
-             a shape that only contiguous memory can take, detached in place, or handed to code that is not PyTorch's
-             own.
+    For example queries, keys and values; gate and up projections; or the keys and values of all decoder layers. Linears
+    that are called more than once are merged if they are always called together.
+
+    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or with other tensors, or that is called
+             elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias
+             that is not contiguous; an input that is changed in place between them; a result that is viewed in a shape
+             that requires contiguous memory, detached in place, or passed to code that is not PyTorch's own.
     Exact:   to rounding (a wider product may be summed in another order).
-    Inverse: exact; the weights are cut out of the merged one, as new parameters, and biases that were not there are not
-             added; the linears have their attributes and hooks on loading again.
+    Inverse: exact; the weights are slices of the merged weight, as new parameters. Linears without bias get none, and
+             all have their attributes and their hooks on loading again.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Group | Skip | None:
@@ -57,7 +58,7 @@ class MergeLinears(ReversibleRule):
         reasons: list[str] = []
         families: dict[Any, list[str]] = defaultdict(list)
         for target in dict.fromkeys(str(call.target) for call in sorted(calls)):
-            if reason := _why_not(graph_module, target):
+            if reason := _find_problem(graph_module, target):
                 reasons.append(f"{target}: {reason}")
                 continue
             linear = _linear(graph_module, target)
@@ -66,47 +67,28 @@ class MergeLinears(ReversibleRule):
             families[inputs, weight.dtype, weight.device, weight.requires_grad, linear.training].append(target)
         for (inputs, *_), targets in families.items():
             if len(targets) > 1 and inputs and inputs[0] is node:
-                found = self._group(graph_module, tuple(targets), inputs)
-                if isinstance(found, Group):
-                    return found
-                reasons.append(found.reason)
+                result = _group(graph_module, tuple(targets), inputs)
+                if isinstance(result, Group):
+                    return result
+                reasons.append(result.reason)
         if len(families) > 1 and not any(len(targets) > 1 for targets in families.values()):
             names = ", ".join(target for targets in families.values() for target in targets)
-            reasons.append(f"{names}: they differ in where they are called, dtype, device, requires_grad or mode")
+            reasons.append(f"{names}: they differ in inputs, dtype, device, requires_grad or mode")
         return Skip("; ".join(reasons)) if reasons else None
-
-    def _group(self, graph_module: GraphModule, targets: tuple[str, ...], inputs: tuple[Node, ...]) -> Group | Skip:
-        uses = usage.uses(graph_module)
-        by_input: dict[Node | None, dict[str, Node]] = defaultdict(dict)
-        for target in targets:
-            for call in uses.calls_of(target):
-                by_input[modules.sole_input(call)][target] = call
-        sites = tuple((x, tuple(by_input[x][target] for target in targets)) for x in inputs)
-        for x, calls in sites:
-            first, last = min(calls), max(calls)
-            if change := memory.changed_between(graph_module, x, first, last):
-                return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
-            for call, target in zip(calls, targets, strict=True):
-                width = _linear(graph_module, target).out_features
-                if (user := strides.needs_contiguous(graph_module, call, width)) is not None:
-                    name = call.name
-                    return Skip(f"{user.name} views the result of {name}, or may, in a shape that a slice cannot take")
-        return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Group)
         linears = [_linear(graph_module, target) for target in match.targets]
         widths = [linear.out_features for linear in linears]
-        # One of every parent is enough; of those that share theirs with the first, the first.
-        one_of_each = {target.rpartition(".")[0]: target for target in reversed(match.targets)}.values()
-        order = {target: modules.children_order(graph_module, target) for target in one_of_each}
+        # The order is recorded once per parent: of targets with the same parent, for the first.
+        one_per_parent = {target.rpartition(".")[0]: target for target in reversed(match.targets)}.values()
+        order = {target: modules.children_order(graph_module, target) for target in one_per_parent}
         merged_target = _merged_name(graph_module, match.targets)
         merged = _merge(linears)
         parent, name = modules.parent_of(graph_module, merged_target)
         parent.add_module(name, merged)
-        modules.reorder_children(
-            graph_module, merged_target, _put_before(order[match.targets[0]], match.targets[0], name)
-        )
+        first = match.targets[0]
+        modules.reorder_children(graph_module, merged_target, _insert_before(order[first], first, name))
         for target in match.targets:
             modules.remove_module(graph_module, target)
         record = {
@@ -128,7 +110,7 @@ class MergeLinears(ReversibleRule):
                 index: Any = (..., slice(start, start + width))
                 call.args, call.kwargs = (node, index), {}
                 start += width
-            # Of those that give no features, the slices alone would not tell whose they are.
+            # Linears without features have equal slices; the ranks of their calls distinguish them.
             ranks = [calls.index(call) for call in sorted(calls)]
             rewritten.append((node, {**record, "keyword": keyword, "ranks": ranks}))
         return rewritten
@@ -138,9 +120,7 @@ class MergeLinears(ReversibleRule):
         merged = _linear(graph_module, merged_target)
         shape = merged.in_features, merged.out_features, merged.bias is not None
         if shape != tuple(record["shape"]) or _REPLACED not in vars(merged):
-            raise TransformationError(
-                f"{merged_target} was changed since", location="MergeLinears", hint="Undo later changes first."
-            )
+            raise _undo_error(f"{merged_target} was changed after the merge", "Undo later changes first.")
         parent, first = modules.parent_of(graph_module, record["targets"][0])
         if first not in parent._modules:
             linears = _split(merged, record["widths"], record["biased"])
@@ -148,12 +128,11 @@ class MergeLinears(ReversibleRule):
                 parent, name = modules.parent_of(graph_module, target)
                 parent.add_module(name, linear)
         users = sorted(node.users)
-        starts = [_start(node, user) for user in users]
+        starts = [_slice_start(node, user) for user in users]
         if len(users) != len(record["targets"]):
-            raise TransformationError(
-                f"{node.name} was cut into {len(record['targets'])} results, of which {len(users)} are left",
-                location="MergeLinears",
-                hint="Undo it before the graph is freed of dead code.",
+            raise _undo_error(
+                f"{node.name} has lost slices (found {len(users)}, expected {len(record['targets'])})",
+                "Undo it before eliminating dead code.",
             )
         x = modules.sole_input(node)
         assert x is not None
@@ -168,22 +147,41 @@ class MergeLinears(ReversibleRule):
                 modules.reorder_children(graph_module, target, order)
 
 
+def _group(graph_module: GraphModule, targets: tuple[str, ...], inputs: tuple[Node, ...]) -> Group | Skip:
+    uses = usage.uses(graph_module)
+    by_input: dict[Node | None, dict[str, Node]] = defaultdict(dict)
+    for target in targets:
+        for call in uses.calls_of(target):
+            by_input[modules.sole_input(call)][target] = call
+    sites = tuple((x, tuple(by_input[x][target] for target in targets)) for x in inputs)
+    for x, calls in sites:
+        first, last = min(calls), max(calls)
+        if change := memory.find_change_between(graph_module, x, first, last):
+            return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
+        for call, target in zip(calls, targets, strict=True):
+            width = _linear(graph_module, target).out_features
+            if (user := strides.needs_contiguous(graph_module, call, width)) is not None:
+                return Skip(f"{user.name} may view the result of {call.name} in a shape that a slice does not allow")
+    return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
+
+
 def _linear(graph_module: GraphModule, target: str) -> nn.Linear:
     linear = graph_module.get_submodule(target)
     assert isinstance(linear, nn.Linear)
     return linear
 
 
-def _why_not(graph_module: GraphModule, target: str) -> str | None:
-    """Why a linear can be merged with no other; None if it can."""
+def _find_problem(graph_module: GraphModule, target: str) -> str | None:
+    """Returns why a linear cannot be merged with any other, or None."""
     linear, uses = _linear(graph_module, target), usage.uses(graph_module)
-    if reason := folding.why_not_plain(linear, nn.Linear) or folding.why_shared(graph_module, target, linear):
+    reason = folding.find_plain_problem(linear, nn.Linear)
+    if reason := reason or folding.find_sharing_problem(graph_module, target, linear):
         return reason
     inputs = [modules.sole_input(call) for call in uses.calls_of(target)]
     if None in inputs:
-        return "it is not called on a single tensor"
+        return "it is not called with a single tensor"
     if len(set(inputs)) < len(inputs):
-        return "it is called twice on the same input"
+        return "it is called twice with the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
     if not all(strides.is_contiguous(parameter) for parameter in linear.parameters()):
@@ -215,11 +213,11 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     weights = merged.weight.detach().split(widths)
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
     for bare, weight, bias, has_bias in zip(vars(merged)[_REPLACED], weights, biases, biased, strict=True):
-        own = {"weight": weight.clone(memory_format=torch.contiguous_format)}
+        values = {"weight": weight.clone(memory_format=torch.contiguous_format)}
         if has_bias:
-            own["bias"] = bias.clone()
-        flag = merged.weight.requires_grad
-        parameters = {name: nn.Parameter(value, requires_grad=flag) for name, value in own.items()}
+            values["bias"] = bias.clone()
+        requires_grad = merged.weight.requires_grad
+        parameters = {name: nn.Parameter(value, requires_grad=requires_grad) for name, value in values.items()}
         linears.append(modules.with_parameters(bare, **parameters).train(merged.training))
     return linears
 
@@ -236,24 +234,29 @@ def _merged_name(graph_module: GraphModule, targets: tuple[str, ...]) -> str:
 
 
 def parts_in_name(name: str) -> list[str]:
-    """The linears that the name of a merged one gives; none where it is no such name, or counts them."""
-    prefix, _, own = name.rpartition(".")
-    *parts, last = own.rstrip("-").split("-")
-    if last != "merged" or len(parts) < 2 or (parts[1] == "and" and parts[2:] and parts[2].isdecimal()):
+    """Returns the linears that the name of a merged one lists.
+
+    Empty for other names, and for names with a count.
+    """
+    prefix, _, last_part = name.rpartition(".")
+    *parts, suffix = last_part.rstrip("-").split("-")
+    if suffix != "merged" or len(parts) < 2 or (parts[1] == "and" and parts[2:] and parts[2].isdecimal()):
         return []
     return [f"{prefix}.{part}" if prefix else part for part in parts]
 
 
-def _put_before(order: list[str], target: str, name: str) -> list[str]:
+def _insert_before(order: list[str], target: str, name: str) -> list[str]:
     position = order.index(target.rpartition(".")[2])
     return [*order[:position], name, *order[position:]]
 
 
-def _start(node: Node, user: Node) -> int:
+def _slice_start(node: Node, user: Node) -> int:
     if user.target is operator.getitem and user.args[0] is node:
         match user.args[1]:
             case (_, slice(start=int(start))):
                 return start
-    raise TransformationError(
-        f"{node.name} is now used by {user.name} as a whole", location="MergeLinears", hint="Undo later changes first."
-    )
+    raise _undo_error(f"{user.name} uses {node.name} as a whole", "Undo later changes first.")
+
+
+def _undo_error(message: str, hint: str) -> TransformationError:
+    return TransformationError(message, location="MergeLinears", hint=hint)

@@ -1,4 +1,4 @@
-"""The built-in rules by name, with their options: what a config may say, known without importing torch."""
+"""Registry of the built-in rules: their names and options, without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a rule: its type, its default, what it does, and what it may be, if not anything of its type."""
+    """An option of a rule. Its values are `choices`, or all of its type if that is empty."""
 
     type: type
     default: Any
@@ -31,14 +31,14 @@ class Option:
 
 @dataclass(frozen=True)
 class RuleInfo:
-    """What is known of a built-in rule before it is imported.
+    """Description of a built-in rule, available without importing it.
 
     Attributes:
-        spec: ``module:Class``.
-        in_preset: Whether it is applied when a config names no transformations.
+        import_path: ``module:Class``.
+        in_preset: True if the rule is applied when a config names no transformations.
     """
 
-    spec: str
+    import_path: str
     summary: str
     reversible: bool
     preserves_computation: bool
@@ -46,140 +46,140 @@ class RuleInfo:
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
-_HERE = "optexport.transformations"
+_PACKAGE = "optexport.transformations"
 _ACTIVATIONS = ("gelu", "gelu-tanh", "silu", "hardswish", "sigmoid", "hardsigmoid")
 
-# In the order in which the preset applies them: what nobody needs goes first; norms are folded before linears merge.
+# The preset applies rules in this order: unused nodes go first, and norms are folded before linears are merged.
 RULES: Mapping[str, RuleInfo] = {
     "keep-outputs": RuleInfo(
-        f"{_HERE}.keep_outputs:KeepOutputs",
-        "only the outputs that are named stay, and what they need",
+        f"{_PACKAGE}.keep_outputs:KeepOutputs",
+        "removes all outputs except the named ones, and what only they need",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
-        options={"outputs": Option(tuple, (), "the names of those that stay")},
+        options={"outputs": Option(tuple, (), "names of the outputs to keep")},
     ),
     "remove-no-ops": RuleInfo(
-        f"{_HERE}.remove_no_ops:RemoveNoOps",
-        "what hands its input on as it is goes: dropout, casts, copies and views that change nothing",
+        f"{_PACKAGE}.remove_no_ops:RemoveNoOps",
+        "removes operations that return their input unchanged: dropouts, casts, copies and views",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "share-equal": RuleInfo(
-        f"{_HERE}.share_equal:ShareEqual",
-        "what is computed twice is computed once",
+        f"{_PACKAGE}.share_equal:ShareEqual",
+        "computes equal results once",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
-        options={"weights": Option(bool, False, "store equal weights once too, tied under all of their names")},
+        options={"weights": Option(bool, False, "also store equal weights once, tied under all of their names")},
     ),
     "sink-select": RuleInfo(
-        f"{_HERE}.sink_select:SinkSelect",
-        "where one position of a sequence is used, the work for the others goes",
+        f"{_PACKAGE}.sink_select:SinkSelect",
+        "computes only the position of a sequence that is used",
         reversible=True,
         preserves_computation=True,
         in_preset=True,
     ),
     "fuse-batch-norm": RuleInfo(
-        f"{_HERE}.fuse_batch_norm:FuseBatchNorm",
-        "a batch norm becomes part of the linear or convolution before or after it",
+        f"{_PACKAGE}.fuse_batch_norm:FuseBatchNorm",
+        "folds a batch norm into the linear or convolution before or after it",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
     ),
     "fuse-batch-norm-2d-in-conv-2d": RuleInfo(
-        f"{_HERE}.fuse_batch_norm_2d_in_conv_2d:FuseBatchNorm2dInConv2d",
-        "the same, for a BatchNorm2d after a Conv2d only",
+        f"{_PACKAGE}.fuse_batch_norm_2d_in_conv_2d:FuseBatchNorm2dInConv2d",
+        "folds a BatchNorm2d into the Conv2d before it",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "fuse-batch-norm-1d-in-linear": RuleInfo(
-        f"{_HERE}.fuse_batch_norm_1d_in_linear:FuseBatchNorm1dInLinear",
-        "the same, for a BatchNorm1d before or after a Linear only",
+        f"{_PACKAGE}.fuse_batch_norm_1d_in_linear:FuseBatchNorm1dInLinear",
+        "folds a BatchNorm1d into the Linear before or after it",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "fuse-bias": RuleInfo(
-        f"{_HERE}.fuse_bias:FuseBias",
-        "a constant added after a linear or convolution becomes its bias",
+        f"{_PACKAGE}.fuse_bias:FuseBias",
+        "adds a constant to the bias of the linear or convolution before it",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
     ),
     "merge-parallel-convs": RuleInfo(
-        f"{_HERE}.merge_parallel_convs:MergeParallelConvs",
-        "convolutions of one input whose results are summed become one",
+        f"{_PACKAGE}.merge_parallel_convs:MergeParallelConvs",
+        "merges convolutions with the same input whose results are added",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
     ),
     "merge-linear-chain": RuleInfo(
-        f"{_HERE}.merge_linear_chain:MergeLinearChain",
-        "linears that follow each other become one, and so do low-rank adapters with their linear",
+        f"{_PACKAGE}.merge_linear_chain:MergeLinearChain",
+        "merges linears in a row, and low-rank adapters with their linear",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
     ),
     "fold-scale": RuleInfo(
-        f"{_HERE}.fold_scale:FoldScale",
-        "a constant factor becomes part of the linear or convolution before or after it",
+        f"{_PACKAGE}.fold_scale:FoldScale",
+        "folds a constant factor into the linear or convolution before or after it",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "fold-norm-affine": RuleInfo(
-        f"{_HERE}.fold_norm_affine:FoldNormAffine",
-        "the gain and shift of a norm become part of the linears that read it",
+        f"{_PACKAGE}.fold_norm_affine:FoldNormAffine",
+        "folds the gain and shift of a norm into the linears that read it",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "fuse-attention": RuleInfo(
-        f"{_HERE}.fuse_attention:FuseAttention",
-        "attention that is written out becomes one call",
+        f"{_PACKAGE}.fuse_attention:FuseAttention",
+        "replaces attention that is written as separate operations by one call",
         reversible=False,
         preserves_computation=True,
         in_preset=False,
     ),
     "merge-linears": RuleInfo(
-        f"{_HERE}.merge_linears:MergeLinears",
-        "linears that read the same input become one",
+        f"{_PACKAGE}.merge_linears:MergeLinears",
+        "merges linears with the same input",
         reversible=True,
         preserves_computation=True,
         in_preset=True,
     ),
     "change-true-div-to-mul-by-inverse": RuleInfo(
-        f"{_HERE}.change_true_div_to_mul_by_inverse:ChangeTrueDivToMulByInverse",
-        "a division by a constant becomes a multiplication",
+        f"{_PACKAGE}.change_true_div_to_mul_by_inverse:ChangeTrueDivToMulByInverse",
+        "replaces a division by a constant by a multiplication",
         reversible=True,
         preserves_computation=True,
         in_preset=True,
-        options={"exact": Option(bool, False, "change only what stays equal to the bit")},
+        options={"exact": Option(bool, False, "change only divisions whose result stays bit-exact")},
     ),
     "fuse-bias-in-linear": RuleInfo(
-        f"{_HERE}.fuse_bias_in_linear:FuseBiasInLinear",
-        "the bias of a linear becomes a column of its weight",
+        f"{_PACKAGE}.fuse_bias_in_linear:FuseBiasInLinear",
+        "converts the bias of a linear to a column of its weight",
         reversible=True,
         preserves_computation=True,
         in_preset=False,
     ),
     "replace-activation": RuleInfo(
-        f"{_HERE}.replace_activation:ReplaceActivation",
-        "an activation becomes one that is nearly the same; needs parity.atol or parity.rtol",
+        f"{_PACKAGE}.replace_activation:ReplaceActivation",
+        "replaces an activation by a similar one; needs parity.atol or parity.rtol",
         reversible=True,
         preserves_computation=False,
         in_preset=False,
         options={
-            "old": Option(str, "gelu", "the activation that goes", _ACTIVATIONS),
-            "new": Option(str, "gelu-tanh", "the activation that comes", _ACTIVATIONS),
+            "old": Option(str, "gelu", "the activation to replace", _ACTIVATIONS),
+            "new": Option(str, "gelu-tanh", "the replacement", _ACTIVATIONS),
         },
     ),
     "cast-precision": RuleInfo(
-        f"{_HERE}.cast_precision:CastPrecision",
-        "layers and products are computed in half precision; needs parity.atol or parity.rtol",
+        f"{_PACKAGE}.cast_precision:CastPrecision",
+        "computes layers and products in half precision; needs parity.atol or parity.rtol",
         reversible=False,
         preserves_computation=False,
         in_preset=False,
@@ -195,180 +195,197 @@ PRESET: tuple[str, ...] = tuple(name for name, info in RULES.items() if info.in_
 PLUGIN = "python:"
 ENTRY_POINTS = "optexport.transformations"
 
-# Modules that were imported from beside a config, and the folder of that config.
-_homes: dict[str, Path] = {}
+# The modules that were imported from a config's folder, and that folder.
+_folders: dict[str, Path] = {}
 
 
 @functools.cache
 def installed() -> Mapping[str, str]:
-    """The rules that installed packages bring, by name: ``module:Class``. A built-in rule of that name stands first."""
-    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return {entry.name: entry.value for entry in found if canonical_name(entry.name) is None}
+    """Returns ``module:Class`` of the rules of installed packages, by name.
+
+    Built-in rules take precedence.
+    """
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {entry.name: entry.value for entry in entry_points if canonical_name(entry.name) is None}
 
 
 def canonical_name(name: str) -> str | None:
-    """The built-in rule that a name means, however it is spelled: ``merge-linears``, ``MergeLinears``."""
-    by_letters = {_letters(known): known for known in RULES}
-    by_letters |= {_letters(info.spec.rpartition(":")[2]): known for known, info in RULES.items()}
+    """Returns the name of a built-in rule in any spelling, for example ``MergeLinears``."""
+    by_letters = {_letters(rule): rule for rule in RULES}
+    by_letters |= {_letters(info.import_path.rpartition(":")[2]): rule for rule, info in RULES.items()}
     return by_letters.get(_letters(name))
 
 
-def location_of(name: str) -> str | None:
-    """Where a rule is, as ``module:Class``: a built-in one, one of an installed package, or a ``python:`` one."""
+def find_import_path(name: str) -> str | None:
+    """Returns ``module:Class`` of a built-in, installed or ``python:`` rule, or None."""
     if name.startswith(PLUGIN):
         return name.removeprefix(PLUGIN)
-    known = canonical_name(name)
-    return installed().get(name) if known is None else RULES[known].spec
+    rule = canonical_name(name)
+    return installed().get(name) if rule is None else RULES[rule].import_path
 
 
 def _letters(name: str) -> str:
     return name.replace("-", "").replace("_", "").lower()
 
 
-def check(name: str, options: Mapping[str, Any], location: str) -> None:
-    """Checks a rule's name and options as far as that goes without importing it.
+def check(name: str, options: Mapping[str, Any], spec: str) -> None:
+    """Checks a rule's name, and its options if it is built in, without importing it.
+
+    Args:
+        name: The name in the config.
+        options: The options in the config.
+        spec: The position in the config, for error messages.
 
     Raises:
-        ConfigError: There is no such rule, it has no such option, or the option's value has the wrong type.
+        ConfigError: The rule or an option is unknown, or an option has a wrong value.
     """
     if name.startswith(PLUGIN):
         if len([part for part in name.removeprefix(PLUGIN).split(":") if part]) != 2:
-            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', location=f"{location}.use")
+            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', location=f"{spec}.use")
         return
-    known = canonical_name(name)
-    if known is None:
-        if location_of(name) is None:
-            names = [*RULES, *installed()]
-            raise ConfigError(f'there is no rule "{name}"', location=f"{location}.use", hint=did_you_mean(name, names))
-        return  # of whose options only its class knows
+    rule = canonical_name(name)
+    if rule is None:
+        if find_import_path(name) is None:
+            hint = did_you_mean(name, [*RULES, *installed()])
+            raise ConfigError(f'unknown rule "{name}"', location=f"{spec}.use", hint=hint)
+        return  # only the class of a plugin knows its options
     for option, value in options.items():
-        if option not in (allowed := RULES[known].options):
-            raise ConfigError(
-                f"{known} has no such option",
-                location=f"{location}.{option}",
-                hint=did_you_mean(option, allowed) if allowed else "It has no options.",
-            )
-        if type(value) is not allowed[option].type or (type(value) is tuple and not all(type(v) is str for v in value)):
-            kind = "list of names" if allowed[option].type is tuple else allowed[option].type.__name__
-            shown = list(value) if type(value) is tuple else value
-            raise ConfigError(f"it must be a {kind}, not {shown!r}", location=f"{location}.{option}")
-        if (choices := allowed[option].choices) and value not in choices:
-            raise ConfigError(
-                f'it cannot be "{value}"', location=f"{location}.{option}", hint=did_you_mean(str(value), choices)
-            )
+        _check_option(rule, option, value, f"{spec}.{option}")
 
 
-def load(name: str, options: Mapping[str, Any], folder: Path, location: str) -> Transformation:
-    """Imports a rule, built in, installed or a plugin, and makes it with its options.
+def _check_option(rule: str, option: str, value: Any, spec: str) -> None:
+    allowed = RULES[rule].options
+    if option not in allowed:
+        hint = did_you_mean(option, allowed) if allowed else f"{rule} has no options."
+        raise ConfigError(f"{rule} has no option of this name", location=spec, hint=hint)
+    expected = allowed[option]
+    if type(value) is not expected.type or (type(value) is tuple and not all(type(v) is str for v in value)):
+        kind = "list of names" if expected.type is tuple else expected.type.__name__
+        shown = list(value) if type(value) is tuple else value
+        raise ConfigError(f"wrong type (found {shown!r}, expected a {kind})", location=spec)
+    if expected.choices and value not in expected.choices:
+        raise ConfigError(f'unknown value "{value}"', location=spec, hint=did_you_mean(str(value), expected.choices))
+
+
+def load(name: str, options: Mapping[str, Any], folder: Path, spec: str) -> Transformation:
+    """Imports a rule or a plugin, and creates it with its options.
 
     Args:
-        folder: Where a plugin's module may lie, besides the installed packages: that of the config.
+        name: The name in the config, after `check`.
+        options: The options in the config.
+        folder: Folder of the config, where the module of a plugin may be.
+        spec: The position in the config, for error messages.
 
     Raises:
-        ConfigError: It cannot be imported, or does not take these options.
+        ConfigError: The rule cannot be imported, or does not accept these options.
     """
-    spec = location_of(name)
-    assert spec is not None, "the config was checked"
+    import_path = find_import_path(name)
+    assert import_path is not None, "the config was checked"
     from optexport.transformations import Transformation
 
     def is_transformation(value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, Transformation) and not inspect.isabstract(value)
 
-    cls = import_from(spec, folder, location, is_transformation)
-    check_makes(Transformation, cls, spec, location)
+    cls = import_from(import_path, folder, spec, is_transformation)
+    check_makes(Transformation, cls, import_path, spec)
     if inspect.isabstract(cls):
         missing = " and ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{cls.__name__} must define {missing}", location=location)
+        raise ConfigError(f"{cls.__name__} must define {missing}", location=spec)
     try:
-        made = cls(**options)
-    except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
-        cause = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
-        raise ConfigError(cause, location=location, hint=f"Its options are: {parameters(cls)}") from error
-    if not isinstance(made, Transformation):
+        rule = cls(**options)
+    except (Exception, SystemExit) as error:  # code of plugins may raise anything
+        message = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
+        raise ConfigError(message, location=spec, hint=f"Use these options: {parameters(cls)}") from error
+    if not isinstance(rule, Transformation):
         raise ConfigError(
-            f"{spec} makes a {type(made).__name__}, which is no Transformation",
-            location=location,
+            f"{import_path} returned a {type(rule).__name__}, not a Transformation",
+            location=spec,
             hint="Subclass optexport.transformations.Transformation, or Rule.",
         )
-    return made
+    return rule
 
 
-def _how_to_import(module_name: str, error: BaseException) -> str:
+def _import_hint(module_name: str, error: BaseException) -> str:
     top = module_name.partition(".")[0]
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing == top:
         return f"Install it, or put {top}.py beside the config."
-    return f"Install {missing}." if missing else f"It is there: look where python -c 'import {module_name}' fails."
+    if missing:
+        return f"Install {missing}."
+    return f"The module exists: for the traceback, run python -c 'import {module_name}'."
 
 
-def import_from(spec: str, folder: Path, location: str, wanted: Callable[[Any], bool] = callable) -> Any:
-    """Imports ``module:name``, looking beside the config first.
+def import_from(import_path: str, folder: Path, spec: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
+    """Imports ``module:name``, first from the folder of the config.
 
     Args:
-        wanted: What may be meant where there is no such name.
+        import_path: ``module:name``.
+        folder: Folder of the config.
+        spec: The position in the config, for error messages.
+        is_candidate: Selects the names that a hint may suggest.
 
     Raises:
-        ConfigError: There is no such module, it fails to import, or it has no such name.
+        ConfigError: The module does not exist, fails to import, or has no such name.
     """
-    module_name, _, name = spec.partition(":")
-    top, home = module_name.partition(".")[0], folder.resolve()
-    if _homes.get(top, home) != home:  # beside another config lay a module of the same name
-        del _homes[top]
-        for known in [known for known in sys.modules if known == top or known.startswith(f"{top}.")]:
-            del sys.modules[known]
-    if top not in sys.modules and ((home / f"{top}.py").is_file() or (home / top).is_dir()):
-        _homes[top] = home
+    module_name, _, name = import_path.partition(":")
+    top, resolved = module_name.partition(".")[0], folder.resolve()
+    if _folders.get(top, resolved) != resolved:  # a module of this name was imported from the folder of another config
+        del _folders[top]
+        for loaded in [loaded for loaded in sys.modules if loaded == top or loaded.startswith(f"{top}.")]:
+            del sys.modules[loaded]
+    if top not in sys.modules and ((resolved / f"{top}.py").is_file() or (resolved / top).is_dir()):
+        _folders[top] = resolved
     importlib.invalidate_caches()
     try:
         with importing_beside(folder):
             module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
+    except (Exception, SystemExit) as error:  # code of other modules may raise anything
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
-            location=location,
-            hint=_how_to_import(module_name, error),
+            location=spec,
+            hint=_import_hint(module_name, error),
         ) from error
     if not hasattr(module, name):
-        public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]
-        raise ConfigError(f"{module_name} has no {name}", location=location, hint=did_you_mean(name, public))
+        candidates = [n for n, value in vars(module).items() if not n.startswith("_") and is_candidate(value)]
+        raise ConfigError(f"{module_name} has no {name}", location=spec, hint=did_you_mean(name, candidates))
     return getattr(module, name)
 
 
 @contextlib.contextmanager
 def importing_beside(folder: Path) -> Iterator[None]:
-    """Within it, modules in a folder are found first."""
+    """Puts a folder first on the import path."""
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # code of others may have changed the path itself
+        with contextlib.suppress(ValueError):  # imported code may have changed the path
             sys.path.remove(str(folder))
 
 
-def check_makes(kind: type, factory: Any, spec: str, location: str) -> None:
-    """Refuses what makes nothing of a kind, as far as that shows before it is called: a call may do anything.
+def check_makes(kind: type, factory: Any, import_path: str, spec: str) -> None:
+    """Checks, without calling it, that a factory may return an instance of a class.
 
-    A function that is not written in Python, as ``os.system``, makes neither a model nor a rule, and a class makes what
-    it is, unless it says otherwise itself.
+    A call may do anything. So functions that are not written in Python, such as ``os.system``, are not called, nor are
+    classes that create only instances of themselves and are not subclasses.
 
     Raises:
-        ConfigError: It makes none.
+        ConfigError: The factory cannot return such an instance.
     """
     if not callable(factory):
-        raise ConfigError(f"{spec} is a {type(factory).__name__}, not a function or a class", location=location)
-    is_other = isinstance(factory, type) and not issubclass(factory, kind)
-    plain = is_other and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
+        raise ConfigError(f"{import_path} is a {type(factory).__name__}, not a function or a class", location=spec)
+    is_unrelated = isinstance(factory, type) and not issubclass(factory, kind)
+    plain = is_unrelated and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
     if plain or inspect.isbuiltin(factory) or inspect.ismethoddescriptor(factory):
-        what = f"a class of no {kind.__name__}" if plain else "a function that is not written in Python"
+        problem = f"not a subclass of {kind.__name__}" if plain else "not written in Python"
         raise ConfigError(
-            f"{spec} is {what}, and is not called: it makes no {kind.__name__}",
-            location=location,
-            hint=f"Name a subclass of {kind.__name__}, or a function in Python that makes one.",
+            f"{import_path} is {problem}, so it is not called",
+            location=spec,
+            hint=f"Name a subclass of {kind.__name__}, or a Python function that returns one.",
         )
 
 
 def parameters(function: Any) -> str:
-    """What a function takes, in brackets, as far as that can be known."""
+    """Returns the parameters of a function in brackets, or ``(...)`` if unknown."""
     try:
         return str(inspect.signature(function))
     except (TypeError, ValueError):

@@ -1,4 +1,7 @@
-"""What a rule is, and the one driver that runs them all: it iterates, marks, counts, reports and undoes."""
+"""`Rule`, the base class of most transformations, and the driver that runs rules.
+
+The driver iterates over the graph, marks and counts changes, reports near misses, and undoes rules.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ from optexport.transformations.analysis.snapshot import restored_on_failure
 from optexport.transformations.analysis.usage import indexed
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
 
-# An attribute of the GraphModule: by signature, the name of each rule that was applied and how many records it left.
+# Attribute of the GraphModule: for each signature, the class name of the applied rule and its number of records.
 _JOURNAL = "_optexport_journal"
 
 
 @dataclass(frozen=True)
 class Match:
-    """A place where a rule applies; rules that found out more about it subclass this.
+    """A place where a rule applies. Rules subclass it to pass more information to `rewrite`.
 
     Attributes:
-        nodes: The nodes that will be changed or replaced. Where a global state, as that of autocast, changes between
-            two of them, or they are computed by ``torch.vmap``, the driver leaves all as it is.
+        nodes: The nodes that will be changed or replaced. The driver skips the match if a global state (for example
+            autocast) changes between two of them, or if ``torch.vmap`` computes them.
     """
 
     nodes: tuple[Node, ...]
@@ -35,14 +38,20 @@ class Match:
 
 @dataclass(frozen=True)
 class Skip:
-    """A near miss: a place that looks right, and the reason why it is left alone."""
+    """A near miss: the reason why a rule does not apply at a place that nearly matches."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: the nodes that stand there now (if any), what they call, and the names of those that are gone."""
+    """One change of a graph.
+
+    Attributes:
+        nodes: Names of the new nodes; empty if nodes were only removed.
+        target: What the first new node calls.
+        replaced: Names of the nodes that were changed or replaced.
+    """
 
     nodes: tuple[str, ...]
     target: str
@@ -51,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """One `Skip`, with the node at which it was found."""
+    """A `Skip`, with the name of the node where it occurred."""
 
     node: str
     reason: str
@@ -59,27 +68,27 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class Report:
-    """What a transformation did to a graph."""
+    """The changes that a transformation made, and its near misses."""
 
     changes: tuple[Change, ...]
     near_misses: tuple[NearMiss, ...]
 
 
 class Rule(Transformation):
-    """A transformation that says where it applies and what it puts there; the driver does the rest.
+    """A transformation that is defined by where it matches and how it rewrites a match.
 
-    Subclasses are frozen dataclasses whose fields are their options. Nothing passes from `match` to `rewrite` but the
-    `Match`.
+    Subclasses are frozen dataclasses; their fields are their options. `match` passes information to `rewrite` only
+    through the `Match`.
     """
 
     preserves_computation = True
 
     @abstractmethod
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        """Whether the rule applies at a node.
+        """Checks if the rule applies at a node.
 
         Returns:
-            A `Match`; or a `Skip` where it nearly does; or None where the node is none of the rule's business.
+            A `Match` if it applies, a `Skip` if it nearly applies, and None for all other nodes.
         """
 
     @abstractmethod
@@ -87,9 +96,8 @@ class Rule(Transformation):
         """Changes the graph at a match.
 
         Returns:
-            The nodes that now stand there, to be marked, each with a record of what `restore` needs (None where the
-            rule cannot be undone): plain data, with names in place of nodes and modules. An empty list where nodes
-            are only taken away.
+            The new nodes, each with the record that `restore` needs (None if the rule cannot be undone). A record is
+            plain data and refers to nodes and modules by name. The list is empty if nodes were only removed.
         """
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -101,11 +109,14 @@ _R = TypeVar("_R", bound=Rule)
 
 
 class ReversibleRule(Rule, ReversibleTransformation):
-    """A rule that can be undone, exactly: it puts back what it recorded and never inverts arithmetic."""
+    """A rule that can be undone exactly.
+
+    It restores what it recorded and never inverts arithmetic.
+    """
 
     @abstractmethod
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
-        """Puts back what `rewrite` replaced by ``node``, from the record that it made."""
+        """Restores what `rewrite` replaced by ``node``, from the record that `rewrite` returned."""
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         undo([self], graph_module)
@@ -113,12 +124,13 @@ class ReversibleRule(Rule, ReversibleTransformation):
 
 
 def run(transformation: Transformation, graph_module: GraphModule) -> tuple[GraphModule, Report]:
-    """Applies any transformation, a rule or not, and says what it did.
+    """Applies a transformation and reports what it did.
 
-    Of a transformation that is not a rule, the changes are the nodes that it marked, or else those that differ.
+    For a transformation that is not a rule, the changes are the nodes that it marked. If it marked none, they are the
+    nodes that differ.
 
     Raises:
-        TransformationError: It left a tensor that no copy can be made of.
+        TransformationError: The transformation left a tensor that cannot be copied.
     """
     if isinstance(transformation, Rule):
         with restored_on_failure(graph_module):
@@ -137,7 +149,7 @@ def run(transformation: Transformation, graph_module: GraphModule) -> tuple[Grap
 
 
 def target_name(node: Node) -> str:
-    """What a node calls, as one would write it: ``encoder.layer.0.query``, ``operator.mul``."""
+    """Returns the readable name of a node's target, for example ``operator.mul``."""
     module, name = getattr(node.target, "__module__", None), getattr(node.target, "__name__", None)
     return f"{module.lstrip('_')}.{name}" if isinstance(module, str) and name else str(node.target)
 
@@ -150,39 +162,40 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
     step = max((_last_step(node) for node in graph_module.graph.nodes), default=0)
     with indexed(graph_module):
         for node in graph_module.graph.nodes:
-            found, last = _match(rule, graph_module, node), None
-            # One node may be the anchor of several matches: the shared input of two groups of linears, say.
-            while isinstance(found, Match):
-                if found == last:
-                    raise _wrong(rule, f"match finds {node.name} again after rewrite", "Return None where it is done.")
-                replaced = tuple(n.name for n in found.nodes)
-                rewritten = rule.rewrite(graph_module, found)
+            result, previous = _match(rule, graph_module, node), None
+            # A node may be the anchor of several matches, for example the input of two groups of linears.
+            while isinstance(result, Match):
+                if result == previous:
+                    raise _error(
+                        rule, f"match returns the same Match for {node.name} after rewrite", "Return None after it."
+                    )
+                replaced = tuple(n.name for n in result.nodes)
+                rewritten = rule.rewrite(graph_module, result)
                 for new, record in rewritten:
                     step += 1
                     set_marks(new, {**marks(new), signature: (*marks(new).get(signature, ()), (step, record))})
                 target = target_name(rewritten[0][0]) if rewritten else ""
                 changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
-                found, last = None if node._erased else _match(rule, graph_module, node), found
-            if isinstance(found, Skip):
-                near_misses.append(NearMiss(node.name, found.reason))
-            elif found is not None:
-                raise _wrong(rule, f"match returned {found!r}", "Return a Match, a Skip, or None.")
+                result, previous = None if node._erased else _match(rule, graph_module, node), result
+            if isinstance(result, Skip):
+                near_misses.append(NearMiss(node.name, result.reason))
+            elif result is not None:
+                raise _error(rule, f"match returned {result!r}", "Return a Match, a Skip, or None.")
     _write_journal(graph_module, rule, len(_records(graph_module, [rule])))
     return Report(tuple(changes), tuple(near_misses))
 
 
 def _match(rule: Rule, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-    """What a rule finds at a node, but nothing that would move work into another global state, as that of autocast, and
-    nothing within ``torch.vmap``."""
-    found = rule.match(graph_module, node)
-    if not isinstance(found, Match):
-        return found
-    for known in (*found.nodes, *(source for changed in found.nodes for source in changed.all_input_nodes)):
-        # Of a batch of torch.vmap, what the trace knows can neither be changed nor made anew outside of it.
-        if any(map(_is_batched, torch.utils._pytree.tree_leaves(known.meta.get("val")))):
-            return Skip(f"{known.name} is one of many that torch.vmap computes at once")
-    reason = modes.why_apart(graph_module, found.nodes)
-    return Skip(reason) if reason else found
+    """Calls `match`, and skips matches that span two global states or lie within vmap."""
+    result = rule.match(graph_module, node)
+    if not isinstance(result, Match):
+        return result
+    for n in (*result.nodes, *(source for changed in result.nodes for source in changed.all_input_nodes)):
+        # Values that torch.vmap batches cannot be changed or created outside of it.
+        if any(map(_is_batched, torch.utils._pytree.tree_leaves(n.meta.get("val")))):
+            return Skip(f"{n.name} is batched by torch.vmap")
+    reason = modes.find_mode_problem(graph_module, result.nodes)
+    return Skip(reason) if reason else result
 
 
 def _is_batched(value: Any) -> bool:
@@ -190,30 +203,32 @@ def _is_batched(value: Any) -> bool:
 
 
 def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
-    """Undoes rules wherever they were applied, last change first, whichever rule made it.
+    """Undoes all changes of some rules, last change first.
 
     Raises:
-        TransformationError: A rule was not applied to this graph, as far as anything there tells; marks were lost or
-            copied since; or what it left was changed.
+        TransformationError: A rule was not applied to this graph, marks were lost or copied, or another rule
+            changed the nodes afterwards.
     """
     for rule in rules:
-        left = len(_records(graph_module, [rule]))
-        if not left and rule.signature not in _journal(graph_module):
-            raise _wrong(
+        marked = len(_records(graph_module, [rule]))
+        if not marked and rule.signature not in _journal(graph_module):
+            raise _error(
                 rule,
-                "nothing in this graph tells that it was applied here with these options",
-                "Undo it on the graph that it was applied to, or on a deepcopy; tracing that again loses all marks.",
+                "it was not applied to this graph with these options, or its marks were lost",
+                "Undo it on the graph that it was applied to, or on a deepcopy; tracing the graph again loses all"
+                " marks.",
             )
-        _, expected = _journal(graph_module).get(rule.signature, ("", left))
-        if left != expected:
-            raise _wrong(
+        _, expected = _journal(graph_module).get(rule.signature, ("", marked))
+        if marked != expected:
+            raise _error(
                 rule,
-                f"{expected} nodes were transformed, and {left} still bear the mark",
-                "Undo it before the graph is pickled, decomposed, or freed of dead code; deepcopy keeps the marks.",
+                f"the number of marked nodes changed (found {marked}, expected {expected})",
+                "Undo it before pickling, decomposing or eliminating dead code; deepcopy keeps the marks.",
             )
     for step, node, rule, record in sorted(_records(graph_module, rules), key=lambda r: r[0], reverse=True):
         if _last_step(node) > step:
-            raise _wrong(rule, f"{node.name} was changed since by {_last_rule(graph_module, node)}", "Undo that first.")
+            last_rule = _last_rule(graph_module, node)
+            raise _error(rule, f"{node.name} was changed afterwards by {last_rule}", f"Undo {last_rule} first.")
         rule.restore(graph_module, node, record)
         if not node._erased:
             remaining = marks(node)
@@ -226,18 +241,18 @@ def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
 
 
 def _check_leaves(rule: Transformation, graph_module: GraphModule) -> None:
-    """Raises where a tensor of the model remembers what it was computed from, with which torch copies no module."""
+    """Raises an error for a tensor that is not a leaf, which torch cannot deepcopy."""
     for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers()):
         if not tensor.is_leaf:
-            raise _wrong(rule, f"it left {name} with a history of gradients", "Compute weights under torch.no_grad().")
+            raise _error(rule, f"it left {name} with a gradient history", "Compute weights under torch.no_grad().")
 
 
-def _wrong(rule: Transformation, cause: str, hint: str) -> TransformationError:
-    return TransformationError(cause, location=type(rule).__name__, hint=hint)
+def _error(rule: Transformation, message: str, hint: str) -> TransformationError:
+    return TransformationError(message, location=type(rule).__name__, hint=hint)
 
 
 def _records(graph_module: GraphModule, rules: Sequence[_R]) -> list[tuple[int, Node, _R, Any]]:
-    """The changes that rules made: when, to which node, by which rule, and what it recorded."""
+    """Returns (step, node, rule, record) of every change that the rules made."""
     by_signature = {rule.signature: rule for rule in rules}
     return [
         (step, node, by_signature[signature], record)
@@ -266,6 +281,6 @@ def _journal(graph_module: GraphModule) -> dict[str, tuple[str, int]]:
 def _write_journal(graph_module: GraphModule, rule: Rule, count: int) -> None:
     journal = {**_journal(graph_module), rule.signature: (type(rule).__name__, count)}
     object.__setattr__(graph_module, _JOURNAL, journal)
-    # Pickling keeps any attribute, and deepcopy those that are named there.
-    kept = graph_module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {})
-    graph_module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {**kept, _JOURNAL: journal}
+    # Pickling preserves every attribute, but deepcopy only those listed in this entry of meta.
+    preserved = graph_module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {})
+    graph_module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {**preserved, _JOURNAL: journal}

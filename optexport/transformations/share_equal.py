@@ -1,4 +1,4 @@
-"""What is computed twice is computed once."""
+"""ShareEqual: computes equal results once, and optionally stores equal weights once."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ _LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     *(nn.LayerNorm, nn.Embedding),
 )
-_PLAIN = (
+_PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
 @dataclass(frozen=True)
-class Twice(Match):
-    """A node that computes what an earlier one did.
+class Duplicate(Match):
+    """A node that computes the same as an earlier one.
 
     Attributes:
-        first: That one.
+        first: The earlier node.
     """
 
     first: Node
 
 
 @dataclass(frozen=True)
-class Copies(Match):
+class EqualWeights(Match):
     """Weights that are stored more than once.
 
     Attributes:
-        names: The name of each copy, and of the one that stays.
+        names: For each copy, its name and the name of the weight that stays.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -57,146 +57,149 @@ class Copies(Match):
 
 @dataclass(frozen=True)
 class ShareEqual(Rule):
-    """y = f(x); z = f(x)  ->  y = f(x); z = y
+    """Computes equal results once.
 
-    For ATen operators, arithmetic operators, reads of parameters, and layers called twice. Masks and positions are what
-    transformers compute again in every block.
+    y = f(x); z = f(x)  ->  y = f(x); z = y
 
-    Skips:   results or inputs that are changed in place; two results, or weights, that outputs would then share; calls
-             in another global state, as that of autocast; weights that a layer has too which is left alone. Nothing is
-             said of operators that draw random numbers or leave memory unset, layers in train mode, and layers of a
-             subclass or with hooks: no two calls of these are equal.
-    Exact:   to the bit.
-    Inverse: none, because nodes that are gone could only be made anew, under other names.
+    For ATen operators, arithmetic operators, reads of parameters, and layers that are called twice. For example, each
+    block of a transformer computes the same masks and positions. Operators that draw random numbers or return
+    uninitialized memory, layers in train mode, and layers of a subclass or with hooks do not match.
+
+    Skips:   results or inputs that are changed in place; results or weights that two outputs would share; calls in
+             different global state, such as autocast; weights that also belong to a layer that cannot change.
+    Exact:   bit-exact.
+    Inverse: none, because the nodes are removed, with their names and positions.
 
     Attributes:
-        weights: Whether parameters and buffers of equal bits become one tensor too, under all of their names. They are
-            tied then: rules that replace weights leave them alone, and training would change them together. Those that
-            the graph changes, as a norm in train mode does, or that have hooks of their own, stay apart.
+        weights: Store bit-equal parameters and buffers once, under all of their names. They are then tied: rules that
+            replace weights skip them, and training changes them together. Weights that the graph changes (a norm in
+            train mode does), or that have hooks, stay separate.
     """
 
     weights: bool = False
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         if node.op == "output":
-            return _copies(graph_module) if self.weights else None
+            return _match_weights(graph_module) if self.weights else None
         if not node.users or not _is_pure(graph_module, node):
             return None
-        first = next((other for other in _candidates(graph_module, node) if _equal(node, other)), None)
+        first = next((earlier for earlier in _candidates(graph_module, node) if _is_equal(node, earlier)), None)
         if first is None:
             return None
-        reason = _why_not(graph_module, first, node)
-        return Skip(f"{first.name} and {node.name}: {reason}") if reason else Twice((node,), first)
+        reason = _find_problem(graph_module, first, node)
+        return Skip(f"{first.name} and {node.name}: {reason}") if reason else Duplicate((node,), first)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
-        if isinstance(match, Copies):
-            for name, kept in match.names:
-                _replace(graph_module, name, _tensor(graph_module, kept))
+        if isinstance(match, EqualWeights):
+            for name, shared_name in match.names:
+                _replace(graph_module, name, _tensor(graph_module, shared_name))
             return [(node, None) for node in match.nodes]
-        assert isinstance(match, Twice)
+        assert isinstance(match, Duplicate)
         match.nodes[0].replace_all_uses_with(match.first)
         graph_module.graph.erase_node(match.nodes[0])
         return []
 
 
 def _is_pure(graph_module: GraphModule, node: Node) -> bool:
-    """Whether a node gives the same whenever it is called on the same."""
+    """Returns True if a node returns the same for the same inputs."""
     if node.op == "get_attr":
         return True
     if node.op == "call_module":
-        module = modules.called_module(graph_module, node)
-        assert module is not None
-        changing = module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
-        rescaling = isinstance(module, nn.Embedding) and module.max_norm is not None
-        plain = type(module) in _LAYERS and folding.why_not_plain(module, type(module)) is None
-        return plain and not changing and not rescaling
+        return _is_pure_module(modules.called_module(graph_module, node))
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target in _OPERATORS
     schema = node.target._schema
-    given = aten_ops.arguments(node)
+    arguments = aten_ops.arguments(node)
     return (
         schema.name.startswith("aten::")
         and "empty" not in schema.name
         and not schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in node.target.tags
-        and not any(given.get(name) for name in ("train", "training", "use_input_stats"))  # may change statistics
+        and not any(arguments.get(name) for name in ("train", "training", "use_input_stats"))  # may change statistics
     )
 
 
+def _is_pure_module(module: nn.Module | None) -> bool:
+    assert module is not None
+    updates_statistics = module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    renormalizes = isinstance(module, nn.Embedding) and module.max_norm is not None
+    plain = type(module) in _LAYERS and folding.find_plain_problem(module, type(module)) is None
+    return plain and not updates_statistics and not renormalizes
+
+
 def _candidates(graph_module: GraphModule, node: Node) -> list[Node]:
-    """The earlier nodes that may be equal, first of all first."""
+    """Returns the earlier nodes that may be equal, in graph order."""
     inputs = node.all_input_nodes
-    others = inputs[0].users if inputs else graph_module.graph.find_nodes(op=node.op, target=node.target)
-    return sorted(other for other in others if other < node)
+    nodes = inputs[0].users if inputs else graph_module.graph.find_nodes(op=node.op, target=node.target)
+    return sorted(n for n in nodes if n < node)
 
 
-def _equal(node: Node, other: Node) -> bool:
-    if (node.op, node.target) != (other.op, other.target):
+def _is_equal(a: Node, b: Node) -> bool:
+    if (a.op, a.target) != (b.op, b.target):
         return False
-    if node.op == "call_module":
-        x = modules.sole_input(node)
-        return x is not None and x is modules.sole_input(other)
-    return bool(_written((node.args, node.kwargs)) == _written((other.args, other.kwargs)))
+    if a.op == "call_module":
+        x = modules.sole_input(a)
+        return x is not None and x is modules.sole_input(b)
+    return bool(_comparable((a.args, a.kwargs)) == _comparable((b.args, b.kwargs)))
 
 
-def _written(value: Any) -> Any:
-    """An argument so that it is equal to no other: 1 is not 1.0, and 0.0 not -0.0."""
+def _comparable(value: Any) -> Any:
+    """Converts an argument so that 1 and 1.0, 0.0 and -0.0, lists and tuples are unequal."""
     if isinstance(value, Node):
         return ("node", value.name)
     if isinstance(value, (list, tuple)):  # x[0, 1] is not x[[0, 1]]
-        return ("tuple" if isinstance(value, tuple) else "list", [_written(item) for item in value])
+        return ("tuple" if isinstance(value, tuple) else "list", [_comparable(item) for item in value])
     if isinstance(value, dict):
-        return ("dict", sorted((key, _written(item)) for key, item in value.items()))
+        return ("dict", sorted((key, _comparable(item)) for key, item in value.items()))
     if isinstance(value, slice):
-        return ("slice", [_written(item) for item in (value.start, value.stop, value.step)])
-    return (type(value), repr(value) if isinstance(value, _PLAIN) else id(value))
+        return ("slice", [_comparable(item) for item in (value.start, value.stop, value.step)])
+    return (type(value), repr(value) if isinstance(value, _PLAIN_TYPES) else id(value))
 
 
-def _why_not(graph_module: GraphModule, first: Node, node: Node) -> str | None:
+def _find_problem(graph_module: GraphModule, first: Node, node: Node) -> str | None:
     if any(memory.changed_in_place(graph_module, result) for result in (first, node)):
         return "their results are changed in place"
     for x in node.all_input_nodes:
-        if change := memory.changed_between(graph_module, x, first, node):
+        if change := memory.find_change_between(graph_module, x, first, node):
             return f"{x.name} is changed in place by {change.name} between them"
     module = modules.called_module(graph_module, node)
-    if module is not None and memory.changes_constant(graph_module, [*module.parameters(), *module.buffers()]):
+    if module is not None and memory.find_constant_changes(graph_module, [*module.parameters(), *module.buffers()]):
         return "their weights are changed in place"
-    # The later one first: of a mask that every layer makes again, the first has the users of all others by then.
+    # The later node first, because it has fewer users: if every layer computes a mask, the first has all users by then.
     if all(memory.reaches_output(graph_module, result) for result in (node, first)):
-        return "they are outputs, or outputs lie in their memory"
-    return modes.why_apart(graph_module, (first, node))
+        return "they are outputs, or share memory with outputs"
+    return modes.find_mode_problem(graph_module, (first, node))
 
 
-def _copies(graph_module: GraphModule) -> Copies | Skip | None:
-    """Equal weights, by the names under which the graph reads them."""
-    kept: dict[Any, tuple[str, torch.Tensor]] = {}
-    weights, known_as = list(_weights(graph_module)), _names(graph_module)
+def _match_weights(graph_module: GraphModule) -> EqualWeights | Skip | None:
+    shared: dict[Any, tuple[str, torch.Tensor]] = {}
+    weights, names_by_id = list(_weights(graph_module)), _names_by_id(graph_module)
     replaceable = {name for _, name, _ in weights}
     names: list[tuple[str, str]] = []
     readers: dict[Node, None] = {}
-    # Whoever changes an output that is a weight changes that, and must change no other.
+    # A caller who changes an output that is a weight changes that weight, and must not change others.
     reads = graph_module.graph.find_nodes(op="get_attr")
-    returned = {id(memory.constant(graph_module, n)) for n in reads if memory.reaches_output(graph_module, n)}
-    apart: dict[Any, dict[int, str]] = defaultdict(dict)
+    returned = {id(memory.find_constant(graph_module, n)) for n in reads if memory.reaches_output(graph_module, n)}
+    separate: dict[Any, dict[int, str]] = defaultdict(dict)
     for node, name, tensor in weights:
         identity = _identity(tensor)
-        if id(tensor) in returned or not replaceable.issuperset(known_as[id(tensor)]):
-            apart[identity].setdefault(id(tensor), name)
+        if id(tensor) in returned or not replaceable.issuperset(names_by_id[id(tensor)]):
+            separate[identity].setdefault(id(tensor), name)
             continue
-        known, original = kept.setdefault(identity, (name, tensor))
+        shared_name, original = shared.setdefault(identity, (name, tensor))
         if original is not tensor:
-            names.append((name, known))
+            names.append((name, shared_name))
             readers[node] = None
     if names:
-        return Copies(tuple(readers), tuple(names))
-    equal = ([*own.values(), *kept.get(identity, ())[:1]] for identity, own in apart.items())
-    why = "but outputs lie in their memory, or others have them too"
-    reasons = [f"{' and '.join(some)} are equal, {why}" for some in equal if len(some) > 1]
+        return EqualWeights(tuple(readers), tuple(names))
+    groups = ([*members.values(), *shared.get(identity, ())[:1]] for identity, members in separate.items())
+    problem = "but share memory with outputs, or have readers that cannot change"
+    reasons = [f"{' and '.join(group)} are equal, {problem}" for group in groups if len(group) > 1]
     return Skip("; ".join(reasons)) if reasons else None
 
 
-def _names(graph_module: GraphModule) -> dict[int, list[str]]:
-    """All names of each parameter and buffer, by its id."""
+def _names_by_id(graph_module: GraphModule) -> dict[int, list[str]]:
+    """Returns all names of each parameter and buffer."""
     names: dict[int, list[str]] = defaultdict(list)
     for kind in (graph_module.named_parameters, graph_module.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
@@ -205,29 +208,31 @@ def _names(graph_module: GraphModule) -> dict[int, list[str]]:
 
 
 def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tensor]]:
-    """The weights that the graph reads and that may be replaced, by name and with a reader, in the graph's order."""
-    seen = set()
+    """Yields a reader, the name and the tensor of each replaceable weight, in graph order."""
+    visited = set()
     for node in graph_module.graph.nodes:
-        target = str(node.target)
-        if node.op == "get_attr":
-            found = {target: memory.constant(graph_module, node)}
-        elif node.op == "call_module" and _is_pure(graph_module, node):
-            module = graph_module.get_submodule(target)
-            if folding.why_shared(graph_module, target, module) is not None:
-                continue
-            own = (*module._parameters.items(), *module._buffers.items())
-            found = {f"{target}.{name}": tensor for name, tensor in own}
-        else:
-            continue
-        for name, tensor in found.items():
-            if type(tensor) not in (torch.Tensor, nn.Parameter) or name in seen:
+        for name, tensor in _weights_of(graph_module, node).items():
+            if type(tensor) not in (torch.Tensor, nn.Parameter) or name in visited:
                 continue
             assert isinstance(tensor, torch.Tensor)
             plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and tensor.numel()
             hooked = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-            if plain and not hooked and not memory.changes_constant(graph_module, [tensor]):
-                seen.add(name)
+            if plain and not hooked and not memory.find_constant_changes(graph_module, [tensor]):
+                visited.add(name)
                 yield node, name, tensor
+
+
+def _weights_of(graph_module: GraphModule, node: Node) -> dict[str, torch.Tensor | None]:
+    """Returns the weights that a node reads, by name."""
+    target = str(node.target)
+    if node.op == "get_attr":
+        return {target: memory.find_constant(graph_module, node)}
+    if node.op == "call_module" and _is_pure(graph_module, node):
+        module = graph_module.get_submodule(target)
+        if folding.find_sharing_problem(graph_module, target, module) is None:
+            tensors = (*module._parameters.items(), *module._buffers.items())
+            return {f"{target}.{name}": tensor for name, tensor in tensors}
+    return {}
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -234,7 +234,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "a name where a list of names belongs": (
         rule('use = "keep-outputs"', 'outputs = "a"'),
         "transformations[0].outputs",
-        "it must be a list of names",
+        "expected a list of names",
     ),
     "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Known are: keep-outputs"),
     "empty rule": (rule('use = ""'), "transformations[0].use", "not ''"),
@@ -246,17 +246,17 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "option of a rule without": (
         rule('use = "merge-linears"', "exact = true"),
         "transformations[0].exact",
-        "It has no options.",
+        "merge-linears has no options.",
     ),
     "option of wrong type": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exact = 1"),
         "transformations[0].exact",
-        "must be a bool, not 1",
+        "found 1, expected a bool",
     ),
     "mistake in the second rule": (
         rule('use = "merge-linears"', "[[transformations]]", 'use = "x"'),
         "transformations[1].use",
-        'there is no rule "x"',
+        'unknown rule "x"',
     ),
     "plugin without a class": (rule('use = "python:mine"'), "transformations[0].use", '"python:module:Class"'),
     "plugin without a module": (rule('use = "python::Mine"'), "transformations[0].use", '"python:module:Class"'),

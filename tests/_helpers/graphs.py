@@ -1,4 +1,4 @@
-"""Small modules for single situations, and the ways to get a graph of one."""
+"""Small modules for tests, and functions that trace them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests._helpers.models import randomise
 
 
 class Program(nn.Module):
-    """Modules by name, and what to do with them and one input: a situation in a line.
+    """A module whose forward is a function of the module and one input.
 
     ``Program(lambda m, x: m.q(x) + m.k(x), q=nn.Linear(4, 4), k=nn.Linear(4, 4))``
     """
@@ -36,12 +36,12 @@ class _Tracer(fx.Tracer):
 
 
 def by_fx(body: Callable[[Any, Any], Any], /, **children: nn.Module | nn.Parameter) -> GraphModule:
-    """The graph of a program with random weights, by ``torch.fx``, where subclasses of layers are called as such."""
+    """Traces a program with random weights by ``torch.fx``. Subclasses of layers are leaves."""
     return graph_of(randomise(Program(body, **children)))
 
 
 def graph_of(program: nn.Module) -> GraphModule:
-    """The graph of a module as it is, by ``torch.fx``."""
+    """Traces a module by ``torch.fx``."""
     return GraphModule(program, _Tracer().trace(program))
 
 
@@ -51,20 +51,20 @@ class _Leaves(fx.Tracer):
 
 
 def leaves(program: nn.Module) -> GraphModule:
-    """The graph of a module, by a tracer that looks into none of its modules, whoever wrote them."""
+    """Traces a module by ``torch.fx`` with all its modules as leaves."""
     return GraphModule(program, _Leaves().trace(program))
 
 
 def by_export(x: torch.Tensor, body: Callable[[Any, Any], Any], /, **children: nn.Module | nn.Parameter) -> GraphModule:
-    """The graph of a program with random weights, by ``torch.export`` from an example."""
+    """Traces a program with random weights by ``torch.export``."""
     return symbolic_trace(randomise(Program(body, **children)), example_inputs={"x": x})
 
 
 def calls(graph_module: GraphModule, cls: type[nn.Module]) -> list[Node]:
-    """The calls of modules of a class in a graph."""
+    """Returns the calls of modules of a class."""
     nodes = graph_module.graph.find_nodes(op="call_module")
     return [node for node in nodes if isinstance(graph_module.get_submodule(node.target), cls)]
 
 
 class Inherited(nn.Linear):
-    """A subclass as adapters and quantisers make them."""
+    """A subclass of Linear, as adapters and quantizers create them."""

@@ -166,5 +166,5 @@ def test_a_rule_that_no_package_brings_is_refused(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     config = tmp_path / "drop_negations.toml"
     config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))
-    with pytest.raises(ConfigError, match='there is no rule "drop-negations"'):
+    with pytest.raises(ConfigError, match='unknown rule "drop-negations"'):
         load_config(config)

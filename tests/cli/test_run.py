@@ -79,7 +79,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "plugin that is no rule": (
         config(more='transformations = [{ use = "python:halves:Halves" }]'),
         2,
-        "no Transformation",
+        "not a subclass of Transformation",
     ),
     "plugin with an unknown option": (
         config(more='transformations = [{ use = "python:halves:Doubles", times = 3 }]'),
@@ -95,7 +95,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "plugin that never has enough": (
         config(more='transformations = [{ use = "python:halves:Forever" }]'),
         5,
-        "python:halves:Forever: match finds linear again after rewrite",
+        "python:halves:Forever: match returns the same Match for linear after rewrite",
     ),
     "output that is a file": (
         config().replace("formats", 'output = "halves.py"\nformats'),

@@ -1,4 +1,4 @@
-"""Undo as evidence: a run takes back what reversible rules did, and finds the graph as it was, or says what is not."""
+"""A run undoes its last reversible rules and compares the graph with the earlier one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export_with(tmp_path: Path, *rules: Transformation) -> Result:
     )  # fmt: skip
 
 
-def test_a_run_undoes_its_last_reversible_rules_and_says_so_in_the_manifest(tmp_path: Path) -> None:
+def test_a_run_checks_undo_and_records_it_in_the_manifest(tmp_path: Path) -> None:
     result = export_with(tmp_path, MergeLinears(), ChangeTrueDivToMulByInverse())
     assert result.manifest.undone == ["merge-linears", "change-true-div-to-mul-by-inverse"]
 
@@ -48,7 +48,7 @@ def test_rules_that_changed_nothing_are_not_said_to_be_undone(tmp_path: Path) ->
 
 
 class Leaky(ReversibleTransformation):
-    """Doubles the weight of a linear, or halves what divides its result; its undo brings back less than all."""
+    """A reversible transformation whose undo is incomplete."""
 
     preserves_computation = True
 
@@ -80,18 +80,18 @@ class Leaky(ReversibleTransformation):
 
 
 @pytest.mark.parametrize(
-    ("leak", "told"),
-    [("code", "its code has"), ("names", "the names in its state_dict"), ("values", "the values of out.bias")],
+    ("leak", "message"),
+    [("code", "its code differs"), ("names", "the names in its state_dict"), ("values", "the values of out.bias")],
 )
-def test_an_undo_that_brings_back_less_fails_the_run_and_says_what(tmp_path: Path, leak: str, told: str) -> None:
+def test_an_incomplete_undo_fails_the_run_and_says_why(tmp_path: Path, leak: str, message: str) -> None:
     with pytest.raises(TransformationError) as caught:
         export_with(tmp_path, Leaky(leak))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "Leaky" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_rule_without_a_leak_passes(tmp_path: Path) -> None:
+def test_a_complete_undo_passes(tmp_path: Path) -> None:
     assert export_with(tmp_path, Leaky("")).passed
 
 
@@ -102,7 +102,7 @@ def traced() -> tuple[fx.GraphModule, Mapping[str, torch.Tensor]]:
     return by_fx(forward, one=nn.Linear(4, 3), two=nn.Linear(4, 3)), {"x": torch.randn(2, 4)}
 
 
-def test_only_what_comes_after_the_last_rule_without_undo_is_undone() -> None:
+def test_only_rules_after_the_last_irreversible_one_are_undone() -> None:
     graph_module, example = traced()
     rules = NamedRule.of([ChangeTrueDivToMulByInverse(), FuseBias(), MergeLinears()])
     transformed = transform(graph_module, rules)
@@ -111,7 +111,7 @@ def test_only_what_comes_after_the_last_rule_without_undo_is_undone() -> None:
     check_undo(transformed.graph_module, transformed.undoable, transformed.earlier, example)
 
 
-def test_the_check_leaves_the_graph_that_is_shipped_as_it_is() -> None:
+def test_the_undo_check_does_not_change_the_graph() -> None:
     graph_module, example = traced()
     transformed = transform(graph_module, NamedRule.of([MergeLinears()]))
     code, state = transformed.graph_module.code, copy.deepcopy(transformed.graph_module.state_dict())
@@ -122,7 +122,7 @@ def test_the_check_leaves_the_graph_that_is_shipped_as_it_is() -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
 
 
-def test_a_sharing_copy_has_modules_of_its_own_over_the_same_tensors() -> None:
+def test_a_sharing_copy_has_its_own_modules_and_the_same_tensors() -> None:
     graph_module, _ = traced()
     copied = sharing_copy(graph_module)
     assert copied.one is not graph_module.one

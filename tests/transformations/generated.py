@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests._helpers.models import randomise
 
 _BATCH, _LENGTH, _SIDE = 3, 2, 3
 _DIVISORS = (1, 2, 8.0, 3, 49, 0.1, -7.5, 1e-3, 0, 1e-40, True)
-# What can be done to a value; what the rules are about comes more often.
+# Operations on a value. Those that rules match occur more often.
 _ANYWHERE = ["add", "mul", "div", "torch.div", "div by size", "tanh", "relu_", "add_", "sub_ part", "part", "dropout"]
 _ANYWHERE += ["plus", "plus", "times", "times", "clone", "view", "whole", "cast", "repeat", "repeat"]
 _ATTENTION = ["attend", "scores", "layer norm", "softmax"]
@@ -30,7 +31,7 @@ _BY_RANK = {
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a program: what is done to which values. Its result is the next value."""
+    """One operation of a program on earlier values. Its result is the next value."""
 
     kind: str
     operands: tuple[int, ...]
@@ -38,7 +39,7 @@ class Step:
 
 
 class Constant(nn.Module):
-    """Holds a parameter that is added to something."""
+    """A parameter that is added to a value."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Constant(nn.Module):
 
 
 class Generated(nn.Module):
-    """Runs the lines of a program over a list of values and returns some of them."""
+    """Runs the operations of a program and returns some of the values."""
 
     def __init__(self, layers: dict[str, nn.Module], steps: list[Step], returned: list[int]) -> None:
         super().__init__()
@@ -67,79 +68,61 @@ class Generated(nn.Module):
         return tuple(values[i] for i in self._returned)
 
     def _do(self, step: Step, operands: list[torch.Tensor]) -> torch.Tensor:
-        x, argument = operands[0], step.argument
-        match step.kind:
-            case "call":
-                return self.get_submodule(argument)(x)
-            case "adapt":
-                return operands[1] + self.get_submodule(argument)(x) * 0.5
-            case "call by keyword":
-                return self.get_submodule(argument)(input=x)
-            case "read":
-                return x * self.get_submodule(argument).weight.sum()  # type: ignore[union-attr, operator]
-            case "add":
-                return x + operands[1]
-            case "mul":
-                return x * operands[1]
-            case "div":
-                return x / argument
-            case "times":
-                return argument * x
-            case "torch.div":
-                return torch.div(x, argument)
-            case "div by size":
-                return x * (x.shape[0] / argument)
-            case "tanh":
-                return torch.tanh(x)
-            case "relu_":
-                return F.relu(x, inplace=True)
-            case "add_":
-                return x.add_(argument)
-            case "sub_ part":
-                x[0].sub_(argument)
-                return x
-            case "flat":
-                return x.view(-1, argument)
-            case "flatten":
-                return x.flatten(1)
-            case "swap":
-                return x.transpose(1, 2)
-            case "pick":
-                return x[:, argument]
-            case "attend":
-                return F.scaled_dot_product_attention(x, operands[1], operands[2])
-            case "scores":
-                scores = torch.matmul(operands[0], operands[1].transpose(1, 2)) / 2
-                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-                if argument == "add":
-                    scores = scores + torch.zeros(scores.shape[1:], dtype=x.dtype).masked_fill(hidden, -torch.inf)
-                elif argument == "fill":
-                    scores = scores.masked_fill(hidden, -torch.inf)
-                return torch.matmul(scores.softmax(-1), operands[2])
-            case "softmax":
-                return x.softmax(-1)
-            case "plus":
-                return x + self.get_submodule(argument).value
-            case "part":
-                return x[..., :argument]
-            case "mean":
-                return x.mean((2, 3))
-            case "clone":
-                return x.clone()
-            case "view":
-                return x.view(x.shape)
-            case "whole":
-                return x[:, 0:]
-            case "cast":
-                return x.to(x.dtype)
-            case "dropout":
-                return F.dropout(x, 0.5, training=False)
-        raise AssertionError(step.kind)
+        return _OPERATIONS[step.kind](self, operands, step.argument)
+
+
+def _subtract_in_place(m: Generated, operands: list[torch.Tensor], argument: Any) -> torch.Tensor:
+    operands[0][0].sub_(argument)
+    return operands[0]
+
+
+def _attend_step_by_step(m: Generated, operands: list[torch.Tensor], argument: Any) -> torch.Tensor:
+    scores = torch.matmul(operands[0], operands[1].transpose(1, 2)) / 2
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    if argument == "add":
+        scores = scores + torch.zeros(scores.shape[1:], dtype=operands[0].dtype).masked_fill(hidden, -torch.inf)
+    elif argument == "fill":
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.matmul(scores.softmax(-1), operands[2])
+
+
+# For each kind of step: a function of the module, the operands, and the argument of the step.
+_OPERATIONS: dict[str, Callable[[Generated, list[torch.Tensor], Any], torch.Tensor]] = {
+    "call": lambda m, v, a: m.get_submodule(a)(v[0]),
+    "adapt": lambda m, v, a: v[1] + m.get_submodule(a)(v[0]) * 0.5,
+    "call by keyword": lambda m, v, a: m.get_submodule(a)(input=v[0]),
+    "read": lambda m, v, a: v[0] * m.get_submodule(a).weight.sum(),  # type: ignore[union-attr, operator]
+    "add": lambda m, v, a: v[0] + v[1],
+    "mul": lambda m, v, a: v[0] * v[1],
+    "div": lambda m, v, a: v[0] / a,
+    "times": lambda m, v, a: a * v[0],
+    "torch.div": lambda m, v, a: torch.div(v[0], a),
+    "div by size": lambda m, v, a: v[0] * (v[0].shape[0] / a),
+    "tanh": lambda m, v, a: torch.tanh(v[0]),
+    "relu_": lambda m, v, a: F.relu(v[0], inplace=True),
+    "add_": lambda m, v, a: v[0].add_(a),
+    "sub_ part": _subtract_in_place,
+    "flat": lambda m, v, a: v[0].view(-1, a),
+    "flatten": lambda m, v, a: v[0].flatten(1),
+    "swap": lambda m, v, a: v[0].transpose(1, 2),
+    "pick": lambda m, v, a: v[0][:, a],
+    "attend": lambda m, v, a: F.scaled_dot_product_attention(*v),
+    "scores": _attend_step_by_step,
+    "softmax": lambda m, v, a: v[0].softmax(-1),
+    "plus": lambda m, v, a: v[0] + m.get_submodule(a).value,  # type: ignore[operator]
+    "part": lambda m, v, a: v[0][..., :a],
+    "mean": lambda m, v, a: v[0].mean((2, 3)),
+    "clone": lambda m, v, a: v[0].clone(),
+    "view": lambda m, v, a: v[0].view(v[0].shape),
+    "whole": lambda m, v, a: v[0][:, 0:],
+    "cast": lambda m, v, a: v[0].to(v[0].dtype),
+    "dropout": lambda m, v, a: F.dropout(v[0], 0.5, training=False),
+}
 
 
 @dataclass
 class _Drawn:
-    """A program while it is drawn: its layers, lines, and the shape of every value."""
+    """A program under construction: its layers, operations, and the shape of every value."""
 
     draw: st.DrawFn
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -158,7 +141,7 @@ class _Drawn:
         self.add(kind, (operand,), parents + path, shape)
 
     def linear(self, operand: int, shape: tuple[int, ...]) -> None:
-        """One or several linears of one value: new, or one that was called before."""
+        """Adds linears with the same input: new ones, or one that was called before."""
         old = [p for p, m in self.layers.items() if isinstance(m, nn.Linear) and m.in_features == shape[-1]]
         for _ in range(self.draw(st.integers(1, 3))):
             if old and self.draw(st.integers(0, 4)) == 0:
@@ -172,7 +155,7 @@ class _Drawn:
             self.call(operand, layer, (*shape[:-1], width))
 
     def adapted(self, operand: int, shape: tuple[int, ...]) -> None:
-        """A linear with a low-rank adapter, as far as nothing varies."""
+        """Adds a linear with a low-rank adapter."""
         rank = self.draw(st.integers(1, 2))
         self.call(operand, nn.Linear(shape[-1], 4, bias=self.draw(st.booleans())), (*shape[:-1], 4))
         base = len(self.shapes) - 1
@@ -197,7 +180,7 @@ class _Drawn:
                 layer.weight = self.layers[alike[0]].weight  # type: ignore[assignment]
 
     def variants(self, operand: int, shape: tuple[int, ...]) -> None:
-        """Convolutions and norms of one value, and that itself, summed one by one."""
+        """Adds a sum of convolutions and norms of one value, and of the value itself."""
         total = operand
         for index in range(self.draw(st.integers(1, 3))):
             kind = self.draw(st.sampled_from((1, 3, 3, 5, (1, 3), "norm")))
@@ -221,74 +204,103 @@ class _Drawn:
         layer = cls(shape[1], affine=affine, track_running_stats=tracked)
         self.call(operand, layer, shape)
 
+    def convolution(self, operand: int, shape: tuple[int, ...]) -> None:
+        width, bias = self.draw(st.integers(1, 3)), self.draw(st.booleans())
+        cls = self.draw(st.sampled_from((nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d)))
+        self.call(operand, cls(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
+
+    def attention(self, kind: str, operand: int, shape: tuple[int, ...]) -> None:
+        same_shape = [i for i, candidate in enumerate(self.shapes) if candidate == shape]
+        keys, values = self.draw(st.sampled_from(same_shape)), self.draw(st.sampled_from(same_shape))
+        masking = self.draw(st.sampled_from(("no", "add", "fill"))) if kind == "scores" else None
+        self.add(kind, (operand, keys, values), masking, shape)
+
+    def constant(self, operand: int, shape: tuple[int, ...]) -> None:
+        per_feature = (shape[1], 1, 1) if len(shape) == 4 else shape[-1:]
+        size = per_feature if self.draw(st.integers(0, 4)) else shape[1:]
+        path = f"p{len(self.layers)}"
+        self.layers[path] = Constant(size)
+        self.add("plus", (operand,), path, shape)
+
+    def repeat(self) -> None:
+        if self.steps:
+            chosen = self.draw(st.integers(0, len(self.steps) - 1))
+            self.steps.append(self.steps[chosen])
+            self.shapes.append(self.shapes[chosen + 1])
+
     def step(self) -> None:
         operand = self.draw(st.integers(0, len(self.shapes) - 1) | st.just(len(self.shapes) - 1))
         shape = self.shapes[operand]
         kind = self.draw(st.sampled_from(_ANYWHERE + _BY_RANK[len(shape)]))
+        if kind in _ARGUMENTS:
+            self.add(kind, (operand,), self.draw(st.sampled_from(_ARGUMENTS[kind])), shape)
+        elif kind in _RESHAPES:
+            self.reshape(kind, operand, shape)
+        else:
+            self.layer(kind, operand, shape)
+
+    def reshape(self, kind: str, operand: int, shape: tuple[int, ...]) -> None:
+        argument = None
+        if kind == "part":
+            argument = self.draw(st.integers(1, shape[-1]))
+        elif kind == "flat":
+            argument = shape[-1]
+        elif kind == "pick":
+            argument = self.draw(st.sampled_from((0, 0, -1)))
+        self.add(kind, (operand,), argument, _RESHAPES[kind](shape, argument))
+
+    def layer(self, kind: str, operand: int, shape: tuple[int, ...]) -> None:
         match kind:
             case "linear":
                 self.linear(operand, shape)
-                if self.draw(st.booleans()):  # two at once have nothing between them
+                if self.draw(st.booleans()):  # so that two linears follow each other directly
                     self.linear(operand, shape)
             case "adapt":
                 self.adapted(operand, shape)
             case "norm":
                 self.norm(operand, shape)
             case "conv":
-                width, bias = self.draw(st.integers(1, 3)), self.draw(st.booleans())
-                cls = self.draw(st.sampled_from((nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d)))
-                self.call(operand, cls(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
+                self.convolution(operand, shape)
             case "branches":
                 self.variants(operand, shape)
             case "layer norm":
                 self.call(operand, nn.LayerNorm(shape[-1]), shape)
             case "attend" | "scores":
-                alike = [i for i, other in enumerate(self.shapes) if other == shape]
-                keys, values = self.draw(st.sampled_from(alike)), self.draw(st.sampled_from(alike))
-                masking = self.draw(st.sampled_from(("no", "add", "fill"))) if kind == "scores" else None
-                self.add(kind, (operand, keys, values), masking, shape)
+                self.attention(kind, operand, shape)
             case "plus":
-                one_a_feature = (shape[1], 1, 1) if len(shape) == 4 else shape[-1:]
-                size = one_a_feature if self.draw(st.integers(0, 4)) else shape[1:]
-                path = f"p{len(self.layers)}"
-                self.layers[path] = Constant(size)
-                self.add(kind, (operand,), path, shape)
+                self.constant(operand, shape)
             case "add" | "mul":
-                alike = [i for i, other in enumerate(self.shapes) if other == shape]
-                self.add(kind, (operand, self.draw(st.sampled_from(alike))), None, shape)
-            case "div" | "torch.div":
-                self.add(kind, (operand,), self.draw(st.sampled_from(_DIVISORS)), shape)
-            case "div by size":
-                self.add(kind, (operand,), 49, shape)
-            case "times":
-                self.add(kind, (operand,), self.draw(st.sampled_from((0.5, 3, -0.7))), shape)
-            case "add_" | "sub_ part":
-                self.add(kind, (operand,), self.draw(st.sampled_from((0.5, -1.0))), shape)
-            case "part":
-                kept = self.draw(st.integers(1, shape[-1]))
-                self.add(kind, (operand,), kept, (*shape[:-1], kept))
-            case "flat":
-                self.add(kind, (operand,), shape[-1], (shape[0] * shape[1], shape[2]))
-            case "flatten":
-                self.add(kind, (operand,), None, (shape[0], int(torch.Size(shape[1:]).numel())))
-            case "swap":
-                self.add(kind, (operand,), None, (shape[0], shape[2], shape[1]))
-            case "pick":
-                self.add(kind, (operand,), self.draw(st.sampled_from((0, 0, -1))), (shape[0], shape[2]))
-            case "mean":
-                self.add(kind, (operand,), None, shape[:2])
+                same_shape = [i for i, candidate in enumerate(self.shapes) if candidate == shape]
+                self.add(kind, (operand, self.draw(st.sampled_from(same_shape))), None, shape)
             case "repeat":
-                if self.steps:
-                    chosen = self.draw(st.integers(0, len(self.steps) - 1))
-                    self.steps.append(self.steps[chosen])
-                    self.shapes.append(self.shapes[chosen + 1])
+                self.repeat()
             case _:
                 self.add(kind, (operand,), None, shape)
 
 
+# The arguments of steps that keep the shape.
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "div": _DIVISORS,
+    "torch.div": _DIVISORS,
+    "div by size": (49,),
+    "times": (0.5, 3, -0.7),
+    "add_": (0.5, -1.0),
+    "sub_ part": (0.5, -1.0),
+}
+# The shape of the result of other steps, from the shape of the operand and the argument.
+_RESHAPES: dict[str, Callable[[tuple[int, ...], Any], tuple[int, ...]]] = {
+    "part": lambda shape, argument: (*shape[:-1], argument),
+    "flat": lambda shape, argument: (shape[0] * shape[1], shape[2]),
+    "flatten": lambda shape, argument: (shape[0], int(torch.Size(shape[1:]).numel())),
+    "swap": lambda shape, argument: (shape[0], shape[2], shape[1]),
+    "pick": lambda shape, argument: (shape[0], shape[2]),
+    "mean": lambda shape, argument: shape[:2],
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A module, an input for it, and how it is to be traced."""
+    """A module, its input, and the way to trace it."""
 
     module: Generated
     x: torch.Tensor
@@ -313,7 +325,7 @@ class _Shapes(Interpreter):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Modules of two to eight lines that run, whatever they compute."""
+    """Draws modules of two to eight operations."""
     drawn = _Drawn(draw)
     drawn.shapes.append(draw(st.sampled_from([(_BATCH, 4), (_BATCH, _LENGTH, 4), (_BATCH, 2, _SIDE, _SIDE)])))
     for _ in range(draw(st.integers(2, 8))):

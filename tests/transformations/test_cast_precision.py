@@ -1,4 +1,4 @@
-"""CastPrecision: products in half precision, and all else, the inputs and the outputs as they were."""
+"""CastPrecision casts products and keeps everything else in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class _Dtypes(Interpreter):
-    """Asserts that the trace knows the dtype of every result."""
+    """Asserts that the dtype of every result is the one in its meta."""
 
     def run_node(self, n: Node) -> Any:
         result, value = super().run_node(n), n.meta.get("val")
@@ -39,7 +39,7 @@ class _Dtypes(Interpreter):
 
 
 def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = None) -> tuple[GraphModule, Report]:
-    """Applies the rule, and asserts on all that holds however far the numbers may go."""
+    """Applies the rule, and asserts all laws except the tolerance of outputs."""
     rule = rule or CastPrecision()
     before, random_state, want = owned(graph_module), torch.get_rng_state(), outputs(graph_module, inputs)
     cast, report = run(rule, sharing(graph_module))
@@ -47,9 +47,9 @@ def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = N
     assert torch.equal(torch.get_rng_state(), random_state)
     flags = {name: value.requires_grad for name, value in sharing(graph_module).state_dict(keep_vars=True).items()}
     assert {name: value.requires_grad for name, value in cast.state_dict(keep_vars=True).items()} == flags
-    given = inputs if isinstance(inputs, dict) else {"x": inputs}
+    named_inputs = inputs if isinstance(inputs, dict) else {"x": inputs}
     with torch.no_grad():
-        _Dtypes(cast).run(*(given[n.target].clone() for n in cast.graph.find_nodes(op="placeholder")))
+        _Dtypes(cast).run(*(named_inputs[n.target].clone() for n in cast.graph.find_nodes(op="placeholder")))
     for one, other in zip(outputs(cast, inputs), want, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         if other.is_floating_point():
@@ -229,7 +229,7 @@ def _tied() -> dict[str, nn.Module]:
     return tied
 
 
-def test_layers_that_are_left_alone() -> None:
+def test_layers_that_are_skipped() -> None:
     def refused(body: Any, *reasons: str, dtype: torch.dtype = torch.float32, **children: nn.Module) -> None:
         x = X.to(dtype)
         graph_module = GraphModule(nn.ModuleDict(children), by_fx(body, **children).graph)
@@ -237,28 +237,28 @@ def test_layers_that_are_left_alone() -> None:
             node.meta["val"] = torch.empty(0, device="meta", dtype=dtype)
         check_refused(CastPrecision(), graph_module, x, *reasons)
 
-    refused(lambda m, x: m.a(x), "a: it is a Inherited", a=Inherited(4, 4))
+    refused(lambda m, x: m.a(x), "a: Inherited is a subclass", a=Inherited(4, 4))
     refused(lambda m, x: m.a(x) + m.b(x), "tied to b.weight", "tied to a.weight", **_tied())
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         refused(lambda m, x: m.a(x), dtype=dtype, a=nn.Linear(4, 4).to(dtype))
 
 
-def test_a_layer_whose_weights_overflow_is_left_alone() -> None:
+def test_a_layer_whose_weights_overflow_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4))
     with torch.no_grad():
         graph_module.get_submodule("a").weight[0, 0] = 1e5
-    check_refused(CastPrecision(), graph_module, X, "a: it holds numbers that float16 does not")
+    check_refused(CastPrecision(), graph_module, X, "a: its weights are too large for float16")
     assert run(CastPrecision(dtype="bfloat16"), sharing(graph_module))[1].changes
 
 
-def test_an_embedding_that_renormalises_is_left_alone() -> None:
+def test_an_embedding_that_renormalises_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.a(x), a=nn.Embedding(5, 4, max_norm=1.0))
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
-    check_refused(CastPrecision(), graph_module, None, "a: it renormalises its weight")
+    check_refused(CastPrecision(), graph_module, None, "a: it renormalizes its weight")
 
 
-def test_a_hook_and_a_parametrization_are_left_alone() -> None:
+def test_a_hook_and_a_parametrization_are_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4))
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
@@ -289,8 +289,8 @@ def test_the_products_of_gpt2_which_are_no_linears() -> None:
     assert len([change for change in report.changes if "addmm" in change.target]) == 2
 
 
-def test_dtypes_that_are_not_known_are_left_alone() -> None:
-    check_refused(CastPrecision(), by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4)), X, "a: dtypes are not known")
+def test_dtypes_that_are_not_known_are_skipped() -> None:
+    check_refused(CastPrecision(), by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4)), X, "a: dtypes are unknown")
 
 
 def test_what_is_to_be_kept_stays() -> None:
@@ -299,14 +299,14 @@ def test_what_is_to_be_kept_stays() -> None:
     for keep, left in ((("block",), ["last"]), (("block.1", "last"), ["block.0"])):
         _, report = _cast(graph_module, X, CastPrecision(keep=keep))
         assert [change.target for change in report.changes] == left
-    with pytest.raises(ConfigError, match='there is no module "blok"\n.*Did you mean "block"'):
+    with pytest.raises(ConfigError, match='the model has no module "blok"\n.*Did you mean "block"'):
         CastPrecision(keep=("blok",))(sharing(graph_module))
 
 
 def test_the_registry_knows_the_precisions_without_torch() -> None:
     known = importlib.import_module("optexport.transformations.cast_precision")._DTYPES
     assert registry.RULES["cast-precision"].options["dtype"].choices == tuple(known)
-    with pytest.raises(ConfigError, match='here.dtype: it cannot be "fp16"\n.*Known are: float16, bfloat16'):
+    with pytest.raises(ConfigError, match='here.dtype: unknown value "fp16"\n.*Known are: float16, bfloat16'):
         registry.check("cast-precision", {"dtype": "fp16"}, "here")
     with pytest.raises(ConfigError):
         CastPrecision(dtype="float32")
@@ -321,11 +321,11 @@ def test_models(name: str, dtype: str) -> None:
         for _, module in cast.named_modules()
         if any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False))
     }
-    assert not kept & {"Conv2d", "Linear"} or name == "t5"  # whose head is tied to its embeddings
+    assert not kept & {"Conv2d", "Linear"} or name == "t5"  # its head is tied to its embeddings
 
 
 class _Convolutional(nn.Module):
-    """What a MobileNet is made of, and small."""
+    """A small model of the layers of a MobileNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,9 +354,7 @@ def _example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, A
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.nightly), "convolutional"])
-def test_exports_pass_within_a_tolerance_that_is_declared_and_not_without(
-    name: str, dtype: str, tmp_path: Path
-) -> None:
+def test_exports_pass_only_within_a_declared_tolerance(name: str, dtype: str, tmp_path: Path) -> None:
     model, inputs, dynamic = _example(name)
     rules = [FuseBatchNorm(), MergeLinears(), CastPrecision(dtype=dtype)]
     formats = ["torchscript", "pt2", *(["onnx"] if dtype == "float16" else [])]

@@ -1,4 +1,4 @@
-"""Quotients that stay exact, because a rounding would decide something."""
+"""ChangeTrueDivToMulByInverse keeps quotients exact if a rounding may be amplified."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _ROUNDED |= {
 
 @pytest.mark.parametrize("how", _ROUNDED)
 def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
-    # Where x is a multiple of the divisor the quotient is whole, and the product may be just below it: off by one.
+    # If x is a multiple of the divisor, the product may be just below the integer quotient, and floor is off by one.
     divisor = next(c for c in range(3, 200) if _misses(c))
     x = torch.arange(1, 2000.0) * divisor
     graph_module = by_fx(lambda _, x: _ROUNDED[how](x / divisor))
@@ -78,12 +78,12 @@ def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
     assert_same(outputs(ChangeTrueDivToMulByInverse()(graph_module), x), want, "to the bit")
 
 
-# A dtype by its name becomes another there, and how many numbers there are has to be known.
+# Export resolves dtypes by name, and needs the number of elements.
 _NOT_EXPORTED = {"type by name", "quantised", "as many"}
 
 
 @pytest.mark.parametrize("how", sorted(_ROUNDED.keys() - _NOT_EXPORTED))
-def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact_after_export(how: str) -> None:
+def test_a_quotient_that_is_rounded_stays_exact_after_export(how: str) -> None:
     divisor = next(c for c in range(3, 200) if _misses(c))
     x = torch.arange(1, 2000.0) * divisor
     graph_module = by_export(x, lambda _, x: _ROUNDED[how](x / divisor))
@@ -106,7 +106,7 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("how", _SMOOTH)
 @pytest.mark.parametrize("exported", [True, False])
-def test_a_quotient_that_only_smooth_functions_and_sums_follow_becomes_a_product(how: str, exported: bool) -> None:
+def test_a_quotient_before_smooth_functions_becomes_a_product(how: str, exported: bool) -> None:
     x = torch.linspace(-3, 3.2, 28).reshape(4, 7)
     children = {"act": nn.GELU(), "linear": nn.Linear(7, 3)}
     body = lambda m, x: _SMOOTH[how](m, x / 7)  # noqa: E731
@@ -116,25 +116,25 @@ def test_a_quotient_that_only_smooth_functions_and_sums_follow_becomes_a_product
 
 
 @pytest.mark.parametrize("layer", [nn.Threshold(3.0, -5.0), nn.Hardshrink(3.0)])
-def test_a_quotient_that_goes_into_a_layer_not_known_to_be_smooth_stays_exact(layer: nn.Module) -> None:
+def test_a_quotient_before_an_unknown_layer_stays_exact(layer: nn.Module) -> None:
     graph_module = by_fx(lambda m, x: m.layer(x / 41), layer=layer)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "layer is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "layer may amplify the rounding")
 
 
-def test_a_quotient_that_goes_into_a_layer_with_hooks_stays_exact() -> None:
+def test_a_quotient_before_a_layer_with_hooks_stays_exact() -> None:
     act = nn.GELU()
     act.register_forward_hook(lambda module, args, result: result.floor())
     graph_module = by_fx(lambda m, x: m.act(x / 41), act=act)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "act is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "act may amplify the rounding")
 
 
-def test_a_quotient_of_a_number_that_was_given_stays_exact_where_it_counts() -> None:
+def test_a_quotient_of_an_input_number_stays_exact() -> None:
     class Counts(nn.Module):
         def forward(self, x, n):  # type: ignore[no-untyped-def]
             return x[:1] + torch.arange(n / 75)
 
     graph_module = torch.fx.symbolic_trace(Counts())
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange may amplify the rounding")
 
 
 @pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
@@ -148,7 +148,7 @@ def test_a_long_way_to_a_quotient_is_followed_once(step: Any) -> None:
     assert len(report.changes) in (1, 301)
 
 
-def test_a_number_that_no_float_holds_and_a_function_of_ones_own_are_left_alone() -> None:
+def test_huge_integers_and_foreign_functions_are_skipped() -> None:
     check_refused(ChangeTrueDivToMulByInverse(), by_fx(lambda _, x: x / 10**400), None, "is not a normal float32")
     graph = torch.fx.Graph()
     graph.output(graph.call_function(divide, (graph.placeholder("x"),)))
@@ -156,7 +156,7 @@ def test_a_number_that_no_float_holds_and_a_function_of_ones_own_are_left_alone(
 
 
 def divide(x: torch.Tensor) -> torch.Tensor:
-    """A function of one's own, by the name of a division."""
+    """A foreign function with the name of a division."""
     return x
 
 
@@ -171,19 +171,19 @@ def test_a_rounding_never_decides_between_a_number_and_nan(how: Callable[[Any], 
     x = torch.full((3,), float(divisor))
     body = lambda m, x: how(x / divisor)  # noqa: E731
     graph_module = by_export(x, body) if exported else by_fx(body)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "may amplify the rounding")
 
 
 @pytest.mark.parametrize("divisor", [3, 4])
-def test_complex_quotients_are_rounded_as_real_ones_are_and_never_exact(divisor: int) -> None:
+def test_complex_quotients_are_never_exact(divisor: int) -> None:
     x = torch.linspace(-2, 2, 12).reshape(3, 4)
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: x / divisor), torch.complex(x, 1 - 3 * x))
     parts = by_export(x, lambda m, x: torch.view_as_real(torch.complex(x, x + 1) / divisor))
     check_applied(ChangeTrueDivToMulByInverse(), parts, x)
-    reason = "complex numbers are multiplied otherwise"
+    reason = "complex products are rounded differently"
     check_refused(ChangeTrueDivToMulByInverse(exact=True), parts, x, reason)
     root = by_export(x, lambda m, x: torch.view_as_real((torch.complex(x, x + 1) / divisor).sqrt()))
-    check_refused(ChangeTrueDivToMulByInverse(), root, x, f"{reason} than divided, and sqrt is not known")
+    check_refused(ChangeTrueDivToMulByInverse(), root, x, f"{reason} from quotients, and sqrt may amplify")
 
 
 def _misses(divisor: int) -> bool:
@@ -208,7 +208,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_a_function_of_others_with_a_known_name_may_cut_the_quotient() -> None:
+def test_a_foreign_function_with_a_known_name_may_round() -> None:
     class Cuts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.ops.optexport_tests.mul(x / 41)
@@ -240,12 +240,12 @@ def test_a_rounding_never_decides_between_a_number_and_infinity(how: str, export
     graph_module = by_export(x, body) if exported else by_fx(body)
     *_, report = run(ChangeTrueDivToMulByInverse(), sharing(graph_module))
     assert not report.changes
-    assert "is not known to take a quotient" in report.near_misses[0].reason
+    assert "may amplify the rounding" in report.near_misses[0].reason
     check_laws(ChangeTrueDivToMulByInverse(), graph_module, x, exact=True)
 
 
 @pytest.mark.parametrize("order", [(), ("fro",), (1,), (2.0,), (math.inf,)])
-def test_a_norm_that_does_not_count_takes_a_quotient_that_is_rounded_otherwise(order: tuple[Any, ...]) -> None:
+def test_norms_other_than_order_zero_allow_a_rounding(order: tuple[Any, ...]) -> None:
     matrix = X[:12].reshape(3, 4)
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: (x / 41 - 1).norm(*order)), matrix)
 
@@ -262,16 +262,16 @@ _LOWER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", _LOWER)
 @pytest.mark.parametrize("exported", [True, False])
-def test_a_rounding_never_decides_between_two_numbers_of_a_lower_precision(how: str, exported: bool) -> None:
+def test_a_quotient_before_a_lower_precision_stays_exact(how: str, exported: bool) -> None:
     x = torch.linspace(1, 100, 20000)
     body = lambda m, x: _LOWER[how](x / 3)  # noqa: E731
     graph_module = by_export(x, body) if exported else by_fx(body)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "may amplify the rounding")
 
 
-def test_a_lower_precision_may_be_that_of_a_scalar_beside_a_tensor_or_of_autocast() -> None:
+def test_a_lower_precision_by_a_scalar_or_autocast() -> None:
     promoted = by_export(X, lambda m, x: x.half() + x.sum() / 3)
-    check_refused(ChangeTrueDivToMulByInverse(), promoted, X, "add is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), promoted, X, "add may amplify the rounding")
 
     graph = torch.fx.Graph()
     quotient = graph.call_function(operator.truediv, (graph.placeholder("x"), 3))
@@ -280,24 +280,24 @@ def test_a_lower_precision_may_be_that_of_a_scalar_beside_a_tensor_or_of_autocas
     graph.call_function(torch.set_autocast_enabled, ("cpu", False))
     graph.output(product)
     graph_module = torch.fx.GraphModule({"linear": nn.Linear(4, 4)}, graph)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "linear is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "linear may amplify the rounding")
 
 
-def test_a_quotient_may_be_cast_to_as_high_a_precision_as_its_own() -> None:
+def test_a_quotient_may_be_cast_to_its_own_precision() -> None:
     x = torch.linspace(-2, 2, 12).half()
     check_applied(ChangeTrueDivToMulByInverse(), by_export(x, lambda m, x: (x / 3).float().softmax(-1)), x)
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: (x / 3).double() + 1), x)
     same = by_export(X, lambda m, x: torch.cat([x / 3, x]).to(torch.float32).float() + 1)
     check_applied(ChangeTrueDivToMulByInverse(), same, X)
     unknown = by_fx(lambda m, x: (x / 3).float())  # may be a float64
-    check_refused(ChangeTrueDivToMulByInverse(), unknown, x, "float_1 is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), unknown, x, "float_1 may amplify the rounding")
 
 
 @pytest.mark.parametrize("layer", [nn.MaxPool1d(2, return_indices=True), nn.AdaptiveMaxPool1d(2, return_indices=True)])
 @pytest.mark.parametrize("exported", [True, False])
 def test_the_places_of_the_greatest_quotients_stay(layer: nn.Module, exported: bool) -> None:
     x = torch.rand(1, 1, 4096, generator=torch.Generator().manual_seed(0)) + 1
-    x[..., 1::2] = torch.nextafter(x[..., ::2], torch.tensor(9.0))  # quotients of which are often equal
+    x[..., 1::2] = torch.nextafter(x[..., ::2], torch.tensor(9.0))  # whose quotients are often equal
     body = lambda m, x: m.pool(x / 3)[1]  # noqa: E731
     graph_module = by_export(x, body, pool=layer) if exported else by_fx(body, pool=layer)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "may amplify the rounding")

@@ -1,4 +1,4 @@
-"""The public contract of a transformation: what those who know Optimum's expect of a class, its marks and compose."""
+"""The public contract of transformations: that of Optimum's classes, marks and compose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 
 
 class AddInsteadOfMul(Transformation):
-    """Every product becomes a sum."""
+    """Replaces every product by a sum."""
 
     def __init__(self, times: int | None = None) -> None:
         self.times = times
@@ -44,7 +44,7 @@ class AddInsteadOfMul(Transformation):
 
 
 class TwiceTheConstant(ReversibleTransformation):
-    """The constant that something is multiplied by is doubled, and halved again."""
+    """Doubles constant factors; undo halves them."""
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         return self._scale(graph_module, 2)
@@ -60,7 +60,7 @@ class TwiceTheConstant(ReversibleTransformation):
 
 
 class MarkLinears(ReversibleTransformation):
-    """Does nothing but mark."""
+    """Marks linears and changes nothing."""
 
     def __init__(self, colour: str = "red") -> None:
         self.colour = colour
@@ -137,7 +137,7 @@ def test_the_rules_of_the_guide_work_on_a_traced_model() -> None:
         assert not torch.equal(got, want)
 
 
-def test_the_times_two_of_the_guide_doubles_every_product_with_a_constant() -> None:
+def test_the_example_of_the_guide_doubles_constant_products() -> None:
     graph_module = copy.deepcopy(models.traced("albert"))
     constants = [
         node.args[1]
@@ -176,7 +176,7 @@ def test_what_has_no_transform_cannot_be_made(base: type[Transformation]) -> Non
         base()
 
 
-def test_marks_are_seen_by_the_transformation_that_made_them_and_by_no_other() -> None:
+def test_marks_belong_to_the_transformation_that_set_them() -> None:
     graph_module = _two_linears()
     red, blue = MarkLinears(), MarkLinears("blue")
     linears = calls(graph_module, nn.Linear)
@@ -255,25 +255,25 @@ def test_one_composed_is_that_one_and_can_be_undone() -> None:
 def test_several_composed_are_the_same_as_one_after_the_other(inplace: bool) -> None:
     one_by_one = MergeLinears()(ChangeTrueDivToMulByInverse()(_two_linears()))
     composition = compose(ChangeTrueDivToMulByInverse(), MergeLinears(), inplace=inplace)
-    given = _two_linears()
-    code = given.code
-    together = composition(given)
+    original = _two_linears()
+    code = original.code
+    together = composition(original)
     assert together.code == one_by_one.code
-    assert (together is given) == inplace
+    assert (together is original) == inplace
     restored = composition(together, reverse=True)
     assert restored.code == code
     assert (restored is together) == inplace
-    assert (given.code == code) or inplace
+    assert (original.code == code) or inplace
 
 
-def test_the_given_graph_stays_as_it_is_where_it_is_not_changed_in_place() -> None:
-    given = _two_linears()
-    before = written(given)
+def test_inplace_false_does_not_change_the_graph() -> None:
+    original = _two_linears()
+    before = written(original)
     composition = compose(MergeLinears(), FuseBiasInLinear(), inplace=False)
-    transformed = composition(given)
+    transformed = composition(original)
     after = written(transformed)
-    assert written(given) == before
-    assert not MergeLinears().get_transformed_nodes(given)
+    assert written(original) == before
+    assert not MergeLinears().get_transformed_nodes(original)
     restored = composition(transformed, reverse=True)
     assert written(restored) == before
     assert written(transformed) == after
@@ -329,14 +329,14 @@ def test_a_composition_can_be_undone_if_all_its_members_can() -> None:
         with pytest.raises(TypeError, match="reverse"):  # as in Optimum
             mixed(_two_linears(), **options)
         irreversible = "AddInsteadOfMul" if isinstance(member, AddInsteadOfMul) else "FuseBatchNorm1dInLinear"
-        with pytest.raises(TransformationError, match=f"{irreversible}: it cannot be undone"):
+        with pytest.raises(TransformationError, match=f"{irreversible}: this transformation cannot be undone"):
             compose(mixed)(_two_linears(), **options)
 
 
 def test_a_member_that_returns_another_graph_is_gone_on_with() -> None:
-    given = _two_linears()
-    transformed = compose(DeepCopy(), MergeLinears())(given)
-    assert len(calls(given, nn.Linear)) == 2
+    original = _two_linears()
+    transformed = compose(DeepCopy(), MergeLinears())(original)
+    assert len(calls(original, nn.Linear)) == 2
     assert len(calls(transformed, nn.Linear)) == 1
 
 

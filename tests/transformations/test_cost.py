@@ -1,4 +1,4 @@
-"""Applying rules costs in proportion to the graph: counted in calls of functions, whatever the machine."""
+"""The cost of rules is linear in the size of the graph, counted in function calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from optexport.transformations.apply import NamedRule, transform
 from tests.benchmarks.rules_cost import OTHERS, stack
 
 STEP = 100
-# Hashes that differ from process to process move the counts by less.
+# Larger than the variation from hash seeds.
 MORE = 1.02
 
 
 def _calls(rules: Sequence[NamedRule], nodes: int) -> int:
-    """How many functions are called as rules are applied to a graph of so many nodes."""
+    """Returns the number of function calls of rules on a graph of a number of nodes."""
     graph_module, profile = stack(nodes), cProfile.Profile()
     gc.collect()
-    gc.disable()  # finalizers of what other tests left would count too
+    gc.disable()  # finalizers of objects of other tests would count too
     try:
         profile.runcall(transform, graph_module, rules)
     finally:
@@ -31,8 +31,8 @@ def _calls(rules: Sequence[NamedRule], nodes: int) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in registry.RULES if name not in OTHERS])
-def test_the_same_number_of_nodes_costs_as_much_at_the_end_of_a_long_graph_as_in_a_short_one(name: str) -> None:
+def test_cost_does_not_depend_on_the_length_of_the_graph(name: str) -> None:
     rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True)]
-    _calls(rules, STEP)  # what is called at the first use alone
+    _calls(rules, STEP)  # calls at the first use only
     short, middle, long = (_calls(rules, times * STEP) for times in (1, 2, 3))
     assert long - middle <= MORE * (middle - short)

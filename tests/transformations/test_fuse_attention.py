@@ -1,4 +1,4 @@
-"""FuseAttention: one call gives what written-out attention gives, also where whole rows are masked."""
+"""FuseAttention gives the same results, also for rows that are masked completely."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _calls(graph_module: GraphModule) -> list[Any]:
 
 
 def _hidden(x: torch.Tensor) -> torch.Tensor:
-    """A mask of which the first row hides all, made of the input."""
+    """Returns a mask, computed from the input, whose first row hides everything."""
     hidden = (x.mean(-1) > 0.1) | (torch.arange(x.shape[0])[:, None] == 0)
     return hidden[:, None, None, :]
 
@@ -121,14 +121,14 @@ def test_masks_that_are_added(mask: Any) -> None:
     check_applied(FuseAttention(), _graph(_attention(lambda x, q, k: mask(x) + q @ k.mT / 2)), X)
 
 
-def test_what_may_be_minus_infinity_in_a_whole_row_is_left_alone() -> None:
+def test_what_may_be_minus_infinity_in_a_whole_row_is_skipped() -> None:
     graph_module = _graph(
         _attention(lambda x, q, k: q @ k.mT + torch.where(_hidden(x), -math.inf, torch.zeros(()))),
     )
     assert all(out.isnan().any() for out in outputs(graph_module, X))
     check_refused(FuseAttention(), graph_module, X, "may be infinite in a whole row")
-    given = _graph(_attention(lambda x, q, k: q @ k.mT + x[:1, None, :, :5]))
-    check_refused(FuseAttention(), given, X, "may be infinite in a whole row")
+    original = _graph(_attention(lambda x, q, k: q @ k.mT + x[:1, None, :, :5]))
+    check_refused(FuseAttention(), original, X, "may be infinite in a whole row")
     filled = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(_hidden(x), -math.inf)))
     check_refused(FuseAttention(), filled, X, "may hide a whole row by minus infinity")
     ends = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(_causal(x), -math.inf)))
@@ -155,7 +155,7 @@ def test_causal_masks_that_fill(fill: float, masked: Any) -> None:
 
 
 class Tril(nn.Module):
-    """Holds a causal mask for the longest sequence, as hand-written decoders do."""
+    """A buffer with a causal mask for the longest sequence, as in hand-written decoders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,9 +185,11 @@ def test_whole_rows_that_are_filled_with_what_drowns_the_scores(fill: float) -> 
         check_applied(FuseAttention(), _graph(_attention(scores)), X)
 
 
-def test_whole_rows_that_are_filled_with_less_are_left_alone() -> None:
+def test_whole_rows_that_are_filled_with_less_are_skipped() -> None:
     graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(_hidden(x), -1e9)))
-    check_refused(FuseAttention(), graph_module, X, "may hide a whole row by -1000000000.0, which drowns no scores")
+    check_refused(
+        FuseAttention(), graph_module, X, "may hide a whole row by -1000000000.0, which does not absorb the scores"
+    )
     weak = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(~_causal(x), -1.0)))
     check_refused(FuseAttention(), weak, X, "may hide a whole row by -1.0")
 
@@ -197,18 +199,18 @@ def test_whole_rows_that_are_filled_with_less_are_left_alone() -> None:
     [
         (lambda x, q, k: q @ k.mT * -1.0, "its scores are multiplied by -1.0"),
         (lambda x, q, k: q @ k.mT * 0, "its scores are multiplied by 0.0"),
-        (lambda x, q, k: q @ k.mT * x.mean(), "multiplied or divided by mean, which is no constant number"),
-        (lambda x, q, k: x.mean() * (q @ k.mT), "multiplied or divided by mean, which is no constant number"),
-        (lambda x, q, k: (q @ k.mT / 2) / torch.arange(1.0, 3.0)[:, None, None], "which is no constant number"),
+        (lambda x, q, k: q @ k.mT * x.mean(), "multiplied or divided by mean, which is not constant"),
+        (lambda x, q, k: x.mean() * (q @ k.mT), "multiplied or divided by mean, which is not constant"),
+        (lambda x, q, k: (q @ k.mT / 2) / torch.arange(1.0, 3.0)[:, None, None], "which is not constant"),
         (lambda x, q, k: (q @ k.mT + _causal(x).float()) * 0.5, "it is masked before it is scaled"),
         (lambda x, q, k: q @ k.mT + _causal(x).float() + _causal(x).float(), "it has more than one mask"),
-        (lambda x, q, k: q @ k.mT + _causal(x).double().float()[0], "has less than two axes"),
+        (lambda x, q, k: q @ k.mT + _causal(x).double().float()[0], "has fewer than two axes"),
         (lambda x, q, k: (q[:, :, :1] @ k.mT) + _causal(x).float(), "its mask has more rows than its scores"),
         (lambda x, q, k: q[:, :1] @ k.mT, "differ in their leading sizes"),
         (lambda x, q, k: (q @ k.mT).half().float(), "its scores are cast to a narrower dtype"),
     ],
 )
-def test_what_is_left_alone(scores: Any, reason: str) -> None:
+def test_what_is_skipped(scores: Any, reason: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
         return scores(x, q, k).softmax(-1) @ v
@@ -226,7 +228,7 @@ def test_what_is_left_alone(scores: Any, reason: str) -> None:
         lambda m, x: m.q(x).softmax(-1) @ m.k(x).mT,
         lambda m, x: m.v(x).mT @ (m.q(x) @ m.k(x).mT).softmax(-1),
         lambda m, x: (m.q(x) * x.mean()).softmax(-1) @ m.v(x).mT,
-        # As of Gemma 2: what is added is a choice of numbers, in which scores were looked for.
+        # As in Gemma 2: the added mask is a where of two numbers.
         lambda m, x: (
             ((m.q(x) @ m.k(x).mT).tanh() * 50 + torch.where(_causal(x), torch.zeros(5, 5), -1e9)).softmax(-1) @ m.v(x)
         ),
@@ -237,20 +239,20 @@ def test_what_is_no_attention(body: Any) -> None:
     check_refused(FuseAttention(), graph_module, X)
 
 
-def test_weights_and_scores_that_are_used_elsewhere_are_left_alone() -> None:
+def test_weights_and_scores_with_other_users_are_skipped() -> None:
     def weights(m: Any, x: torch.Tensor) -> Any:
         q, k, v = _heads(m, x)
         w = (q @ k.mT / 2).softmax(-1)
         return w @ v, w
 
-    check_refused(FuseAttention(), _graph(weights), X, "softmax is used elsewhere too")
+    check_refused(FuseAttention(), _graph(weights), X, "softmax has other users")
 
     def scores(m: Any, x: torch.Tensor) -> Any:
         q, k, v = _heads(m, x)
         s = q @ k.mT / 2
         return s.softmax(-1) @ v, s
 
-    check_refused(FuseAttention(), _graph(scores), X, "div is used elsewhere too")
+    check_refused(FuseAttention(), _graph(scores), X, "div has other users")
 
 
 def test_a_scaled_query_that_is_used_elsewhere_is_read_as_it_is() -> None:
@@ -272,14 +274,14 @@ def test_a_query_that_is_scaled_in_place_is_read_as_it_is() -> None:
     check_applied(FuseAttention(), _graph(body), X)
 
 
-def test_dropout_in_train_mode_is_left_alone() -> None:
+def test_dropout_in_train_mode_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout((m.q(x) @ m.k(x).mT).softmax(-1), 0.1, training=True) @ m.v(x)
 
     check_refused(FuseAttention(), _graph(body), X, "its dropout is in train mode")
 
 
-def test_an_input_that_is_changed_in_between_is_left_alone() -> None:
+def test_an_input_that_is_changed_in_between_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
         weights = (q @ k.mT).softmax(-1)
@@ -305,12 +307,12 @@ def test_an_input_that_is_changed_in_between_is_left_alone() -> None:
     assert not run(FuseAttention(), sharing(_graph(masked)))[1].changes
 
 
-def test_a_result_that_is_viewed_as_contiguous_is_left_alone() -> None:
+def test_a_result_that_is_viewed_as_contiguous_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
         return ((q @ k.mT).softmax(-1) @ v).view(x.shape[0] * 2, x.shape[1], 4)
 
-    check_refused(FuseAttention(), _graph(body), X, "view_3 views its result")
+    check_refused(FuseAttention(), _graph(body), X, "view_3 may view its result")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -328,10 +330,10 @@ def test_other_precisions(dtype: torch.dtype) -> None:
         check_applied(FuseAttention(), graph_module, x)
 
 
-def test_rows_that_half_precision_masks_by_too_little_are_left_alone() -> None:
+def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
     for dtype, least in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
         graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * least), X.to(dtype))  # noqa: B023
-        check_refused(FuseAttention(), graph_module, X.to(dtype), "drowns scores in half precision")
+        check_refused(FuseAttention(), graph_module, X.to(dtype), "rounds scores in half precision")
     drowned = torch.finfo(torch.bfloat16).min
     x = X.to(torch.bfloat16)
     check_applied(
@@ -342,18 +344,18 @@ def test_rows_that_half_precision_masks_by_too_little_are_left_alone() -> None:
         lambda scores: scores.softmax(-1).to(torch.bfloat16),
     )
     check_applied(FuseAttention(), _graph(filled, x), x)
-    # Rounded to bfloat16 this mask is infinite.
+    # This mask is infinite in bfloat16.
     narrowed = _graph(_attention(lambda x, q, k: (q @ k.mT).float().masked_fill(_hidden(x), MINUS).to(x.dtype)), x)
     check_refused(FuseAttention(), narrowed, x, "its scores are cast to a narrower dtype")
 
 
-def test_a_mask_of_another_dtype_is_left_alone() -> None:
+def test_a_mask_of_another_dtype_is_skipped() -> None:
     x = X.to(torch.bfloat16)
     wide = _attention(
         lambda x, q, k: (q @ k.mT).float() + torch.where(_hidden(x), MINUS, torch.zeros(())),
         lambda scores: scores.softmax(-1).to(torch.bfloat16),
     )
-    check_refused(FuseAttention(), _graph(wide, x), x, "is of another dtype")
+    check_refused(FuseAttention(), _graph(wide, x), x, "has another dtype")
 
 
 def test_empty_sequences() -> None:
@@ -365,9 +367,9 @@ def test_empty_sequences() -> None:
     check_applied(FuseAttention(), graph_module, torch.zeros(0, 5, 8))
 
 
-def test_a_graph_whose_shapes_are_not_known_is_left_alone() -> None:
+def test_a_graph_whose_shapes_are_not_known_is_skipped() -> None:
     check_refused(FuseAttention(), by_fx(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x), X)
     graph_module = by_export(X, lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
     for node in graph_module.graph.nodes:
         node.meta.pop("val", None)
-    check_refused(FuseAttention(), graph_module, X, "its shapes are not known: trace with example inputs")
+    check_refused(FuseAttention(), graph_module, X, "its shapes are unknown (trace with example inputs)")

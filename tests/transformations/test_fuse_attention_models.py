@@ -1,4 +1,4 @@
-"""FuseAttention on models of transformers, and what it leaves alone of what they write."""
+"""FuseAttention on models of transformers: matches and skips."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> N
     graph_module = symbolic_trace(randomise(factory()).to(dtype), input_names=names)
     mask = torch.ones(3, 7, dtype=torch.int64)
     mask[0, 3:], mask[1], mask[2, :3] = 0, 0, 0
-    made = {
+    all_inputs = {
         "input_ids": torch.randint(4, 60, (3, 7)),
         "decoder_input_ids": torch.randint(4, 60, (3, 6)),
         "attention_mask": mask,
         "pixel_values": torch.randn(3, 3, 16, 16).to(dtype),
     }
-    given = {node.target: made[node.target] for node in graph_module.graph.find_nodes(op="placeholder")}
-    check_applied(FuseAttention(), graph_module, given, count)
+    inputs = {node.target: all_inputs[node.target] for node in graph_module.graph.find_nodes(op="placeholder")}
+    check_applied(FuseAttention(), graph_module, inputs, count)
 
 
 def test_attention_weights_that_are_asked_for_stay() -> None:
@@ -87,7 +87,7 @@ def test_attention_weights_that_are_asked_for_stay() -> None:
     _, report = run(FuseAttention(), sharing(graph_module))
     assert not report.changes
     assert len(report.near_misses) == 2
-    assert all("is used elsewhere too" in miss.reason for miss in report.near_misses)
+    assert all("has other users" in miss.reason for miss in report.near_misses)
 
 
 def _in_three_axes(m: Any, x: torch.Tensor) -> Any:
@@ -98,11 +98,11 @@ def _in_three_axes(m: Any, x: torch.Tensor) -> Any:
 def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[0, 3:] = 0
-    given: dict[str, torch.Tensor] = {"input_ids": torch.randint(4, 60, (2, 7)), "attention_mask": mask}
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.randint(4, 60, (2, 7)), "attention_mask": mask}
     model = randomise(_EAGER["bert"][1]())
     if name != "bert":
-        model, given = randomise(Program(_in_three_axes, **{n: nn.Linear(8, 8) for n in "qkv"})), {"x": X}
-    result = optexport.export(model, given, tmp_path / "out", transformations=FuseAttention())
+        model, inputs = randomise(Program(_in_three_axes, **{n: nn.Linear(8, 8) for n in "qkv"})), {"x": X}
+    result = optexport.export(model, inputs, tmp_path / "out", transformations=FuseAttention())
     assert {"transformed graph", "torchscript", "onnx"} <= {place.target for place in result.parity}
 
 
@@ -113,7 +113,7 @@ def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:
     check_refused(FuseAttention(), _graph(body), X, "its scores are cast to a wider dtype")
 
 
-def test_a_mask_that_only_rounding_makes_hide_a_row_is_left_alone() -> None:
+def test_a_mask_that_hides_a_row_by_rounding_is_skipped() -> None:
     def scores(x: torch.Tensor, q: Any, k: Any) -> Any:
         return (q @ k.mT).masked_fill(torch.full((5, 5), 0.1) == 0.1, -math.inf)
 
@@ -122,7 +122,7 @@ def test_a_mask_that_only_rounding_makes_hide_a_row_is_left_alone() -> None:
     check_refused(FuseAttention(), graph_module, X, "may hide a whole row by minus infinity")
 
 
-def test_a_fill_that_the_scores_cannot_hold_is_left_alone() -> None:
+def test_a_fill_that_the_scores_cannot_hold_is_skipped() -> None:
     graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(~_causal(x), -1e300)))
     check_refused(FuseAttention(), graph_module, None, "its scores are filled with -1e+300")
 
@@ -132,40 +132,40 @@ def test_a_fill_by_a_tensor_that_is_written_in_the_model() -> None:
     check_applied(FuseAttention(), graph_module, X)
 
 
-def test_a_head_size_that_is_not_fixed_is_left_alone() -> None:
+def test_a_head_size_that_is_not_fixed_is_skipped() -> None:
     model = Program(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x)
     graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {2: "width"}})
     check_refused(FuseAttention(), graph_module, X, "its head size is not fixed")
 
 
 class Bmm(nn.Module):
-    """Attention of which torch.export asserts that sizes agree: by operator.and_, which is not in place."""
+    """Attention for which torch.export asserts equal sizes by operator.and_, which is not in place."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
 
 
 def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
-    given = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
+    inputs = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
     axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
-    graph_module = symbolic_trace(Bmm(), example_inputs=given, dynamic=axes)
+    graph_module = symbolic_trace(Bmm(), example_inputs=inputs, dynamic=axes)
     assert graph_module.graph.find_nodes(op="call_function", target=operator.and_)
-    check_applied(FuseAttention(), graph_module, given)
+    check_applied(FuseAttention(), graph_module, inputs)
 
 
-def test_a_result_that_is_split_and_then_viewed_in_another_order_is_left_alone() -> None:
+def test_a_result_that_is_split_and_viewed_is_skipped() -> None:
     class Split(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * 0.25, -1)
             return torch.matmul(weights, v).reshape(2, 4, 7, 8, 2).view(2, 28, 16)
 
-    given = tuple(torch.randn(2, 7, 4, 16) for _ in range(3))
-    graph_module = FuseAttention()(symbolic_trace(Split(), example_inputs=given, dynamic={}))
-    torch.testing.assert_close(graph_module(*given), Split()(*given))
+    inputs = tuple(torch.randn(2, 7, 4, 16) for _ in range(3))
+    graph_module = FuseAttention()(symbolic_trace(Split(), example_inputs=inputs, dynamic={}))
+    torch.testing.assert_close(graph_module(*inputs), Split()(*inputs))
 
 
-def test_a_result_that_is_viewed_after_an_activation_stays_contiguous() -> None:
+def test_a_result_viewed_after_an_activation_is_contiguous() -> None:
     heads = torch.linspace(-1, 1, 256).reshape(1, 2, 8, 16)
     body = lambda m, x: (torch.softmax(x @ (x * 2.0).mT * 0.5, -1) @ (x * 3.0)).relu().view(16, 16)  # noqa: E731
-    check_refused(FuseAttention(), by_export(heads, body), heads, "only contiguous memory can take")
+    check_refused(FuseAttention(), by_export(heads, body), heads, "requires contiguous memory")

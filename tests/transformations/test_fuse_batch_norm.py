@@ -1,4 +1,4 @@
-"""FuseBatchNorm: every layer, before and after, and across what stands between."""
+"""FuseBatchNorm: all layers, before and after, with no-ops between."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
 def test_before_a_convolution_that_pads_with_zeros_it_stays(padding: Any) -> None:
     layer = nn.Conv2d(4, 5, 3, padding=padding)
     graph_module = by_export(_x(2), _norm_then_layer, layer=layer, norm=nn.BatchNorm2d(4))
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "pads with zeros, which the shift of norm would not reach")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "pads with zeros, to which the shift of norm does not apply")
 
 
 def test_before_a_transposed_convolution_it_stays() -> None:
     graph_module = by_export(_x(2), _norm_then_layer, layer=nn.ConvTranspose2d(4, 5, 3), norm=nn.BatchNorm2d(4))
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "would not reach")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "does not apply")
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -139,17 +139,17 @@ def test_across_what_hands_its_input_on(body: Any) -> None:
     check_applied(FuseBatchNorm(), by_export(x, between, **children, dropout=nn.Dropout(0.5)), x)
 
 
-def test_a_result_between_that_is_used_elsewhere_is_left_alone() -> None:
+def test_a_result_between_that_is_used_elsewhere_is_skipped() -> None:
     graph_module = by_fx(
         lambda m, x: m.norm(y := m.identity(m.layer(x))) + y,
         layer=nn.Conv2d(4, 4, 1),
         norm=nn.BatchNorm2d(4),
         identity=nn.Identity(),
     )
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "is used elsewhere too")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "has other users")
 
 
-def test_a_norm_of_another_axis_of_an_image_without_a_batch_stays() -> None:
+def test_a_norm_of_an_image_without_batch_axis_stays() -> None:
     x = torch.randn(4, 6, 5)
     graph_module = by_export(x, _layer_then_norm, layer=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm1d(6))
     check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
@@ -184,26 +184,26 @@ def test_across_what_has_hooks_it_stays(between: Any) -> None:
     check_refused(FuseBatchNorm(), graph_module, x)
 
 
-def test_a_layer_or_norm_that_is_called_on_more_than_a_tensor_is_left_alone() -> None:
+def test_a_call_with_several_arguments_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         return m.up(m.norm(x), output_size=[6, 5])
 
     layers = {"norm": nn.BatchNorm2d(4), "up": nn.ConvTranspose2d(4, 4, 1)}
     check_refused(FuseBatchNorm(), by_fx(body, **layers), _x(2))
     after = by_fx(lambda m, x: m.norm(m.up(x, output_size=[6, 5])), **layers)
-    check_refused(FuseBatchNorm(), after, _x(2), "up: it is not called on a single tensor")
+    check_refused(FuseBatchNorm(), after, _x(2), "up: it is not called with a single tensor")
 
 
-def test_before_a_linear_whose_sizes_are_not_its_weights_it_stays_across_a_flatten() -> None:
+def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
     layer = nn.Linear(120, 5)
     layer.in_features = 60
     graph_module = by_fx(lambda m, x: m.layer(torch.flatten(m.norm(x), 1)), layer=layer, norm=nn.BatchNorm2d(4))
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "its weight has another shape than its sizes say")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of its weight does not fit its sizes")
 
 
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_a_norm_far_from_zero_goes_only_into_what_is_before_it(body: Any) -> None:
-    """The mean and its products are great numbers that cancel; before the norm they did so already."""
+    """After a layer, large products of the mean cancel; before the norm, they have cancelled already."""
     x = torch.randn(3, 4)
     graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_norm_into_an_infinite_weight_stays() -> None:
     check_refused(FuseBatchNorm(), graph_module, None, "would overflow")
 
 
-def test_across_views_that_cancel_of_which_one_goes_elsewhere_too_it_stays() -> None:
+def test_cancelling_views_with_other_users_are_skipped() -> None:
     class Forked(nn.Module):
         def __init__(self) -> None:
             super().__init__()

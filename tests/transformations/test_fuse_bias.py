@@ -1,4 +1,4 @@
-"""FuseBias: what is added becomes the bias, where it is one number a feature."""
+"""FuseBias folds constants with one number per feature."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _plus(m: Any, x: torch.Tensor) -> Any:
 def test_a_parameter_added_to_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
     more = nn.Parameter(torch.randn(shape))
     graph_module = by_export(X, _plus, layer=nn.Linear(4, 5, bias=bias), more=more)
-    if len(shape) > 1:  # of a vector such a sum would have one axis more
-        check_refused(FuseBias(), graph_module, X, "is no number for each of its 5 features")
+    if len(shape) > 1:  # with a vector, such a sum has one axis more
+        check_refused(FuseBias(), graph_module, X, "does not have one number for each of the 5 features")
     else:
         check_applied(FuseBias(), graph_module, X)
 
@@ -53,12 +53,12 @@ def test_a_parameter_added_to_a_convolution(shape: tuple[int, ...], groups: int)
     check_applied(FuseBias(), graph_module, IMAGE)
 
 
-def test_what_stands_in_the_last_axis_of_a_convolution_is_no_bias() -> None:
+def test_a_constant_along_the_last_axis_of_an_image_is_no_bias() -> None:
     graph_module = by_export(IMAGE, _plus, layer=nn.Conv2d(3, 3, 2), more=nn.Parameter(torch.randn(3)))
-    check_refused(FuseBias(), graph_module, IMAGE, "is no number for each of its 3 features")
+    check_refused(FuseBias(), graph_module, IMAGE, "does not have one number for each of the 3 features")
 
 
-def test_the_constant_is_gone_from_the_state_dict_unless_it_is_read_elsewhere() -> None:
+def test_the_constant_is_removed_if_it_has_no_other_readers() -> None:
     more = nn.Parameter(torch.ones(5))
     graph_module, _ = run(FuseBias(), sharing(by_export(X, _plus, layer=nn.Linear(4, 5), more=more)))
     assert list(graph_module.state_dict()) == ["layer.weight", "layer.bias"]
@@ -74,20 +74,20 @@ def test_sums_one_after_the_other_all_go() -> None:
     check_applied(FuseBias(), graph_module, X, count=2)
 
 
-def test_a_result_that_is_used_elsewhere_is_left_alone() -> None:
+def test_a_result_that_is_used_elsewhere_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (m.layer(x) + 1.0) * m.layer(x), layer=nn.Linear(4, 5))
     check_refused(FuseBias(), graph_module, X, "layer: it is called more than once")
     used = by_export(X, lambda m, x: ((y := m.layer(x)) + 1.0) * y, layer=nn.Linear(4, 5))
-    check_refused(FuseBias(), used, X, "the result of layer is used elsewhere too")
+    check_refused(FuseBias(), used, X, "the result of layer has other users")
 
 
-def test_a_subclass_and_a_tied_layer_are_left_alone() -> None:
+def test_a_subclass_and_a_tied_layer_are_skipped() -> None:
     check_refused(
-        FuseBias(), by_fx(lambda m, x: m.layer(x) + 1.0, layer=Inherited(4, 4)), X, "layer: it is a Inherited"
+        FuseBias(), by_fx(lambda m, x: m.layer(x) + 1.0, layer=Inherited(4, 4)), X, "layer: Inherited is a subclass"
     )
     tied = nn.Linear(4, 4)
     graph_module = by_fx(lambda m, x: m.layer(x) + m.layer.weight, layer=tied)
-    check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph reads its weight elsewhere")
+    check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph also reads its weight directly")
 
 
 def test_a_buffer_that_the_graph_changes_is_no_constant() -> None:
@@ -105,14 +105,14 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     check_applied(FuseBias(), by_export(X.to(dtype), _plus, layer=layer, more=more), X.to(dtype))
 
 
-def test_another_precision_than_the_layers_is_left_alone() -> None:
+def test_another_precision_than_the_layers_is_skipped() -> None:
     more = nn.Parameter(torch.randn(5, dtype=torch.float64))
     graph_module = by_export(X, _plus, layer=nn.Linear(4, 5), more=more)
     check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1 + 2j), torch.tensor([1 + 2j])])
-def test_a_complex_constant_is_left_alone(value: torch.Tensor) -> None:
+def test_a_complex_constant_is_skipped(value: torch.Tensor) -> None:
     program = Program(lambda m, x: torch.view_as_real(m.layer(x) + m.more), layer=nn.Linear(4, 5))
     program.register_buffer("more", value)
     graph_module = graph_of(program.eval())
@@ -123,7 +123,7 @@ def test_a_number_that_no_float_holds_is_none_of_its_business() -> None:
     check_refused(FuseBias(), by_fx(lambda m, x: m.layer(x) + 10**400, layer=nn.Linear(4, 5)), None)
 
 
-def test_a_constant_of_no_numbers_is_left_alone() -> None:
+def test_a_constant_of_no_numbers_is_skipped() -> None:
     program = Program(_plus, layer=nn.Linear(4, 5))
     program.register_buffer("more", torch.ones((), device="meta"))
     _, report = run(FuseBias(), graph_of(program.eval()))

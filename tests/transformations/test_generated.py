@@ -1,4 +1,4 @@
-"""Random modules under all rules in random orders: the laws hold for every one of them."""
+"""The laws hold for random modules and all rules in random orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDERS = st.lists(st.sampled_from(RULES), min_size=1, max_size=len(RULES))
 
 
 class _Largest(Interpreter):
-    """Finds the largest number that is met on the way, which rounding is relative to."""
+    """Records the largest intermediate value, to which rounding is relative."""
 
     largest = 1.0
 
@@ -41,10 +41,10 @@ def _check(case: Case, order: list[Rule], inplace: bool, alone: bool) -> None:
     try:
         outputs(case.module, case.x)
     except (RuntimeError, ValueError):
-        assume(False)  # a program that cannot run, such as one that views swapped axes as one
+        assume(False)  # the program cannot run, for example because it views swapped axes
     graph_module = case.graph()
     scale = _largest(graph_module, case.x)
-    assume(math.isfinite(scale) and scale < 1e4)  # beyond it half precision has nothing left to compare
+    assume(math.isfinite(scale) and scale < 1e4)  # beyond this, half precision has no digits left to compare
     note(f"{case.tracing}, {case.x.dtype}\n{graph_module.graph}\n{graph_module}")
     note(" then ".join(type(rule).__name__ for rule in order))
     if alone:

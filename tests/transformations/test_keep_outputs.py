@@ -1,4 +1,4 @@
-"""KeepOutputs: what is wanted stays to the bit, and nothing that only the rest needed."""
+"""KeepOutputs keeps named outputs bit-exact, and removes what only others need."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ _CHILDREN = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3), "third": nn.Li
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("kept", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
 def test_what_is_wanted_stays_and_what_only_the_rest_needed_goes(kept: tuple[str, ...], trace: str) -> None:
-    given = by_fx(_three, **_CHILDREN) if trace == "fx" else by_export(X, _three, **_CHILDREN)
-    before = owned(given)
-    want = dict(zip("abc", outputs(given, X), strict=True))
-    changed = KeepOutputs(outputs=kept)(sharing(given))
+    original = by_fx(_three, **_CHILDREN) if trace == "fx" else by_export(X, _three, **_CHILDREN)
+    before = owned(original)
+    want = dict(zip("abc", outputs(original, X), strict=True))
+    changed = KeepOutputs(outputs=kept)(sharing(original))
     assert list(flatten_outputs(changed(X))) == sorted(kept)
     assert_same(outputs(changed, X), [want[name] for name in sorted(kept)], "kept")
     modules = {name for name, _ in changed.named_children()}
     assert modules == {"first"} | ({"second"} if "b" in kept else set()) | ({"third"} if "c" in kept else set())
-    assert owned(given) == before
+    assert owned(original) == before
     code = changed.code
     assert KeepOutputs(outputs=kept)(changed).code == code
 
 
 def test_without_names_all_stay() -> None:
-    given = by_export(X, _three, **_CHILDREN)
-    assert KeepOutputs()(sharing(given)).code == given.code
+    original = by_export(X, _three, **_CHILDREN)
+    assert KeepOutputs()(sharing(original)).code == original.code
 
 
 def test_a_name_that_is_none_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match='keep-outputs: there is no output "pooled"') as caught:
+    with pytest.raises(ConfigError, match='keep-outputs: the graph has no output "pooled"') as caught:
         KeepOutputs(outputs=("a", "pooled"))(by_export(X, _three, **_CHILDREN))
     assert caught.value.exit_code == 2
 
 
 def test_outputs_without_names_are_named_as_everywhere() -> None:
-    given = by_export(X, lambda m, x: (m.first(x), m.second(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 3))
-    assert list(KeepOutputs(outputs=("output_1",))(given)(X)) == ["output_1"]
+    original = by_export(X, lambda m, x: (m.first(x), m.second(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 3))
+    assert list(KeepOutputs(outputs=("output_1",))(original)(X)) == ["output_1"]
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
-def test_what_is_changed_in_place_for_an_output_that_stays_is_kept(trace: str) -> None:
+def test_in_place_changes_for_a_kept_output_stay(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = m.first(x)
         y[:, 0].mul_(0.0)
         return {"a": y, "b": m.second(x)}
 
     children = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3)}
-    given = by_fx(body, **children) if trace == "fx" else by_export(X, body, **children)
-    want = outputs(given, X)[:1]
-    assert_same(outputs(KeepOutputs(outputs=("a",))(given), X), want, "kept")
+    original = by_fx(body, **children) if trace == "fx" else by_export(X, body, **children)
+    want = outputs(original, X)[:1]
+    assert_same(outputs(KeepOutputs(outputs=("a",))(original), X), want, "kept")
 
 
 def test_an_input_that_is_no_longer_read_stays_an_input() -> None:
@@ -84,15 +84,15 @@ def test_an_input_that_is_no_longer_read_stays_an_input() -> None:
 
 
 def test_the_outputs_of_a_model_of_transformers() -> None:
-    given = models.traced("bert")
-    (name, *_), (want, *_) = zip(*flatten_outputs(given(**models.inputs("bert"))).items(), strict=True)
-    got = KeepOutputs(outputs=(name,))(sharing(given))(**models.inputs("bert"))
+    original = models.traced("bert")
+    (name, *_), (want, *_) = zip(*flatten_outputs(original(**models.inputs("bert"))).items(), strict=True)
+    got = KeepOutputs(outputs=(name,))(sharing(original))(**models.inputs("bert"))
     assert list(got) == [name]
     assert torch.equal(got[name], want)
 
 
 class Holding(nn.TransformerEncoderLayer):
-    """A layer that torch.fx calls as a whole, with a container of the caller's own in it."""
+    """A leaf layer of torch.fx that contains a container of the caller."""
 
     def __init__(self) -> None:
         super().__init__(4, 2, 8, batch_first=True)
@@ -113,32 +113,32 @@ Holding.__module__ = "torch.nn"
 )
 def test_modules_that_a_caller_holds_keep_their_parts(layer: nn.Module, body: Any) -> None:
     model = randomise(Program(body, t=layer))
-    given = graph_of(model)
+    original = graph_of(model)
     before, want = owned(model), outputs(model, X)
-    assert_same(outputs(KeepOutputs(outputs=("b",))(given), X), want[1:], "kept")
+    assert_same(outputs(KeepOutputs(outputs=("b",))(original), X), want[1:], "kept")
     assert owned(model) == before
     assert_same(outputs(model, X), want, "the caller's")
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
-def test_statistics_that_are_learned_for_an_output_that_stays_are_kept(norm: nn.Module, trace: str) -> None:
+def test_statistics_updated_for_a_kept_output_stay(norm: nn.Module, trace: str) -> None:
     x = X[:, :, None].expand(3, 4, 2) * torch.tensor([1.0, 2.0])
     model = randomise(Program(lambda m, x: {"y": m.norm(x), "b": x + m.norm.running_mean[:, None]}, norm=norm)).train()
-    given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
-    want = outputs(given, x)[1:]
-    assert_same(outputs(KeepOutputs(outputs=("b",))(sharing(given)), x), want, "kept")
+    original = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
+    want = outputs(original, x)[1:]
+    assert_same(outputs(KeepOutputs(outputs=("b",))(sharing(original)), x), want, "kept")
 
 
-def test_rows_that_are_rescaled_for_an_output_that_stays_are_kept() -> None:
+def test_rows_renormalized_for_a_kept_output_stay() -> None:
     def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"a": m.e(x), "b": x.float() @ m.e.weight}
 
     ids = torch.tensor([[0, 1, 2]])
     for rescaling in (nn.Embedding(3, 4, max_norm=0.1), nn.Embedding(3, 4)):
-        given = graph_of(randomise(Program(body, e=rescaling)))
-        changed = KeepOutputs(outputs=("b",))(sharing(given))
-        assert_same(outputs(changed, ids), outputs(given, ids)[1:], "kept")
+        original = graph_of(randomise(Program(body, e=rescaling)))
+        changed = KeepOutputs(outputs=("b",))(sharing(original))
+        assert_same(outputs(changed, ids), outputs(original, ids)[1:], "kept")
         assert len(changed.graph.find_nodes(op="call_module")) == (rescaling.max_norm is not None)
 
 
@@ -147,7 +147,7 @@ def _of_chance(draw: Any) -> Any:
 
 
 class _Stirs(nn.Module):
-    """Code of one's own; nobody can tell that it draws."""
+    """A foreign module that draws random numbers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand(x.shape)
@@ -179,9 +179,9 @@ def test_what_stays_gets_the_random_numbers_that_it_got(how: str, trace: str) ->
     children = {"drop": nn.Dropout(0.5), "sequence": nn.Sequential(nn.Dropout(0.5)), "stirs": _Stirs()}
     children["recurrent"] = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     program = Program(_of_chance(_DRAWS[how]), **children).train()
-    given = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
-    _, want = outputs(given, X)
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(given)), X), [want], "kept")
+    original = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
+    _, want = outputs(original, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(original)), X), [want], "kept")
 
 
 _IDLE = {
@@ -196,15 +196,15 @@ _IDLE = {
 @pytest.mark.parametrize("how", _IDLE)
 def test_what_draws_no_random_numbers_goes(how: str, trace: str) -> None:
     program = Program(lambda m, x: {"gone": _IDLE[how](m, x), "kept": x + 1}, drop=nn.Dropout(0.5)).eval()
-    given = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
-    changed = KeepOutputs(outputs=("kept",))(given)
+    original = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
+    changed = KeepOutputs(outputs=("kept",))(original)
     assert [node.op for node in changed.graph.nodes if "sym_size" not in node.name] == [
         *("placeholder", "call_function", "output")
     ]
 
 
 class _Inner(nn.Module):
-    """A graph of its own with a statistic that it learns."""
+    """An inner graph with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,10 +226,10 @@ _STATEFUL: dict[str, Any] = {
 @pytest.mark.parametrize("how", _STATEFUL)
 def test_what_a_module_finds_out_for_an_output_that_goes_stays(how: str) -> None:
     program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=_STATEFUL[how]()).train()
-    given = leaves(program)
-    _, want = outputs(given, X)
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(given)), X), [want], "kept")
-    assert len(given.graph.find_nodes(op="call_module")) == 2
+    original = leaves(program)
+    _, want = outputs(original, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(original)), X), [want], "kept")
+    assert len(original.graph.find_nodes(op="call_module")) == 2
 
 
 def test_a_parametrization_outside_of_training_finds_out_nothing() -> None:
@@ -250,16 +250,16 @@ def test_what_is_done_to_an_object_that_is_an_input_stays() -> None:
     assert_same(log, [X * 2], "what was appended")
 
 
-def test_random_whole_numbers_are_drawn_where_more_than_one_schema_fits() -> None:
-    given = by_fx(lambda m, x: {"gone": torch.randint_like(x, 5), "kept": torch.rand_like(x)})
-    _, want = outputs(given, X)
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(given), X), [want], "kept")
+def test_random_integers_stay_if_several_schemas_fit() -> None:
+    original = by_fx(lambda m, x: {"gone": torch.randint_like(x, 5), "kept": torch.rand_like(x)})
+    _, want = outputs(original, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(original), X), [want], "kept")
 
 
 def test_what_torch_vmap_computes_goes_whole_or_stays_whole() -> None:
     def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"gone": x + 1, "kept": torch.vmap(m.layer)(x)}
 
-    given = by_export(X, body, layer=nn.Linear(4, 4))
-    want, _ = outputs(given, X)[::-1]
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(given), X), [want], "kept")
+    original = by_export(X, body, layer=nn.Linear(4, 4))
+    want, _ = outputs(original, X)[::-1]
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(original), X), [want], "kept")

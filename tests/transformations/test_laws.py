@@ -1,4 +1,4 @@
-"""All rules, alone and in every order, on models of several families; and that the helper sees broken ones."""
+"""The laws for all rules, alone and composed, on several models; and for broken rules."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _name(value: Any) -> str:
 
 @functools.cache
 def _with_work_for_all() -> GraphModule:
-    """A graph in which every rule has something to do; it is shared between tests, so none may change it."""
+    """Returns a graph that every rule matches. Tests share it, so none may change it."""
 
     def body(m: Any, x: torch.Tensor) -> Any:
         row = m.rows(x)[:, 0].sum((1, 2))
@@ -160,7 +160,7 @@ def test_many_sizes_agree_after_all_rules() -> None:
             torch.testing.assert_close(transformed(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
-# What follows are rules with one mistake each, made on purpose, and the law that has to see it.
+# Rules with one deliberate mistake each, and the law that detects it.
 
 
 class _SwapsTwoSlices(MergeLinears):
@@ -259,11 +259,11 @@ class _CopiesInAnotherDtype(FuseBiasInLinear):
     ("broken", "law"),
     [
         (_SwapsTwoSlices(), "outputs must agree"),
-        (_CopiesInAnotherDtype(), "output 0 is of another kind"),
-        (_WritesIntoTheWeights(), "the caller's model must stay as it is"),
-        (_HooksTheModules(), "the caller's model must stay as it is"),
-        (_FreezesTheWeights(), "requires_grad of k.weight is kept"),
-        (_DrawsRandomNumbers(), "random numbers must stay as they are"),
+        (_CopiesInAnotherDtype(), "output 0: wrong dtype or shape"),
+        (_WritesIntoTheWeights(), "the caller's model must not change"),
+        (_HooksTheModules(), "the caller's model must not change"),
+        (_FreezesTheWeights(), "requires_grad of k.weight must not change"),
+        (_DrawsRandomNumbers(), "random state must not change"),
         (_NeverHasEnough(), "a second application must change nothing"),
         (_InvertsTheInverse(), "undo: graph text differs"),
         (_ForgetsTheMark(), "undo: graph text differs"),
@@ -282,4 +282,4 @@ def test_a_broken_rule_fails_the_laws(broken: Transformation, law: str) -> None:
 
 def test_a_subclass_by_itself_says_nothing_to_a_rule() -> None:
     graph_module = by_fx(lambda m, x: m.q(x) - m.k(x), q=Inherited(4, 3), k=Inherited(4, 3))
-    assert folding.why_not_plain(graph_module.get_submodule("q"), Inherited) is None
+    assert folding.find_plain_problem(graph_module.get_submodule("q"), Inherited) is None

@@ -1,4 +1,4 @@
-"""MergeLinears: what it merges, and that the way back is exact."""
+"""MergeLinears: matches, and exact undo."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ graph():
     assert str(MergeLinears()(transformed, reverse=True).graph) == before.lstrip()
 
 
-def test_queries_keys_and_values_of_every_layer_become_one_linear() -> None:
+def test_queries_keys_and_values_are_merged_in_every_layer() -> None:
     report = check_applied(MergeLinears(), models.traced("bert"), models.inputs("bert"), count=2)
     prefix = "encoder.layer.{}.attention.self.query-key-value-merged"
     assert [change.target for change in report.changes] == [prefix.format(0), prefix.format(1)]
@@ -78,11 +78,11 @@ def test_gate_and_up_projections_are_merged() -> None:
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
     _, report = run(MergeLinears(), sharing(models.traced(name)))
-    # Of both decoder layers, the keys and the values that they make of the one encoder state.
+    # The keys and values of the encoder state in both decoder layers.
     assert sorted(len(change.replaced) for change in report.changes)[-1] == 4
 
 
-def test_linears_that_are_called_once_per_layer_but_always_together_are_merged() -> None:
+def test_linears_that_are_always_called_together_are_merged() -> None:
     graph_module = models.traced("albert")
     report = check_applied(MergeLinears(), graph_module, models.inputs("albert"))
     (change,) = report.changes
@@ -92,7 +92,7 @@ def test_linears_that_are_called_once_per_layer_but_always_together_are_merged()
     assert len({node.target for node in calls(after, nn.Linear) if "merged" in node.target}) == 1
 
 
-def test_undo_brings_back_linears_that_are_called_in_turn_with_their_own_calls() -> None:
+def test_undo_restores_alternating_calls() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         first = m.q(x) - 2 * m.k(x)
         return m.k(first) - 3 * m.q(first)
@@ -139,7 +139,7 @@ def test_zero_and_one_output_feature(widths: tuple[int, ...]) -> None:
         return [getattr(m, f"l{i}")(x) for i in range(len(widths))]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of layers without features when they are made
+        warnings.simplefilter("ignore")  # torch warns when layers without features are created
         layers = {f"l{i}": nn.Linear(4, width) for i, width in enumerate(widths)}
     check_applied(MergeLinears(), by_fx(body, **layers), X)
 
@@ -178,7 +178,7 @@ def test_two_groups_on_one_input_are_merged_apart() -> None:
     assert [change.replaced for change in report.changes] == [("a", "c"), ("b", "d")]
 
 
-def test_two_groups_of_which_one_is_called_again_elsewhere_are_merged_apart() -> None:
+def test_two_groups_with_different_calls_are_merged_separately() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         first = m.a(x) - m.b(x)
         return m.c(x) * m.d(x) * m.a(first) * m.b(first)
@@ -192,7 +192,7 @@ def test_what_is_frozen_stays_frozen() -> None:
     check_applied(MergeLinears(), by_fx(lambda m, x: m.q(x) * m.k(x), **layers), X)
 
 
-def test_a_change_of_the_input_before_or_after_both_is_no_obstacle() -> None:
+def test_an_input_may_change_before_or_after_all_calls() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = (x + 1).mul_(2)
         y = m.q(x) - m.k(x)
@@ -281,13 +281,13 @@ def _seconds(graph_module: GraphModule, reverse: bool) -> float:
 
 
 @pytest.mark.nightly
-def test_time_grows_with_the_number_of_linears_of_one_input_and_not_with_its_square() -> None:
+def test_time_is_linear_in_the_linears_of_one_input() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([layer(x) for layer in m.layers])
 
     few, many = (by_fx(body, layers=nn.ModuleList(nn.Linear(4, 1) for _ in range(count))) for count in (400, 4000))
     before, want = str(many.graph), outputs(many, X)
-    # Ten times as many: 10 times as long where time is linear, 100 times where it grows with the square.
+    # For ten times as many, linear time grows 10 times and quadratic time 100 times.
     assert _seconds(many, reverse=False) / _seconds(few, reverse=False) < 40
     assert len(calls(many, nn.Linear)) == 1
     torch.testing.assert_close(outputs(many, X), want)
@@ -297,20 +297,20 @@ def test_time_grows_with_the_number_of_linears_of_one_input_and_not_with_its_squ
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("reverse", [False, True], ids=["apply", "undo"])
-def test_time_grows_with_the_number_of_groups_and_not_with_its_square(reverse: bool) -> None:
+def test_time_is_linear_in_the_number_of_groups(reverse: bool) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         for block in m.blocks:
             x = block[0](x) + block[1](x)
         return x
 
-    def seconds(given: GraphModule) -> float:
-        graph_module = copy.deepcopy(given)
+    def seconds(original: GraphModule) -> float:
+        graph_module = copy.deepcopy(original)
         if reverse:
             MergeLinears()(graph_module)
         return _seconds(graph_module, reverse)
 
     few, many = (by_fx(body, blocks=_pairs(count)) for count in (75, 375))
-    # Five times as many: 5 times as long where time is linear, 25 times where it grows with the square.
+    # For five times as many, linear time grows 5 times and quadratic time 25 times.
     assert min(seconds(many) for _ in range(2)) / min(seconds(few) for _ in range(4)) < 10
 
 
@@ -334,7 +334,7 @@ def test_linears_of_whole_numbers() -> None:
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0), (0, 4, 0)])
-def test_linears_without_features_get_their_own_calls_back_in_whatever_order_they_are_called(
+def test_undo_restores_calls_of_linears_without_features(
     widths: tuple[int, ...],
 ) -> None:
     names = [f"l{i}" for i in range(len(widths))]

@@ -1,4 +1,4 @@
-"""MergeParallelConvs: kernels that read the same input are summed, where their middles meet."""
+"""MergeParallelConvs adds kernels with the same input and the same centre."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ def _two(m: Any, x: torch.Tensor) -> Any:
 
 
 def _pair(**options: Any) -> dict[str, Any]:
-    """A convolution of three by three and one of one, which differ in nothing else but what is given for each."""
+    """Returns a 3x3 and a 1x1 convolution that differ only in the options of each."""
     both = [{key: value[i] if isinstance(value, list) else value for key, value in options.items()} for i in (0, 1)]
     defaults: list[dict[str, Any]] = [{"kernel_size": 3, "padding": 1}, {"kernel_size": 1}]
-    a, b = ({"in_channels": 4, "out_channels": 4, **own, **given} for own, given in zip(defaults, both, strict=True))
+    a, b = (
+        {"in_channels": 4, "out_channels": 4, **own, **original} for own, original in zip(defaults, both, strict=True)
+    )
     return {"a": nn.Conv2d(**a), "b": nn.Conv2d(**b)}
 
 
@@ -143,14 +145,20 @@ def test_kernels_whose_middles_meet(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kernel_size": [3, 2], "padding": [1, (0, 1)], "stride": 2}, "the middle of b is not that of a"),
-        ({"kernel_size": [3, 3], "padding": [1, 2], "dilation": [1, 2]}, "the middle of b is not that of a, or its di"),
-        ({"padding": [0, 0], "stride": 9}, "the middle of b is not that of a"),
-        ({"kernel_size": [(1, 7), (7, 1)], "padding": [(0, 3), (3, 0)]}, "7x7 would take 49 products where theirs tak"),
+        ({"kernel_size": [3, 2], "padding": [1, (0, 1)], "stride": 2}, "b and a differ in dilation, or in the centre"),
+        (
+            {"kernel_size": [3, 3], "padding": [1, 2], "dilation": [1, 2]},
+            "b and a differ in dilation, or in the centre",
+        ),
+        ({"padding": [0, 0], "stride": 9}, "b and a differ in dilation, or in the centre"),
+        (
+            {"kernel_size": [(1, 7), (7, 1)], "padding": [(0, 3), (3, 0)]},
+            "7x7 would need 49 multiplications instead of",
+        ),
         ({"groups": [1, 4]}, "they differ in channels, groups or stride"),
         ({"padding_mode": ["reflect", "zeros"]}, "not all of them pad with zeros"),
         ({"padding_mode": "circular"}, "not all of them pad with zeros"),
-        ({"kernel_size": [4, 2], "padding": "same"}, "the middle of a is not that of a"),
+        ({"kernel_size": [4, 2], "padding": "same"}, "a and a differ in dilation, or in the centre"),
     ],
     ids=str,
 )
@@ -163,11 +171,11 @@ def test_kernels_whose_middles_do_not_meet(options: dict[str, Any], reason: str)
 @pytest.mark.parametrize(
     ("conv", "reason"),
     [
-        (nn.Conv2d(4, 4, 3), "a does not keep each position where it is, as x does"),
-        (nn.Conv2d(1, 4, 3, padding=1), "has a stride, or other outputs than inputs"),
-        (nn.Conv2d(4, 1, 3, padding=1), "has a stride, or other outputs than inputs"),
-        (nn.Conv2d(4, 4, 3, padding=1, stride=9), "has a stride, or other outputs than inputs"),
-        (nn.Conv2d(4, 4, 4, padding="same"), "a does not keep each position where it is, as x does"),
+        (nn.Conv2d(4, 4, 3), "a shifts positions, so it cannot include x"),
+        (nn.Conv2d(1, 4, 3, padding=1), "has a stride or differing channels"),
+        (nn.Conv2d(4, 1, 3, padding=1), "has a stride or differing channels"),
+        (nn.Conv2d(4, 4, 3, padding=1, stride=9), "has a stride or differing channels"),
+        (nn.Conv2d(4, 4, 4, padding="same"), "a shifts positions, so it cannot include x"),
     ],
     ids=str,
 )
@@ -179,11 +187,14 @@ def test_an_input_that_is_no_kernel(conv: nn.Conv2d, reason: str) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "used elsewhere": (lambda m, x: (y := m.a(x)) + m.b(x) * 1 + y, ""),
-    "a term used elsewhere": (lambda m, x: ((y := m.a(x)) + m.b(x), y), "the result of a is used elsewhere too"),
+    "a term used elsewhere": (lambda m, x: ((y := m.a(x)) + m.b(x), y), "the result of a has other users"),
     "called twice": (lambda m, x: (m.a(x) + m.b(x)) * m.a(x * 2), "a: it is called more than once"),
     "twice in one sum": (lambda m, x: m.a(x) + m.a(x), "a: it is called more than once"),
     "added to itself": (lambda m, x: (y := m.a(x)) + y, "the result of a is added to itself"),
-    "reads the weight": (lambda m, x: m.a(x) + m.b(x) + m.b.weight.sum() * 0, "the graph reads its weight elsewhere"),
+    "reads the weight": (
+        lambda m, x: m.a(x) + m.b(x) + m.b.weight.sum() * 0,
+        "the graph also reads its weight directly",
+    ),
     "another input": (lambda m, x: m.a(x) + m.b(x * 2), ""),
     "another term": (lambda m, x: m.a(x) + x.tanh() + m.b(x), ""),
     "norm + x": (lambda m, x: m.norm(x) + x, ""),
@@ -195,7 +206,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_left_alone(name: str) -> None:
+def test_what_is_skipped(name: str) -> None:
     body, reason = REFUSED[name]
     graph_module = by_fx(body, **_pair(), norm=nn.BatchNorm2d(4))
     check_refused(RULE, graph_module, _x(), *([reason] if reason else []))
@@ -236,13 +247,13 @@ def _replaced(conv: nn.Conv2d) -> None:
     [
         (_hooked, "b: it has hooks"),
         (_replaced, "b: its forward was replaced"),
-        (lambda conv: nn.utils.parametrizations.weight_norm(conv), "b: it is a ParametrizedConv2d"),
+        (lambda conv: nn.utils.parametrizations.weight_norm(conv), "b: ParametrizedConv2d is a subclass"),
         (lambda conv: nn.utils.weight_norm(conv), "b: it has hooks"),
         (lambda conv: conv.requires_grad_(False), "they differ in requires_grad"),
         (lambda conv: conv.bias.requires_grad_(False), "they differ in requires_grad"),
         (lambda conv: conv.train(), "they differ in mode"),
         (lambda conv: conv.to(memory_format=torch.channels_last), "they differ in memory format"),
-        (lambda conv: _transposed(conv), "a weight of theirs is neither contiguous nor channels_last"),
+        (lambda conv: _transposed(conv), "a weight is neither contiguous nor channels_last"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -267,13 +278,13 @@ def test_convolutions_that_are_all_channels_last_stay_so(sizes: list[int]) -> No
 
 
 @pytest.mark.parametrize("body", [lambda m, x: m.a(x) + x, lambda m, x: x + m.a(x), lambda m, x: m.a(x) + m.norm(x)])
-def test_channels_last_and_what_may_lie_in_memory_otherwise_are_left_alone(body: Any) -> None:
+def test_channels_last_with_other_terms_is_skipped(body: Any) -> None:
     graph_module = by_fx(body, a=nn.Conv2d(4, 4, 3, padding=1), norm=nn.BatchNorm2d(4))
-    check_refused(RULE, graph_module.eval().to(memory_format=torch.channels_last), _x(), "or what is added to them may")
+    check_refused(RULE, graph_module.eval().to(memory_format=torch.channels_last), _x(), "or other terms may")
 
 
-def test_a_subclass_a_shared_and_a_tied_convolution_are_left_alone() -> None:
-    check_refused(RULE, by_fx(_two, **{**_pair(), "b": _Own(4, 4, 1)}), _x(), "b: it is a _Own")
+def test_subclassed_shared_and_tied_convolutions_are_skipped() -> None:
+    check_refused(RULE, by_fx(_two, **{**_pair(), "b": _Own(4, 4, 1)}), _x(), "b: _Own")
     shared = nn.Conv2d(4, 4, 1)
     known_twice = by_fx(lambda m, x: m.a(x) + m.b(x) * m.c(x), a=_pair()["a"], b=shared, c=shared)
     assert not run(RULE, sharing(known_twice))[1].changes

@@ -1,4 +1,4 @@
-"""What a node is called says nothing of what it does; what it does inside may be seen."""
+"""The effects of a node do not depend on its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 
 
 class _Tracer(fx.Tracer):
-    """Looks into no module that the test brings, nor into a sequence."""
+    """A tracer with the modules of the test, and Sequential, as leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Sequential | fx.GraphModule | _Flips) or super().is_leaf_module(
@@ -41,7 +41,7 @@ class _Flips(nn.Module):
 
 
 def agrees(rule: Transformation, body: Callable[..., Any], x: torch.Tensor, **modules: nn.Module) -> None:
-    """The rule leaves the results of a graph as they are, whatever it does or refuses."""
+    """Asserts that a rule keeps the outputs of a graph."""
     model = randomise(Program(body, **modules)).eval()
     graph_module = fx.GraphModule(model, _Tracer().trace(model))
     with torch.no_grad():
@@ -145,7 +145,7 @@ def flattened_operator(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Calls(nn.Module):
-    """Does what a function does, and as a leaf shows nothing of it."""
+    """A module that calls a function; as a leaf, it hides the function."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Calls(nn.Module):
 
 
 class _Opaque(nn.Identity):
-    """A subclass of a known layer with another forward."""
+    """A subclass of a layer with another forward."""
 
     forward = _Calls.forward
 
@@ -178,7 +178,7 @@ def replaced(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
 
 
 def _call(function: Any, x: Any) -> Any:
-    """Calls a function in the graph as ``torch.fx.wrap`` would."""
+    """Calls a function as one node, as ``torch.fx.wrap`` does."""
     return x.tracer.create_proxy("call_function", function, (x,), {})
 
 
@@ -195,7 +195,7 @@ FOREIGN: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, nn.Module
 
 
 def stays(rule: Transformation, body: Callable[..., Any], **modules: nn.Module) -> None:
-    """The same of a graph whose modules are leaves, whoever wrote them; nothing of the rule's kind is done to it."""
+    """Asserts that a rule changes nothing in a graph whose modules are leaves."""
     graph_module = leaves(randomise(Program(body, **modules)).eval())
     code = graph_module.code
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_foreign_code_may_change_what_it_is_given(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", FOREIGN)
-def test_foreign_code_may_change_its_result_with_what_it_was_given(how: str) -> None:
+def test_foreign_code_may_change_its_arguments_with_its_result(how: str) -> None:
     call, modules = FOREIGN[how](flattened)
 
     def body(m: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""RemoveNoOps: what changes nothing goes, and what changes anything stays."""
+"""RemoveNoOps removes no-ops only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def _fixed(body: Any, **children: nn.Module | nn.Parameter) -> GraphModule:
-    """A trace that knows all sizes."""
+    """Traces with fixed sizes."""
     program = randomise(Program(body, **children))
     return symbolic_trace(program, example_inputs={"x": X}, dynamic={})
 
@@ -36,7 +36,7 @@ def _called(graph_module: GraphModule) -> list[str]:
 
 
 def _left(graph_module: GraphModule) -> list[str]:
-    """What a graph calls, once the rule is through with it."""
+    """Applies the rule and returns the names of the remaining operations."""
     return _called(run(RemoveNoOps(), sharing(graph_module))[0])
 
 
@@ -97,7 +97,7 @@ def test_so_it_does_at_sizes_that_are_not_known() -> None:
         lambda m, x: x.tanh().transpose(1, 2).reshape(2, 3, 4),
         lambda m, x: x.tanh().transpose(1, 2).contiguous().transpose(1, 2),
         lambda m, x: x.tanh()[:1].expand(2, 3, 4),
-        lambda m, x: x.tanh().clone(),  # tanh may keep strides that are not those of contiguous memory
+        lambda m, x: x.tanh().clone(),  # tanh may keep non-contiguous strides
         lambda m, x: F.dropout(x.tanh(), 0.0, training=False) + F.dropout1d(x[0], 0.5, training=True) * 0,
     ],
 )
@@ -123,7 +123,7 @@ def test_dropout_and_identity_modules() -> None:
     assert [name for name, _ in changed.named_children()] == ["layer"]
 
 
-def test_a_module_that_is_called_twice_goes_twice_and_one_of_two_names_stays_there() -> None:
+def test_a_module_with_two_calls_or_two_names() -> None:
     drop = nn.Dropout(0.5, inplace=True)
     graph_module = by_fx(lambda m, x: m.one(m.layer(m.one(x))), one=drop, two=drop, layer=nn.Linear(4, 4))
     check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
@@ -144,7 +144,7 @@ def test_more_than_a_dropout_stays() -> None:
 
     graph_module = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Dropout())
     graph_module.add_module("drop", Louder().eval())
-    check_refused(RemoveNoOps(), graph_module, X, "drop: it is a Louder, a subclass")
+    check_refused(RemoveNoOps(), graph_module, X, "drop: Louder is a subclass")
     hooked = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Identity())
     hooked.get_submodule("drop").register_forward_hook(lambda module, args, result: result * 2)
     check_refused(RemoveNoOps(), hooked, X, "drop: it has hooks")
@@ -154,7 +154,7 @@ def test_contiguous_and_clone_of_what_a_layer_gives() -> None:
     graph_module = _fixed(lambda m, x: m.layer(x).view(6, 4).clone() * 2, layer=nn.Linear(4, 4))
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
     assert _left(graph_module) == ["layer", "view.default", "mul"]
-    # Where it is known while it traces, torch.export writes no contiguous.
+    # torch.export omits contiguous if the input is contiguous.
     graph_module = by_fx(
         lambda m, x: aten.contiguous.default(aten.contiguous.default(m.layer(x))), layer=nn.Linear(4, 4)
     )
@@ -180,7 +180,7 @@ def test_a_copy_that_keeps_memory_apart_stays() -> None:
     graph_module = by_export(X, changed, layer=nn.Linear(4, 4))
     check_refused(RemoveNoOps(), graph_module, X, "clone or linear is changed in place")
     returned = by_export(X, lambda m, x: ((y := m.layer(x)), y.clone()[0]), layer=nn.Linear(4, 4))
-    check_refused(RemoveNoOps(), returned, X, "clone is an output, or one lies in its memory")
+    check_refused(RemoveNoOps(), returned, X, "clone is an output, or shares memory with one")
 
 
 def test_a_view_in_memory_that_is_changed_in_place_stays() -> None:
@@ -193,9 +193,9 @@ def test_a_view_in_memory_that_is_changed_in_place_stays() -> None:
     check_refused(RemoveNoOps(), by_export(X, body), X, "view is changed in place")
 
 
-def test_an_output_does_not_become_an_input_a_parameter_or_another_output() -> None:
+def test_outputs_do_not_become_inputs_or_other_outputs() -> None:
     same = by_export(X, lambda m, x: (x.view(2, 3, 4), x * 2))
-    check_refused(RemoveNoOps(), same, X, "view is an output, and x would be it in its place")
+    check_refused(RemoveNoOps(), same, X, "view is an output, and x cannot be one in its place")
     parameter = by_export(X, lambda m, x: (m.p.expand(4), x * 2), p=nn.Parameter(torch.ones(4)))
     check_refused(RemoveNoOps(), parameter, X, "expand is an output, and p would be it")
     twice = by_export(X, lambda m, x: ((y := x.tanh()), y.view(2, 3, 4)))
@@ -225,7 +225,7 @@ def test_without_shapes_only_what_needs_none_goes() -> None:
 
 
 def _masked(join: Any) -> Program:
-    """Attention whose mask is joined from one for the keys and one of a row for each query."""
+    """Attention with the conjunction of a key mask and a mask with a row per query."""
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         keys = (x[:, :, 0] > 0)[:, None, None, :]
@@ -241,7 +241,7 @@ def _masked(join: Any) -> Program:
     [lambda keys, rows: keys & (rows >= 0), lambda keys, rows: torch.logical_and(rows > -1, keys)],
     ids=["and", "logical_and"],
 )
-def test_a_mask_that_hides_nothing_is_not_joined_with_that_of_attention(join: Any) -> None:
+def test_a_mask_that_hides_nothing_is_removed(join: Any) -> None:
     graph_module = symbolic_trace(_masked(join), example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "sequence"}})
     check_laws(RemoveNoOps(), graph_module, {"x": X}, exact=True)
     changed, _ = run(RemoveNoOps(), sharing(graph_module))
@@ -335,7 +335,7 @@ def test_an_axis_that_was_added_is_squeezed_at_any_size() -> None:
     assert _left(graph_module) == ["mul", "add"]
 
 
-def test_views_that_share_nothing_but_their_sizes_are_no_views_of_each_other() -> None:
+def test_views_that_share_only_sizes_do_not_cancel() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         y, z = (x * 2).view(batch, length, width), (x * 3).view(batch * length, width)

@@ -1,4 +1,4 @@
-"""ReplaceActivation: one activation for another that is nearly the same, and back again."""
+"""ReplaceActivation replaces an activation by a similar one, and back."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_the_default_is_written_out_or_left_out() -> None:
     check_laws(ReplaceActivation(), graph_module, X)
 
 
-def test_whole_numbers_and_what_is_not_known_are_left_alone() -> None:
+def test_whole_numbers_and_what_is_not_known_are_skipped() -> None:
     whole = torch.arange(6).reshape(2, 3)
-    rule = ReplaceActivation(old="sigmoid", new="hardsigmoid")  # which takes no whole numbers
-    check_refused(rule, by_export(whole, lambda m, x: torch.sigmoid(x)), whole, "x is not known to hold floating-point")
+    rule = ReplaceActivation(old="sigmoid", new="hardsigmoid")  # it does not support integers
+    check_refused(rule, by_export(whole, lambda m, x: torch.sigmoid(x)), whole, "x is not known to be floating-point")
     unknown = by_fx(lambda m, x: torch.ops.aten.sigmoid.default(x))
-    check_refused(rule, unknown, X, "x is not known to hold floating-point")
+    check_refused(rule, unknown, X, "x is not known to be floating-point")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -107,7 +107,7 @@ def test_the_registry_knows_the_activations_without_torch() -> None:
     known = importlib.import_module("optexport.transformations.replace_activation")._ACTIVATIONS
     options = registry.RULES["replace-activation"].options
     assert options["old"].choices == options["new"].choices == tuple(known)
-    with pytest.raises(ConfigError, match='here.new: it cannot be "gelu-tan"\n.*Did you mean "gelu-tanh"'):
+    with pytest.raises(ConfigError, match='here.new: unknown value "gelu-tan"\n.*Did you mean "gelu-tanh"'):
         registry.check("replace-activation", {"new": "gelu-tan"}, "here")
 
 

@@ -1,4 +1,4 @@
-"""Undo of rules that replace linears: it brings back each with all that its user gave it, beyond weight and bias."""
+"""Undo restores linears with their attributes and hooks, not only weight and bias."""
 
 from __future__ import annotations
 
@@ -54,14 +54,12 @@ CHANGES = [_tagged, _bias_first, _without_weight_norm]
 
 @each_rule
 @pytest.mark.parametrize("change", CHANGES)
-def test_undo_brings_back_attributes_hooks_on_loading_and_the_order_of_parameters(
-    rule: ReversibleRule, change: Callable[[Any], Any]
-) -> None:
+def test_undo_restores_attributes_hooks_and_parameter_order(rule: ReversibleRule, change: Callable[[Any], Any]) -> None:
     check_applied(rule, _graph(change), X, count=1 if rule == MergeLinears() else 2)
 
 
 @each_rule
-def test_undo_brings_back_the_very_values_of_attributes_and_a_copy_its_own(rule: ReversibleRule) -> None:
+def test_undo_restores_the_same_attributes_and_copies_its_own(rule: ReversibleRule) -> None:
     graph_module = _graph(_tagged)
     tag = graph_module.q.tag
     changed = rule(graph_module)
@@ -72,13 +70,13 @@ def test_undo_brings_back_the_very_values_of_attributes_and_a_copy_its_own(rule:
 
 
 @each_rule
-def test_a_hook_that_is_added_after_undo_is_not_added_to_the_model(rule: ReversibleRule) -> None:
-    given = _graph()
-    undone = rule(rule(sharing(given)), reverse=True)
+def test_a_hook_added_after_undo_is_not_in_the_model(rule: ReversibleRule) -> None:
+    original = _graph()
+    undone = rule(rule(sharing(original)), reverse=True)
     undone.q.register_forward_hook(lambda module, args, result: result * 2)
     undone.q.register_buffer("more", torch.ones(1))
-    assert not given.q._forward_hooks
-    assert not given.q._buffers
+    assert not original.q._forward_hooks
+    assert not original.q._buffers
 
 
 @each_rule
@@ -99,7 +97,7 @@ def test_undo_of_both_brings_back_all(order: tuple[ReversibleRule, ...]) -> None
     assert graph_module.q.tag == ["mine"]
 
 
-def test_undo_of_linears_that_are_called_on_two_inputs_brings_back_all() -> None:
+def test_undo_restores_linears_with_two_inputs() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         other = x.neg()
         return m.q(x) - m.k(x) + m.q(other) * m.k(other)
@@ -153,7 +151,7 @@ def test_undo_after_a_transformer_brings_back_attributes(rule: ReversibleRule) -
 
 
 @each_rule
-def test_a_weight_of_strides_that_undo_would_not_bring_back_is_left_alone(rule: ReversibleRule) -> None:
+def test_a_weight_whose_strides_undo_would_lose_is_skipped(rule: ReversibleRule) -> None:
     program = Program(_two, q=nn.Linear(1, 3), k=nn.Linear(1, 3)).eval()
     for linear in (program.q, program.k):
         linear.weight = nn.Parameter(torch.randn(3).as_strided((3, 1), (1, 5)))

@@ -1,4 +1,4 @@
-"""The driver of all rules: what it marks, counts and reports, and what a rule of one's own needs."""
+"""The driver of rules: marks, counts and reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 
 @dataclass(frozen=True)
 class SwapSummands(ReversibleRule):
-    """a + b  ->  b + a, the smallest rule that can be undone.
+    """a + b  ->  b + a, the smallest reversible rule.
 
     Skips:   a number added.
     """
@@ -84,7 +84,7 @@ def test_changes_and_near_misses_are_reported_by_node() -> None:
     )
     graph_module, merged = run(MergeLinears(), graph_module)
     assert [(c.nodes, c.target, c.replaced) for c in merged.changes] == [(("q_k_merged",), "q-k-merged", ("q", "k"))]
-    assert [(n.node, n.reason) for n in merged.near_misses] == [("x", "odd: it is a Inherited, a subclass of Linear")]
+    assert [(n.node, n.reason) for n in merged.near_misses] == [("x", "odd: Inherited is a subclass of Linear")]
     graph_module, divided = run(ChangeTrueDivToMulByInverse(), graph_module)
     assert [(c.nodes, c.replaced) for c in divided.changes] == [(("truediv",), ("truediv",))]
     assert [(n.node, n.reason) for n in divided.near_misses] == [("truediv_1", "the divisor is 0")]
@@ -109,7 +109,7 @@ def test_a_rule_that_matches_nothing_says_nothing() -> None:
     check_refused(FuseBatchNorm2dInConv2d(), _sums(), X)
 
 
-def test_of_other_transformations_the_nodes_that_differ_are_reported() -> None:
+def test_other_transformations_report_the_nodes_that_differ() -> None:
     class ExpToLog(Transformation):
         def transform(self, graph_module: GraphModule) -> GraphModule:
             for node in graph_module.graph.find_nodes(op="call_method", target="exp"):
@@ -143,19 +143,19 @@ def test_a_rule_may_erase_the_node_that_it_matched_at() -> None:
     assert [node.op for node in graph_module.graph.nodes] == ["placeholder", "call_module", "output"]
 
 
-def test_a_rule_that_never_has_enough_is_stopped_and_the_graph_left_as_it_was() -> None:
+def test_an_endless_rule_is_stopped_and_the_graph_restored() -> None:
     class Forever(SwapSummands):
         def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
             return Match((node,)) if node.target is operator.add else None
 
     graph_module = _sums()
     before = written(graph_module)
-    with pytest.raises(TransformationError, match="Forever: match finds add again after rewrite"):
+    with pytest.raises(TransformationError, match="Forever: match returns the same Match for add after rewrite"):
         Forever()(graph_module)
     assert written(graph_module) == before
 
 
-def test_a_transformation_that_raises_leaves_graph_modules_and_marks_as_they_were() -> None:
+def test_a_failed_transformation_restores_the_graph() -> None:
     class Breaks(Transformation):
         def transform(self, graph_module: GraphModule) -> GraphModule:
             first, *_ = graph_module.graph.nodes
@@ -181,7 +181,7 @@ def test_an_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
             self.mark_as_transformed(next(iter(graph_module.graph.nodes)))
             return graph_module
 
-    with pytest.raises(TransformationError, match="Locks: its attributes cannot tell it from others of its kind"):
+    with pytest.raises(TransformationError, match="Locks: its attributes cannot be compared across processes"):
         Locks()(_sums())
 
 
@@ -195,8 +195,7 @@ class ScalesWeights(Transformation):
         return graph_module
 
 
-def test_a_weight_that_remembers_how_it_was_computed_is_laid_to_the_rule_that_left_it() -> None:
-    """It was an error of torch's own, of a copy that was made much later, and named no rule."""
-    with pytest.raises(TransformationError, match=r"q\.weight with a history of gradients") as caught:
+def test_a_weight_with_gradient_history_names_the_rule() -> None:
+    with pytest.raises(TransformationError, match=r"q\.weight with a gradient history") as caught:
         run(ScalesWeights(), _sums())
     assert caught.value.location == "ScalesWeights"

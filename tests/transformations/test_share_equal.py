@@ -1,4 +1,4 @@
-"""ShareEqual: what is equal is computed once, and what may differ is not."""
+"""ShareEqual computes equal results once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_results_that_are_changed_in_place_stay_apart() -> None:
     check_refused(ShareEqual(), by_export(X, body), X, "tanh and tanh_1: their results are changed in place")
 
 
-def test_a_view_of_a_result_that_is_changed_in_place_keeps_it_apart() -> None:
+def test_a_result_with_a_view_changed_in_place_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y, z = x.tanh(), x.tanh()
         y[0].add_(1.0)
@@ -135,7 +135,7 @@ def test_an_input_that_is_changed_between_gives_another_result() -> None:
         x.add_(1.0)
         return y - aten.tanh.default(x)
 
-    check_refused(ShareEqual(), by_export(X, body), X)  # which reads what add_ gives the second time
+    check_refused(ShareEqual(), by_export(X, body), X)  # reads the result of add_ the second time
     check_refused(ShareEqual(), by_fx(body), X, "mul is changed in place by add_ between them")
 
 
@@ -150,9 +150,9 @@ def test_weights_that_are_changed_between_give_another_result() -> None:
 
 def test_two_outputs_stay_two_tensors() -> None:
     graph_module = by_export(X, lambda m, x: (x.tanh(), x.tanh()))
-    check_refused(ShareEqual(), graph_module, X, "they are outputs, or outputs lie in their memory")
+    check_refused(ShareEqual(), graph_module, X, "they are outputs, or share memory with outputs")
     views = by_export(X, lambda m, x: (x.tanh()[0], x.tanh()[1]))
-    check_refused(ShareEqual(), views, X, "they are outputs, or outputs lie in their memory")
+    check_refused(ShareEqual(), views, X, "they are outputs, or share memory with outputs")
     one = by_export(X, lambda m, x: (x.tanh(), x.tanh() * 2))
     check_applied(ShareEqual(), one, X, exact=True)
 
@@ -162,9 +162,11 @@ def _with_ones(body: Any) -> GraphModule:
     return symbolic_trace(Program(body, **ones), example_inputs={"x": X})
 
 
-def test_equal_weights_of_which_an_output_is_one_stay_two_tensors() -> None:
+def test_equal_weights_that_are_outputs_stay_separate() -> None:
     def check(body: Any, names: str) -> None:
-        check_refused(ShareEqual(weights=True), _with_ones(body), X, f"{names} are equal, but outputs lie")
+        check_refused(
+            ShareEqual(weights=True), _with_ones(body), X, f"{names} are equal, but share memory with outputs"
+        )
 
     check(lambda m, x: (m.one, m.two.view(2, 2), x + 1), "one and two")
     check(lambda m, x: (m.one, x * m.two), "one and two")
@@ -175,7 +177,7 @@ def test_equal_weights_of_which_an_output_is_one_stay_two_tensors() -> None:
     assert changed.one.sum() == 4
     tied = _with_ones(lambda m, x: (m.one, x * m.two + m.three))
     tied.two = tied.one
-    check_refused(ShareEqual(weights=True), tied, X, "one and three are equal, but outputs lie")
+    check_refused(ShareEqual(weights=True), tied, X, "one and three are equal, but share memory with outputs")
 
 
 def test_another_grad_mode_keeps_calls_apart() -> None:
@@ -308,7 +310,7 @@ def test_models(name: str, places: int) -> None:
     check_laws(compose(RemoveNoOps(), ShareEqual(weights=True)), models.traced(name), models.inputs(name), exact=True)
 
 
-def test_positions_along_two_axes_are_not_two_positions_along_one() -> None:
+def test_tuple_and_list_indices_differ() -> None:
     graph_module = by_fx(lambda m, x: x[0, 1] * 2 + x[[0, 1]] * 2)
     check_refused(ShareEqual(), graph_module, X)
     assert run(ShareEqual(), by_fx(lambda m, x: x[[0, 1]] * 2 - x[[0, 1]]))[1].changes
@@ -322,15 +324,15 @@ def test_operators_that_work_in_place_are_seen_as_methods_too(name: str) -> None
         getattr(y, f"__i{name}__")(3.0)
         return one - (y + 1)
 
-    given = by_fx(body)
-    in_place = next(node for node in given.graph.nodes if node.target == f"__i{name}__")
-    check_refused(ShareEqual(), given, X, "mul is changed in place by")
+    original = by_fx(body)
+    in_place = next(node for node in original.graph.nodes if node.target == f"__i{name}__")
+    check_refused(ShareEqual(), original, X, "mul is changed in place by")
     in_place.op, in_place.target = "call_function", getattr(operator, f"i{name}")
-    given.recompile()
-    check_refused(ShareEqual(), given, X, "mul is changed in place by")
+    original.recompile()
+    check_refused(ShareEqual(), original, X, "mul is changed in place by")
 
 
-def test_operators_with_an_underscore_in_their_name_change_nothing() -> None:
+def test_python_operators_ending_in_an_underscore_are_pure() -> None:
     graph_module = by_fx(lambda m, x: (x | (x < 1)).float() - (x | (x < 1)).exp())
     _, report = run(ShareEqual(), sharing(graph_module))
     assert (len(report.changes), report.near_misses) == (2, ())
@@ -344,11 +346,11 @@ def test_a_statistic_that_is_learned_between_is_read_twice(trace: str) -> None:
         return first.exp() * m.norm(x) - (x + m.norm.running_mean)
 
     model = randomise(Program(body, norm=nn.BatchNorm1d(4))).train()
-    given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": X})
-    changed, report = run(ShareEqual(), sharing(given))
+    original = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": X})
+    changed, report = run(ShareEqual(), sharing(original))
     assert not report.changes
     assert report.near_misses
-    check_laws(ShareEqual(), given, X, exact=True)
+    check_laws(ShareEqual(), original, X, exact=True)
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
@@ -364,8 +366,8 @@ def test_weights_that_a_layer_changes_stay_apart(trace: str) -> None:
     table = Program(rescaled, e=e, p=nn.Parameter(e.weight.detach().clone())).eval()
     norms = Program(learned, one=nn.BatchNorm1d(4), two=nn.BatchNorm1d(4, affine=False), zeros=zeros).train()
     for model, x in ((table, torch.tensor([0, 1, 2])), (norms, X)):
-        given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
-        check_refused(ShareEqual(weights=True), given, x)
+        original = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
+        check_refused(ShareEqual(weights=True), original, x)
 
 
 def test_a_weight_with_a_hook_of_its_own_stays() -> None:
@@ -380,4 +382,6 @@ def test_a_weight_that_a_layer_has_too_stays_the_same_for_both() -> None:
     layer.weight = nn.Parameter(torch.ones(4, 4))
     one, two = nn.Parameter(torch.ones(4, 4)), layer.weight
     program = Program(lambda m, x: x @ m.one + x.sin() @ m.two + m.layer(x * 2), one=one, two=two, layer=layer)
-    check_refused(ShareEqual(weights=True), graph_of(program), X, "two and one are equal, but outputs")
+    check_refused(
+        ShareEqual(weights=True), graph_of(program), X, "two and one are equal, but share memory with outputs"
+    )

@@ -1,4 +1,4 @@
-"""Signatures: equal for equal transformations in every process, and for no others."""
+"""Signatures are equal for equal transformations only, in every process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Does(Transformation):
 
 
 class DoesToo(Does):
-    """The same attributes, another class."""
+    """Another class with the same attributes."""
 
 
 class Colour(enum.Enum):
@@ -64,7 +64,7 @@ def _with_one_other() -> np.ndarray:
 
 
 def examples() -> list[Transformation]:
-    """Transformations of which no two are equal."""
+    """Returns transformations that are all different."""
     values: list[Any] = [
         *(None, True, False, 0, 1, -1, -2, 2**64, 0.0, -0.0, 1.0, 0.1, float("inf"), 1j, "", "1", "a", "b", b"a"),
         *((), (1,), (1, 2), (2, 1), [1, 2], {1, 2}, frozenset({1, 2}), {"a": 1}, {"a": 2}, {"b": 1}, {1: "a"}),
@@ -146,7 +146,7 @@ def test_signatures_are_equal_in_every_process() -> None:
     program = "from tests.transformations.test_signature import examples; print(*(e.signature for e in examples()))"
     paths = os.pathsep.join(["."] + [path for path in sys.path if path])
     mine = [transformation.signature for transformation in examples()]
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}  # this process has another seed
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}  # the child process has another hash seed
     command = [sys.executable, "-c", program]
     theirs = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert [_described(e) for e, a, b in zip(examples(), mine, theirs, strict=True) if a != b] == []

@@ -1,4 +1,4 @@
-"""SinkSelect: rows that nobody uses are not computed, and all that is used stays the same."""
+"""SinkSelect computes only the rows that are used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(3, 5, 8)
 
 
 def _rows(graph_module: GraphModule, name: str) -> Any:
-    """How many positions a linear computes, as the trace knows it."""
+    """Returns the number of positions that a linear computes."""
     (call,) = [node for node in calls(graph_module, nn.Linear) if node.target == name]
     size = call.meta["val"].shape[1]
     return size if type(size) is int else str(size)
@@ -55,10 +55,10 @@ def test_positions_along_any_axis() -> None:
 
 def test_a_result_that_is_used_whole_too_is_left_alone_and_said() -> None:
     graph_module = by_export(X, lambda m, x: ((y := _feed_forward(m, x))[:, 0], y), **copy.deepcopy(_CHILDREN))
-    check_refused(SinkSelect(), graph_module, X, "output needs other positions of layer_norm too")
+    check_refused(SinkSelect(), graph_module, X, "output also reads other positions of layer_norm")
 
 
-def test_two_positions_are_left_alone() -> None:
+def test_two_positions_are_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (y := _feed_forward(m, x))[:, 0] + y[:, 1], **copy.deepcopy(_CHILDREN))
     _, report = run(SinkSelect(), sharing(graph_module))
     assert not report.changes
@@ -70,7 +70,7 @@ def test_one_position_that_is_read_twice_is_one() -> None:
     check_applied(SinkSelect(), graph_module, X)
 
 
-def test_where_nothing_but_cheap_work_stands_above_nothing_is_done() -> None:
+def test_cheap_work_is_not_worth_a_slice() -> None:
     check_refused(SinkSelect(), by_export(X, lambda m, x: (x * 2 + 1).tanh()[:, 0]), X)
 
 
@@ -94,7 +94,7 @@ def test_what_mixes_positions_is_not_passed(mixes: Any) -> None:
     check_laws(SinkSelect(), graph_module, X)
 
 
-def test_a_result_that_is_changed_in_place_is_left_alone() -> None:
+def test_a_result_that_is_changed_in_place_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.up(x)
         y.add_(1.0)
@@ -103,7 +103,7 @@ def test_a_result_that_is_changed_in_place_is_left_alone() -> None:
     check_laws(SinkSelect(), by_export(X, body, up=nn.Linear(8, 16)), X, exact=True)
 
 
-def test_an_input_that_is_changed_in_place_afterwards_is_read_before() -> None:
+def test_an_input_changed_in_place_later_is_read_before() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
         y = m.up(x)
@@ -145,18 +145,18 @@ def test_attention_that_is_written_out() -> None:
     assert [_rows(changed, name) == 1 for name in "qkvo"] == [True, False, False, True]
 
 
-def test_attention_to_oneself_by_the_same_tensor_is_left_alone() -> None:
+def test_attention_to_oneself_by_the_same_tensor_is_skipped() -> None:
     graph_module = by_export(
         X, lambda m, x: nn.functional.scaled_dot_product_attention(y := m.q(x), y, y)[:, 0], q=nn.Linear(8, 8)
     )
     check_laws(SinkSelect(), graph_module, X)
 
 
-def test_a_graph_whose_shapes_are_not_known_is_left_alone() -> None:
+def test_a_graph_whose_shapes_are_not_known_is_skipped() -> None:
     check_refused(SinkSelect(), by_fx(lambda m, x: m.up(x)[:, 0], up=nn.Linear(8, 16)), X)
 
 
-def test_the_last_layer_of_a_bert_computes_one_row_where_only_the_pooler_is_wanted() -> None:
+def test_the_last_layer_of_bert_computes_one_row_for_the_pooler() -> None:
     config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     model = randomise(BertModel(config).eval())
     graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
@@ -165,14 +165,14 @@ def test_the_last_layer_of_a_bert_computes_one_row_where_only_the_pooler_is_want
     for size, length in ((1, 2), (4, 11)):
         mask = torch.ones(size, length, dtype=torch.int64)
         mask[-1, length // 2 :] = 0
-        given = {"input_ids": torch.randint(0, 60, (size, length)), "attention_mask": mask}
-        assert_close(outputs(changed, given), outputs(graph_module, given)[1:], f"{size} x {length}")
+        original = {"input_ids": torch.randint(0, 60, (size, length)), "attention_mask": mask}
+        assert_close(outputs(changed, original), outputs(graph_module, original)[1:], f"{size} x {length}")
     assert _rows(changed, "encoder.layer.1.intermediate.dense") == 1
     assert _rows(changed, "encoder.layer.0.intermediate.dense") != 1
 
 
 class LastToken(nn.Module):
-    """What comes next after a text that is padded at the left."""
+    """Predicts the next token of texts that are padded at the left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class LastToken(nn.Module):
         return logits[:, -1]
 
 
-def test_a_decoder_of_which_the_last_position_is_wanted_computes_its_logits_once() -> None:
+def test_a_decoder_computes_logits_of_the_last_position_only() -> None:
     model = randomise(LastToken().eval())
     ids = torch.randint(0, 60, (3, 7))
     mask = torch.ones_like(ids)

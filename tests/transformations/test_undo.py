@@ -1,4 +1,4 @@
-"""Undo after what happens to a graph in between: it works, or it says why not, and is never a silent nothing."""
+"""Undo after other operations on a graph works, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, why: str) 
 
 @each_reversible
 def test_undo_of_what_was_never_applied_refuses(rule: ReversibleRule) -> None:
-    _refuses_to_undo(rule, _graph(), "nothing in this graph tells")
+    _refuses_to_undo(rule, _graph(), "it was not applied to this graph")
 
 
 @each_reversible
-def test_undo_of_what_was_applied_and_found_nothing_changes_nothing(rule: ReversibleRule) -> None:
+def test_undo_without_matches_changes_nothing(rule: ReversibleRule) -> None:
     graph_module = by_fx(lambda m, x: x + 1)
     before = written(graph_module)
     rule(rule(graph_module), reverse=True)
@@ -73,7 +73,7 @@ def test_undo_of_a_mark_that_was_set_by_hand_refuses(rule: ReversibleRule) -> No
     graph_module = _graph()
     for node in graph_module.graph.nodes:
         rule.mark_as_transformed(node)
-    _refuses_to_undo(rule, graph_module, "nothing in this graph tells")
+    _refuses_to_undo(rule, graph_module, "it was not applied to this graph")
 
 
 @each_reversible
@@ -111,7 +111,7 @@ def _saved(graph_module: GraphModule) -> GraphModule:
 def test_undo_after_pickling_says_that_the_marks_are_lost(
     rule: ReversibleRule, through: Callable[[GraphModule], GraphModule]
 ) -> None:
-    _refuses_to_undo(rule, through(rule(_graph())), r"\d+ nodes were transformed, and 0 still bear")
+    _refuses_to_undo(rule, through(rule(_graph())), r"the number of marked nodes changed \(found 0,")
 
 
 @each_reversible
@@ -124,14 +124,14 @@ def test_undo_after_pickling_says_that_the_marks_are_lost(
         fx.symbolic_trace,
     ],
 )
-def test_undo_where_all_that_told_of_it_is_lost_refuses(
+def test_undo_without_marks_and_journal_fails(
     rule: ReversibleRule, through: Callable[[GraphModule], GraphModule]
 ) -> None:
     pickled = _pickled(rule(_graph()))
-    _refuses_to_undo(rule, through(pickled), r"(nothing in this graph tells|\d+ nodes were transformed)")
+    _refuses_to_undo(rule, through(pickled), r"(it was not applied to this graph|the number of marked nodes changed)")
 
 
-def test_undo_of_a_composition_on_a_copy_of_what_was_pickled_refuses() -> None:
+def test_undo_of_a_composition_after_pickling_fails() -> None:
     both = compose(*REVERSIBLE, inplace=False)
     with pytest.raises(TransformationError):
         both(_pickled(both(_graph())), reverse=True)
@@ -139,13 +139,13 @@ def test_undo_of_a_composition_on_a_copy_of_what_was_pickled_refuses() -> None:
 
 @each_reversible
 def test_undo_after_a_transformer_is_exact(rule: ReversibleRule) -> None:
-    given = _graph()
-    want = outputs(given, X)
-    changed = fx.Transformer(rule(sharing(given))).transform()
+    original = _graph()
+    want = outputs(original, X)
+    changed = fx.Transformer(rule(sharing(original))).transform()
     assert rule.get_transformed_nodes(changed)
     restored = rule(changed, reverse=True)
     assert_same(outputs(restored, X), want, "undone")
-    assert {name for name, _ in restored.named_parameters()} == {name for name, _ in given.named_parameters()}
+    assert {name for name, _ in restored.named_parameters()} == {name for name, _ in original.named_parameters()}
 
 
 @each_reversible
@@ -157,7 +157,7 @@ def test_undo_after_deepcopy_of_a_deepcopy_is_exact(rule: ReversibleRule) -> Non
 
 
 @each_reversible
-def test_undo_after_dead_code_was_looked_for_and_not_found_is_exact(rule: ReversibleRule) -> None:
+def test_undo_after_dead_code_elimination_without_effect(rule: ReversibleRule) -> None:
     graph_module = _graph()
     before = written(graph_module)
     assert not rule(graph_module).graph.eliminate_dead_code()
@@ -165,7 +165,7 @@ def test_undo_after_dead_code_was_looked_for_and_not_found_is_exact(rule: Revers
 
 
 @each_reversible
-def test_undo_after_dead_code_was_removed_refuses_and_leaves_the_graph_as_it_was(rule: ReversibleRule) -> None:
+def test_undo_after_dead_code_elimination_fails_and_restores(rule: ReversibleRule) -> None:
     graph_module = rule(_graph(dead=True))
     assert graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -188,12 +188,12 @@ def test_an_undo_that_fails_half_way_leaves_the_graph_as_it_was() -> None:
     graph_module.graph.erase_node(unused)
     graph_module.recompile()
     before = written(graph_module)
-    with pytest.raises(TransformationError, match=r"MergeLinears: .* cut into 3 results, of which 2 are left"):
+    with pytest.raises(TransformationError, match=r"MergeLinears: .* has lost slices \(found 2, expected 3\)"):
         rule(graph_module, reverse=True)
     assert written(graph_module) == before
 
 
-def test_undo_of_a_merge_whose_result_is_now_used_as_a_whole_refuses() -> None:
+def test_undo_of_a_merge_that_is_used_as_a_whole_fails() -> None:
     graph_module = _graph()
     MergeLinears()(graph_module)
     (merged,) = [n for n in calls(graph_module, nn.Linear) if "merged" in n.target]
@@ -201,14 +201,14 @@ def test_undo_of_a_merge_whose_result_is_now_used_as_a_whole_refuses() -> None:
         graph_module.graph.call_function(torch.neg, (merged,))
     graph_module.recompile()
     before = written(graph_module)
-    with pytest.raises(TransformationError, match="is now used by neg as a whole"):
+    with pytest.raises(TransformationError, match=r"neg uses .* as a whole"):
         MergeLinears()(graph_module, reverse=True)
     assert written(graph_module) == before
 
 
 def test_undo_of_another_option_of_a_rule_refuses() -> None:
     graph_module = ChangeTrueDivToMulByInverse()(_graph())
-    _refuses_to_undo(ChangeTrueDivToMulByInverse(exact=True), graph_module, "nothing in this graph tells")
+    _refuses_to_undo(ChangeTrueDivToMulByInverse(exact=True), graph_module, "it was not applied to this graph")
 
 
 def test_rules_of_different_places_are_undone_in_any_order() -> None:
@@ -221,7 +221,7 @@ def test_rules_of_different_places_are_undone_in_any_order() -> None:
         assert written(graph_module) == before
 
 
-def test_any_rule_undone_alone_is_right_or_refuses_after_any_others() -> None:
+def test_undo_of_any_single_rule_is_right_or_fails() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = m.norm(m.first(x / 3))
         return m.last(m.q(x) - m.k(x)) / 5
@@ -244,7 +244,7 @@ def test_any_rule_undone_alone_is_right_or_refuses_after_any_others() -> None:
 
 @dataclass(frozen=True)
 class _FailsAtTheSecond(ReversibleRule):
-    """Doubles what is divided, until something goes wrong."""
+    """Doubles dividends; its undo fails at the second match."""
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         return Match((node,)) if node.op == "call_module" and not self.transformed(node) else None
@@ -261,7 +261,7 @@ def test_a_rule_that_fails_half_way_leaves_nothing_to_undo() -> None:
     graph_module = _graph()
     with pytest.raises(RuntimeError, match="on purpose"):
         _FailsAtTheSecond()(graph_module)
-    _refuses_to_undo(_FailsAtTheSecond(), graph_module, "nothing in this graph tells")
+    _refuses_to_undo(_FailsAtTheSecond(), graph_module, "it was not applied to this graph")
     assert not _FailsAtTheSecond().get_transformed_nodes(graph_module)
 
 

@@ -1,1 +1,1 @@
-"""What rules ask of a graph, and what several of them do to it."""
+"""Analyses of graphs that rules use, and changes that several rules make."""

@@ -1,4 +1,4 @@
-"""A text for any value, by which equal values are known in every process."""
+"""Converts any value to a text that is equal for equal values, in every process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from optexport._utils.tensors import bytes_of
 
 
 def canonical(value: Any) -> str:
-    """A text that is equal for equal values only, whatever the process, its hash seed or its addresses.
+    """Returns a text that is equal only for equal values, in every process.
 
-    ``hash`` would not do: it is salted per process, and -1 and -2, or 1 and True, collide.
+    ``hash`` is unsuitable: it is salted per process, and -1 and -2, or 1 and True, have the same hash.
 
     Raises:
-        TypeError: The value cannot be taken apart, as a lock or an open file cannot.
+        TypeError: The value cannot be reduced to parts (for example a lock or an open file).
         RecursionError: The value contains itself.
     """
     match value:
@@ -45,7 +45,7 @@ def canonical(value: Any) -> str:
         case Sequence():
             inner = ",".join(map(canonical, value))
         case _:
-            # What pickle would write: how to make the object, from what, its state, its items.
+            # The parts that pickle would write: constructor, its arguments, state, items.
             parts: tuple[Any, ...] = value.__reduce_ex__(4)
             inner = canonical([list(part) if isinstance(part, Iterator) else part for part in parts])
     return f"{type(value).__module__}.{type(value).__qualname__}({inner})"
@@ -55,7 +55,7 @@ def _function(function: types.FunctionType) -> str:
     name = f"{function.__module__}.{function.__qualname__}"
     if "<" not in name:
         return name
-    # Made in a function, as lambdas are: many have the same name, so what they do has to tell them apart.
+    # Lambdas and local functions may share a name, so their code distinguishes them.
     closed_over = [cell.cell_contents for cell in function.__closure__ or ()]
     return f"{name}{_code(function.__code__)}{canonical([function.__defaults__, function.__kwdefaults__, closed_over])}"
 

@@ -1,6 +1,6 @@
-"""Which results may lie in the same memory, and which calls change it in place.
+"""Memory that results may share, and the calls that change it in place.
 
-Where nothing is known, a result may lie in the memory of any input: what is said here errs on the safe side.
+If nothing is known about a call, its result may share memory with any input. The answers err on the safe side.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.analysis.effects import mutated, own_changes
+from optexport.transformations.analysis.effects import mutated_inputs, mutated_state
 from optexport.transformations.analysis.modules import called_module, measures, operator_name
 from optexport.transformations.analysis.usage import uses
 
-# What gives memory of its own: layers, operators of Python, and functions, methods and ATen operators by name.
+# Layers, Python operators, and functions, methods and ATen operators by name, whose result has its own memory.
 _FRESH_MODULES = (
     nn.Linear,
     nn.Conv1d,
@@ -30,75 +30,76 @@ _FRESH_MODULES = (
     nn.Embedding,
 )
 _FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)
-_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 _FRESH_NAMES = ("matmul", "bmm", "linear", "softmax", "layer_norm", "scaled_dot_product_attention", "cat", "stack")
+_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
-def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
-    """A node between two others that changes in place memory that ``x`` may lie in, if there is one."""
+def find_change_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
+    """Returns a node between two others that changes memory that ``x`` may share, or None."""
     between = (change for change in uses(graph_module).mutations if first < change < last)
     return next((change for change in between if _changes_memory_of(graph_module, change, x)), None)
 
 
 def changed_in_place(graph_module: GraphModule, x: Node, *, detached: bool = True) -> bool:
-    """Whether memory that a node's result may lie in is changed anywhere in the graph.
+    """Returns True if any node changes memory that the result of ``x`` may share.
 
     Args:
-        detached: Whether it counts as a change to be cut off from gradients, with all numbers staying.
+        graph_module: The graph of the node.
+        x: The node.
+        detached: Count ``detach_``, which changes no numbers, as a change.
     """
     changes = uses(graph_module).mutations
     counted = (change for change in changes if detached or operator_name(change) != "detach_")
     return any(_changes_memory_of(graph_module, change, x) for change in counted)
 
 
-def changes_constant(graph_module: GraphModule, tensors: Iterable[torch.Tensor]) -> list[Node]:
-    """The nodes that change one of these parameters and buffers in place, under whatever name."""
-    owners: set[object] = {_storage(tensor) for tensor in tensors}
+def find_constant_changes(graph_module: GraphModule, tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """Returns the nodes that change one of these tensors in place, under any name."""
+    storages: set[object] = {_storage(tensor) for tensor in tensors}
     changes = uses(graph_module).mutations
-    return [change for change in changes if not owners.isdisjoint(_changed(graph_module, change))]
+    return [change for change in changes if not storages.isdisjoint(_changed_memory(graph_module, change))]
 
 
 def _changes_memory_of(graph_module: GraphModule, change: Node, x: Node) -> bool:
-    return not _changed(graph_module, change).isdisjoint(_memory(graph_module, [x]))
+    return not _changed_memory(graph_module, change).isdisjoint(_memory(graph_module, [x]))
 
 
-def _changed(graph_module: GraphModule, change: Node) -> set[object]:
-    """The memory that a node changes in place."""
-    own = {_storage(tensor) for tensor in own_changes(graph_module, change)}
-    return own | _memory(graph_module, mutated(graph_module, change))
+def _changed_memory(graph_module: GraphModule, change: Node) -> set[object]:
+    state = {_storage(tensor) for tensor in mutated_state(graph_module, change)}
+    return state | _memory(graph_module, mutated_inputs(graph_module, change))
 
 
 def reaches_output(graph_module: GraphModule, x: Node) -> bool:
-    """Whether an output may lie in memory that a node's result is, or is handed on by it."""
-    ahead, seen = [x], {x}
+    """Returns True if an output may share memory with the result of ``x``."""
+    ahead, visited = [x], {x}
     while ahead:
         node = ahead.pop()
         for user in node.users:
             if user.op == "output":
                 return True
-            if user not in seen and node in handed_on(graph_module, user):
-                seen.add(user)
+            if user not in visited and node in aliased_inputs(graph_module, user):
+                visited.add(user)
                 ahead.append(user)
     return False
 
 
-def constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
-    """The parameter or buffer that a node reads, if nothing in the graph changes it."""
+def find_constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
+    """Returns the parameter or buffer that a node reads, or None if the graph changes it."""
     if not isinstance(node, Node) or node.op != "get_attr":
         return None
     value = _attribute(graph_module, node)
-    return value if isinstance(value, torch.Tensor) and not changes_constant(graph_module, [value]) else None
+    return value if isinstance(value, torch.Tensor) and not find_constant_changes(graph_module, [value]) else None
 
 
-def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
-    """The inputs of a call whose memory its result may lie in."""
-    if _is_number(node) or (not mutated(graph_module, node) and _is_fresh(graph_module, node)):
+def aliased_inputs(graph_module: GraphModule, node: Node) -> list[Node]:
+    """Returns the inputs of a call whose memory its result may share."""
+    if _is_number(node) or (not mutated_inputs(graph_module, node) and _is_fresh(graph_module, node)):
         return []
     return [source for source in node.all_input_nodes if not _is_number(source)]
 
 
 def _is_fresh(graph_module: GraphModule, node: Node) -> bool:
-    """Whether a call gives memory of its own."""
+    """Returns True if the result of a call has its own memory."""
     if node.op == "call_module":
         return isinstance(called_module(graph_module, node), _FRESH_MODULES)
     if isinstance(node.target, torch._ops.OpOverload):
@@ -107,7 +108,7 @@ def _is_fresh(graph_module: GraphModule, node: Node) -> bool:
 
 
 def _is_number(node: Node) -> bool:
-    """Whether a node gives sizes or other numbers, which lie in the memory of no tensor."""
+    """Returns True for sizes and other numbers, which share memory with no tensor."""
     if "val" in node.meta:
         return all(isinstance(value, _NUMBERS) for value in torch.utils._pytree.tree_leaves(node.meta["val"]))
     inputs = node.all_input_nodes if getattr(node.target, "__module__", "") == "_operator" else []
@@ -115,7 +116,10 @@ def _is_number(node: Node) -> bool:
 
 
 def _may_view(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator says that it gives a view; one made of others may give one and say nothing, as reshape."""
+    """Returns True if an operator may return a view.
+
+    Composite ones, such as reshape, may do so without a schema.
+    """
     if any(returned.alias_info is not None for returned in target._schema.returns):
         return True
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
@@ -123,21 +127,21 @@ def _may_view(target: torch._ops.OpOverload) -> bool:
 
 
 def _owners(graph_module: GraphModule, nodes: list[Node]) -> set[Node]:
-    """The nodes that made the memory which these may lie in."""
-    found, ahead, seen = set(), list(nodes), set(nodes)
+    """Returns the nodes that allocated the memory that these nodes may share."""
+    owners, ahead, visited = set(), list(nodes), set(nodes)
     while ahead:
         node = ahead.pop()
-        if inputs := handed_on(graph_module, node):
-            new = [source for source in inputs if source not in seen]
-            seen.update(new)
+        if inputs := aliased_inputs(graph_module, node):
+            new = [source for source in inputs if source not in visited]
+            visited.update(new)
             ahead += new
         else:
-            found.add(node)
-    return found
+            owners.add(node)
+    return owners
 
 
 def _memory(graph_module: GraphModule, nodes: list[Node]) -> set[object]:
-    """The same, but of parameters and buffers, which several nodes may read under several names, their memory."""
+    """Returns the owners of memory; for parameters and buffers, their storage."""
     owners = _owners(graph_module, nodes)
     values = {owner: _attribute(graph_module, owner) for owner in owners if owner.op == "get_attr"}
     return {_storage(value) if isinstance(value := values.get(owner), torch.Tensor) else owner for owner in owners}

@@ -1,6 +1,6 @@
-"""Which global state, as of gradients or autocast, each node of a graph runs in.
+"""Global state (for example grad mode or autocast) in which each node of a graph runs.
 
-``torch.export`` keeps such regions as graphs of their own; other graphs switch the state between two nodes.
+``torch.export`` stores such regions as inner graphs. Other graphs switch the state between two nodes.
 """
 
 from __future__ import annotations
@@ -13,46 +13,49 @@ from torch.fx import GraphModule, Node
 from optexport.transformations.analysis import modules, usage
 
 
-def why_apart(graph_module: GraphModule, nodes: Iterable[Node]) -> str | None:
-    """Why work of one of these nodes cannot be done at another: it runs in another state; None if all run in one."""
+def find_mode_problem(graph_module: GraphModule, nodes: Iterable[Node]) -> str | None:
+    """Returns why the work of one node cannot move to another: they run in different states.
+
+    None if they do not.
+    """
     if not usage.uses(graph_module).switches:
         return None
-    one, *others = nodes
-    for other in others:
-        if _state(graph_module, other) != _state(graph_module, one):
-            return f"the grad mode, autocast or another global state changes between {one.name} and {other.name}"
+    first, *rest = nodes
+    for node in rest:
+        if _state(graph_module, node) != _state(graph_module, first):
+            return f"the grad mode, autocast or another global state changes between {first.name} and {node.name}"
     return None
 
 
 def casts(graph_module: GraphModule, node: Node) -> bool:
-    """Whether a node may run under autocast, where what a layer gives is of another dtype than its weights."""
-    switched = (switch for switch in _in_force(graph_module, node) if "autocast" in modules.operator_name(switch))
-    return any(switch.args[2:3] != (False,) for switch in switched)
+    """Returns True if a node may run under autocast, which changes the dtype of results."""
+    active = _active_switches(graph_module, node)
+    return any("autocast" in modules.operator_name(s) and s.args[2:3] != (False,) for s in active)
 
 
 def _state(graph_module: GraphModule, node: Node) -> list[Any]:
-    return [(switch.target, str(switch.args), str(switch.kwargs)) for switch in _in_force(graph_module, node)]
+    return [(switch.target, str(switch.args), str(switch.kwargs)) for switch in _active_switches(graph_module, node)]
 
 
-def _in_force(graph_module: GraphModule, node: Node) -> list[Node]:
-    """What was switched before a node, and neither switched back nor set anew."""
-    found: list[Node] = []
+def _active_switches(graph_module: GraphModule, node: Node) -> list[Node]:
+    """Returns the switches before a node that were neither reverted nor overridden."""
+    active: list[Node] = []
     for switch in usage.uses(graph_module).switches:
         if not switch < node:
             break
         name = modules.operator_name(switch)
-        if name.startswith("lazy_load_"):  # which leaves results as they are
+        if name.startswith("lazy_load_"):  # does not change results
             continue
-        ended = [other for other in found if other in switch.all_input_nodes]  # an exit is given what its enter gave
-        if "decrement" in name:  # and of these there is nothing to give
-            begun = name.replace("decrement", "increment")
-            ended = [other for other in found if modules.operator_name(other) == begun][-1:]
-        sets = "set_" in name and [other for other in found if _setting(other) == _setting(switch)]
-        found = [other for other in found if other not in (sets or ended)]
-        found += [] if ended else [switch]
-    return found
+        ended = [earlier for earlier in active if earlier in switch.all_input_nodes]  # an exit gets its enter's result
+        if "decrement" in name:  # has no such argument
+            begin = name.replace("decrement", "increment")
+            ended = [earlier for earlier in active if modules.operator_name(earlier) == begin][-1:]
+        overridden = "set_" in name and [earlier for earlier in active if _setting(earlier) == _setting(switch)]
+        active = [earlier for earlier in active if earlier not in (overridden or ended)]
+        active += [] if ended else [switch]
+    return active
 
 
 def _setting(switch: Node) -> tuple[Any, str]:
-    """What is set, as the autocast of one device, without what it is set to."""
+    """Returns what a switch sets (for example autocast of a device), without the value."""
     return switch.target, str([*switch.args, *switch.kwargs.values()][:-1])

@@ -1,4 +1,4 @@
-"""Putting a graph back as it was when something that changed it fails."""
+"""Restores a graph if a change of it fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.fx import GraphModule
 
 @contextmanager
 def restored_on_failure(graph_module: GraphModule) -> Iterator[None]:
-    """Within it, the graph and the modules may be changed; whatever is raised puts them back.
+    """Restores the graph and its modules if the body raises anything.
 
-    The nodes of a graph that was put back are new ones. Numbers that were written into a tensor stay there.
+    The nodes of a restored graph are new. Numbers written into a tensor are not restored.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
         graph = copy.deepcopy(graph_module.graph)
-    # The dicts are those of parameters, buffers, submodules and hooks, by name.
+    # Copies the dicts of parameters, buffers, submodules and hooks too.
     before = {
         module: {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for module in graph_module.modules()

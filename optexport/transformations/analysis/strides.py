@@ -1,4 +1,4 @@
-"""How results lie in memory, and who needs them to lie there without gaps, in the order of their axes."""
+"""Memory layout of results, and the users that require a contiguous one."""
 
 from __future__ import annotations
 
@@ -10,70 +10,84 @@ from optexport.transformations.analysis import memory, modules
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the strides of a new one of its shape, along axes of a single position too."""
-    whole = tensor.layout is torch.strided
-    return whole and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    """Returns True if a tensor has the strides of a new one, also along axes of size 1."""
+    strided = tensor.layout is torch.strided
+    return strided and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
-# What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
+# Operations that fail, or give other results, for a slice or for other strides than those of a whole result.
 _STRICT = (
     *("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "resize_as_", "set_", "unfold"),
     *("detach_", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous"),
 )
-# What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
-_COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
-# What gives contiguous memory however that lies which it is given. Anything else may keep the order of the axes there.
+# Operations that may return a copy instead of a view. The result of the second group is always contiguous.
+_NEW_MEMORY = ("contiguous", "clone")
+_COPIES = ("reshape", "reshape_as", "flatten", "ravel", *_NEW_MEMORY)
+# Operations whose result is contiguous for any layout of the input. Others may keep the order of axes in memory.
 _CONTIGUOUS = ("linear", "layer_norm", "matmul", "bmm", "mm", "addmm", "conv1d", "conv2d", "conv3d", "embedding")
 _CONTIGUOUS_MODULES = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
-    """A user of a result, or of a view of it, that only works while that is contiguous, if there is one.
+    """Returns a user of a result, or of a view of it, that requires it to be contiguous.
 
-    Code that is neither PyTorch's nor Python's own is such a user: it may view what it is given in any shape.
+    None if there is none.
 
-    A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
+    Code that is neither PyTorch's nor Python's own is such a user, because it may view its input in any shape.
+    A slice of the last axis can be viewed in any shape that keeps this axis separate from the others.
 
     Args:
-        width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
-            memory, which what is computed from it may have too: joining them again gives what is contiguous.
+        graph_module: The graph of the call.
+        call: The result.
+        width: Size of the last axis if the result becomes a slice. None if it stays whole but its axes have another
+            order in memory. Results computed from it may have that order too, until a reshape joins axes.
     """
-    ahead, seen = [call], {call}
-    made_anew = _COPIES[-2:]
+    ahead, visited = [call], {call}
     while ahead:
         node = ahead.pop()
         for user in node.users:
-            module = modules.called_module(graph_module, user)
-            flattens = module is not None and any(isinstance(part, nn.Flatten) for part in module.modules())
-            name = "flatten" if flattens else modules.operator_name(user)
-            # Of a foreign operator the schema does not tell; of a graph, what it does with what it is given.
+            name = _name(graph_module, user)
+            # The schema of a custom operator does not say whether it views its input. Nor do inner graphs.
             if modules.is_foreign(graph_module, user) or "::" in name or modules.graphs_within(graph_module, user):
                 return user
-            apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
-            if name in _STRICT and not apart:
+            separate = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
+            if name in _STRICT and not separate:
                 return user
-            if width is None:
-                ends = isinstance(module, _CONTIGUOUS_MODULES) or name in _CONTIGUOUS
-            else:
-                ends = node not in memory.handed_on(graph_module, user)
-            if user in seen or modules.measures(user) or ends:
+            if user in visited or modules.measures(user) or _has_own_layout(graph_module, node, user, width):
                 continue
-            seen.add(user)
+            visited.add(user)
             if name in _COPIES and memory.changed_in_place(graph_module, user):
                 return user
-            if name not in made_anew and not (width is None and name in _COPIES and _joins_axes(node, user)):
+            if name not in _NEW_MEMORY and not (width is None and name in _COPIES and _joins_axes(node, user)):
                 ahead.append(user)
     return None
 
 
+def _name(graph_module: GraphModule, node: Node) -> str:
+    module = modules.called_module(graph_module, node)
+    flattens = module is not None and any(isinstance(part, nn.Flatten) for part in module.modules())
+    return "flatten" if flattens else modules.operator_name(node)
+
+
+def _has_own_layout(graph_module: GraphModule, node: Node, user: Node, width: int | None) -> bool:
+    """Returns True if the layout of a user's result is independent of its input ``node``."""
+    if width is not None:
+        return node not in memory.aliased_inputs(graph_module, user)
+    module = modules.called_module(graph_module, user)
+    return isinstance(module, _CONTIGUOUS_MODULES) or _name(graph_module, user) in _CONTIGUOUS
+
+
 def _joins_axes(node: Node, reshaped: Node) -> bool:
-    """Whether a reshape joins axes of up to four: if two of these are in another order in memory, it makes a copy."""
+    """Returns True if a reshape joins axes of at most four.
+
+    If these have another order in memory, it copies.
+    """
     before, after = modules.dims(node), modules.dims(reshaped)
     return before is not None and after is not None and after < before <= 4
 
 
 def _keeps_last_axis(view: Node, width: int) -> bool:
-    """Whether the sizes at the end of a view's shape multiply to the size of the last axis."""
+    """Returns True if the trailing sizes of a view multiply to the size of the last axis."""
     sizes = list(view.args[1:])
     if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
         sizes = list(sizes[0])

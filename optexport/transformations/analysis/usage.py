@@ -1,4 +1,4 @@
-"""Who uses what in a graph: which nodes call a module or read a tensor, and under how many names it is known."""
+"""Index of a graph: which nodes call a module or read a tensor, and under which names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from optexport.transformations.analysis import effects, modules
 
 
 def forget(graph_module: GraphModule, node: Node) -> None:
-    """Takes a constant out of the graph that no node reads any more, and out of the module tree if no call does."""
+    """Removes an unused read of a constant, and the constant if nothing else reads it."""
     if node.users:
         return
     graph_module.graph.erase_node(node)
-    if any(other.target == node.target for other in graph_module.graph.find_nodes(op="get_attr")):
+    if any(read.target == node.target for read in graph_module.graph.find_nodes(op="get_attr")):
         return
     if any(str(node.target).startswith(f"{n.target}.") for n in graph_module.graph.find_nodes(op="call_module")):
         return
@@ -29,10 +29,10 @@ def forget(graph_module: GraphModule, node: Node) -> None:
 
 
 class Uses:
-    """Who uses what in a graph, read once per pass.
+    """Index of a graph, built once per pass.
 
-    A pass only ever takes calls away, or adds modules that nobody shares yet, so what is read at its start errs on
-    the safe side until its end.
+    A pass only removes calls or adds unshared modules. So an index from its start stays on the safe
+    side until its end.
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
@@ -47,7 +47,7 @@ class Uses:
                 self.calls[node.target].append(node)
             elif node.op == "get_attr":
                 self._reads.add(node.target)
-            if effects.mutated(graph_module, node) or effects.own_changes(graph_module, node):
+            if effects.mutated_inputs(graph_module, node) or effects.mutated_state(graph_module, node):
                 self._mutations.append(node)
             if effects.switches(graph_module, node):
                 self.switches.append(node)
@@ -62,24 +62,24 @@ class Uses:
         return [node for node in self._mutations if not node._erased]
 
     def calls_of(self, target: str) -> list[Node]:
-        """The nodes that call a module still, in the graph's order."""
+        """Returns the nodes that still call a module, in graph order."""
         return [n for n in self.calls.get(target, []) if not n._erased and n.op == "call_module" and n.target == target]
 
-    def why_shared(self, target: str, module: nn.Module) -> str | None:
-        """Why a module is not one call's alone; None where it is."""
+    def find_sharing_problem(self, target: str, module: nn.Module) -> str | None:
+        """Returns why a module or its tensors are used elsewhere, or None."""
         names = self._module_names.get(module, [])
         if len(names) > 1:
-            return f"the same module is known as {' and '.join(sorted(names))}"
+            return f"the same module has the names {' and '.join(sorted(names))}"
         prefix = target
         while prefix := prefix.rpartition(".")[0]:
             if prefix in self.calls:
-                return f"it is part of {prefix}, which is called as a whole"
+                return f"it is part of {prefix}, which the graph calls as a whole"
         for name, parameter in module.named_parameters(recurse=False):
             if len(owners := self._parameter_names.get(parameter, [])) > 1:
                 return f"its {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
         for name in (*module._parameters, *module._buffers):
             if f"{target}.{name}" in self._reads:
-                return f"the graph reads its {name} elsewhere"
+                return f"the graph also reads its {name} directly"
         return None
 
 
@@ -88,7 +88,7 @@ _uses: WeakKeyDictionary[GraphModule, Uses] = WeakKeyDictionary()
 
 @contextmanager
 def indexed(graph_module: GraphModule) -> Iterator[None]:
-    """Within it, `uses` reads the graph once instead of at every call."""
+    """Builds the index of a graph once for all calls of `uses` in the body."""
     _uses[graph_module] = Uses(graph_module)
     try:
         yield
@@ -97,5 +97,5 @@ def indexed(graph_module: GraphModule) -> Iterator[None]:
 
 
 def uses(graph_module: GraphModule) -> Uses:
-    """Who uses what in a graph."""
+    """Returns the index of a graph."""
     return _uses.get(graph_module) or Uses(graph_module)

@@ -1,4 +1,4 @@
-"""bounds: what is said of a tensor holds for every value that it takes."""
+"""Bounds contain every value that a tensor takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MINUS = torch.finfo(torch.float32).min
 
 
 class Held(nn.Module):
-    """Holds a tensor as it is; parameters of a program are made random."""
+    """A buffer with a fixed value; the parameters of a program are random."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()

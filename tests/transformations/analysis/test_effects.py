@@ -1,4 +1,4 @@
-"""What calls do besides giving their result: which functions of PyTorch draw random numbers."""
+"""effects.draws recognizes all functions of PyTorch that draw random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from optexport.transformations.analysis.effects import draws
 
-# These set the generator, or give it away.
+# These set or return the state of the generator.
 _APART = ("seed", "manual_seed", "initial_seed", "set_rng_state", "get_rng_state", "fork_rng", "compile")
 
 
@@ -33,7 +33,7 @@ def _functions(module: Any) -> dict[str, Any]:
 
 
 def _calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments that one function or another can be called with."""
+    """Yields arguments that fit some functions."""
     ones = torch.ones(4, 4) * 0.5
     shapes = (ones, torch.eye(6) * 2, ones[None], ones[None, None], ones[None, None, None])
     more: tuple[tuple[Any, ...], ...] = ((), (2,), (0.5,), (0.5, True), (0.5, 0.6, True), (2, 2), (ones,), (ones, ones))
@@ -46,10 +46,10 @@ def _calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def _draws(function: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments with which a function was seen to draw, if any."""
+    """Returns arguments with which a function draws random numbers, or None."""
     for args, kwargs in _calls():
         before = torch.get_rng_state()
-        with contextlib.suppress(Exception):  # most do not take most of these
+        with contextlib.suppress(Exception):  # most functions reject most arguments
             function(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
             if not torch.equal(torch.get_rng_state(), before):
                 return args, kwargs
@@ -58,26 +58,28 @@ def _draws(function: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, fx.Node]:
     graph = fx.Graph()
-    given = [graph.placeholder(f"x{index}") if isinstance(arg, torch.Tensor) else arg for index, arg in enumerate(args)]
-    node = graph.call_function(function, tuple(given), kwargs)
+    arguments = [
+        graph.placeholder(f"x{index}") if isinstance(arg, torch.Tensor) else arg for index, arg in enumerate(args)
+    ]
+    node = graph.call_function(function, tuple(arguments), kwargs)
     graph.output(node)
     return fx.GraphModule(nn.Module(), graph), node
 
 
 def main() -> None:
-    """Writes which functions were seen to draw, and whether that is known of them."""
-    seen = []
+    """Prints the functions that draw random numbers, and what effects.draws returns for them."""
+    results = []
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         for module in (torch, F):
             for name, function in _functions(module).items():
-                if (given := _draws(function)) is not None:
-                    seen.append((f"{module.__name__}.{name}", draws(*_call(function, *given))))
-    print(json.dumps(seen))
+                if (arguments := _draws(function)) is not None:
+                    results.append((f"{module.__name__}.{name}", draws(*_call(function, *arguments))))
+    print(json.dumps(results))
 
 
-def test_every_function_that_is_seen_to_draw_random_numbers_is_known_to() -> None:
-    # In a process of its own: among all functions are those that set a default dtype, or no gradients.
+def test_all_functions_that_draw_random_numbers_are_recognized() -> None:
+    # In a separate process, because some functions set a default dtype or disable gradients.
     program = "from tests.transformations.graphs import test_effects; test_effects.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     known = dict(json.loads(done.stdout))

@@ -1,5 +1,4 @@
-"""What all rules leave alone that give layers other weights: weights that are not what the layer says, or not numbers,
-and such as their dtype cannot hold."""
+"""Layers and weights that all rules skip that replace weights."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def _norm_2d() -> Any:
     return nn.BatchNorm2d(4)
 
 
-# A place where each rule applies, but for the layer that it is given there.
+# For each rule: a program that it matches, except for the layer.
 _PLACES: dict[Rule, tuple[Callable[[], Any], torch.Tensor, Callable[[Any, Any], Any], dict[str, Any]]] = {
     FuseBias(): (_linear, X, lambda m, x: m.layer(x) + 100.0, {}),
     FuseBatchNorm(): (_conv, IMAGE, lambda m, x: m.norm(m.layer(x)), {"norm": nn.BatchNorm2d(4)}),
@@ -87,9 +86,9 @@ def test_each_place_is_one_where_the_rule_applies(rule: Rule) -> None:
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
-def test_a_weight_or_bias_that_is_no_parameter_is_left_alone(rule: Rule, name: str, buffer: bool) -> None:
+def test_a_weight_or_bias_that_is_no_parameter_is_skipped(rule: Rule, name: str, buffer: bool) -> None:
     graph_module, x = _graph(rule, lambda own: _instead(own, name, getattr(own, name).detach(), buffer=buffer))
-    check_refused(rule, graph_module, x, "its weight or bias is no parameter of it")
+    check_refused(rule, graph_module, x, "its weight or bias is not a parameter")
 
 
 def _pruned(layer: Any) -> None:
@@ -97,21 +96,21 @@ def _pruned(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if rule != MergeLinearChain()], ids=_name)
-def test_a_layer_that_was_pruned_and_kept_its_old_sizes_is_left_alone(rule: Rule) -> None:
+def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, _pruned)
     runs = not isinstance(rule, FuseBatchNorm)
-    check_refused(rule, graph_module, x if runs else None, "its weight has another shape than its sizes say")
+    check_refused(rule, graph_module, x if runs else None, "the shape of its weight does not fit its sizes")
 
 
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
-def test_a_bias_of_one_number_for_all_features_is_left_alone(rule: Rule) -> None:
+def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, lambda own: setattr(own, "bias", nn.Parameter(own.bias.detach()[:1])))
     runs = not isinstance(_PLACES[rule][0](), nn.Conv2d)
-    check_refused(rule, graph_module, x if runs else None, "its bias has another shape than its sizes say")
+    check_refused(rule, graph_module, x if runs else None, "the shape of its bias does not fit its sizes")
 
 
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)
-def test_weights_that_hold_no_numbers_are_left_alone(rule: Rule) -> None:
+def test_weights_that_hold_no_numbers_are_skipped(rule: Rule) -> None:
     _, _, body, others = _PLACES[rule]
     program = Program(body, layer=_PLACES[rule][0](), **others).eval()
     text = str(graph_of(program).graph)
@@ -119,7 +118,7 @@ def test_weights_that_hold_no_numbers_are_left_alone(rule: Rule) -> None:
         meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(other) for name, other in others.items()})
     changed, report = run(rule, graph_of(meta.eval()))
     assert str(changed.graph) == text
-    assert "its weights hold no numbers" in report.near_misses[0].reason
+    assert "its weights are on the meta device" in report.near_misses[0].reason
 
 
 def _copy(module: Any) -> nn.Module:
@@ -134,15 +133,15 @@ def _whole(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
-def test_weights_that_are_whole_numbers_are_left_alone(rule: Rule) -> None:
-    check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights hold no real numbers")
+def test_weights_that_are_whole_numbers_are_skipped(rule: Rule) -> None:
+    check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights are not real floating-point numbers")
 
 
-def test_complex_weights_are_left_alone() -> None:
+def test_complex_weights_are_skipped() -> None:
     layer = nn.Linear(4, 4, dtype=torch.complex64)
     for rule in (FuseBias(), FoldScale()):
         graph_module = graph_of(Program(_PLACES[rule][2], layer=layer).eval())
-        check_refused(rule, graph_module, X.to(torch.complex64), "its weights hold no real numbers")
+        check_refused(rule, graph_module, X.to(torch.complex64), "its weights are not real floating-point numbers")
 
 
 def _holding_more(module: Any) -> None:
@@ -166,7 +165,7 @@ def _saving_more_before(module: Any) -> None:
 
 
 class _Tagged(nn.Parameter):
-    """A subclass as quantisers make them."""
+    """A subclass of Parameter, as quantizers create them."""
 
 
 def _tagged(module: Any) -> None:
@@ -174,9 +173,9 @@ def _tagged(module: Any) -> None:
 
 
 _MORE = {
-    _holding_more: "it holds more, which no",
-    _holding_more_that_is_not_saved: "it holds more, which no",
-    _learning_more: "it holds more, which no",
+    _holding_more: "its tensor more does not belong to",
+    _holding_more_that_is_not_saved: "its tensor more does not belong to",
+    _learning_more: "its tensor more does not belong to",
     _saving_more: "it has hooks on its state_dict",
     _saving_more_before: "it has hooks on its state_dict",
     _tagged: "its weight is a _Tagged, a subclass of Parameter",
@@ -185,16 +184,14 @@ _MORE = {
 
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
-def test_a_layer_that_holds_more_than_its_class_is_left_alone(rule: Rule, more: Callable[[Any], None]) -> None:
+def test_a_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
     graph_module, x = _graph(rule, more)
     check_refused(rule, graph_module, x, _MORE[more])
 
 
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
-def test_a_norm_or_other_layer_that_holds_more_than_its_class_is_left_alone(
-    rule: Rule, more: Callable[[Any], None]
-) -> None:
+def test_a_second_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
     make, x, body, others = _PLACES[rule]
     ((name, other),) = others.items()
     other = _copy(other)
@@ -202,21 +199,21 @@ def test_a_norm_or_other_layer_that_holds_more_than_its_class_is_left_alone(
     check_refused(rule, graph_of(Program(body, layer=make(), **{name: other}).eval()), x, _MORE[more])
 
 
-def test_a_dropout_that_holds_more_than_its_class_is_left_alone() -> None:
+def test_a_dropout_with_additional_tensors_is_skipped() -> None:
     dropout = nn.Dropout()
     _holding_more(dropout)
     graph_module = graph_of(Program(lambda m, x: m.drop(x) + 1, drop=dropout).eval())
-    check_refused(RemoveNoOps(), graph_module, X, "drop: it holds more, which no Dropout has")
+    check_refused(RemoveNoOps(), graph_module, X, "drop: its tensor more does not belong to Dropout")
 
 
-def test_what_is_kept_of_a_layer_norm_is_all_but_its_gain_and_shift() -> None:
+def test_a_layer_norm_keeps_all_but_its_gain_and_shift() -> None:
     graph_module, _ = _graph(FoldNormAffine(), lambda layer: None)
     graph_module.norm.tag = "mine"
     bare = FoldNormAffine()(graph_module).norm
     assert (bare.tag, bare.weight, bare.bias, bare.elementwise_affine) == ("mine", None, None, False)
 
 
-# Where a constant that may be trained becomes part of a layer.
+# Programs where a rule folds a trainable constant into a layer.
 _TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, Any], Any], Callable[[], Any]]] = {
     "bias": (FuseBias(), X, _linear, lambda m, x: m.layer(x) + m.other, lambda: nn.Parameter(torch.ones(4))),
     "factor after": (FoldScale(), X, _linear, lambda m, x: m.layer(x) * m.other, lambda: nn.Parameter(torch.ones(1))),
@@ -242,7 +239,7 @@ def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: 
 
 
 @pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
-def test_a_buffer_becomes_part_of_a_layer_whether_that_is_trained_or_frozen(what: str) -> None:
+def test_a_buffer_is_folded_into_trained_and_frozen_layers(what: str) -> None:
     for frozen in (False, True):
         rule, x, make, body, other = _TRAINED[what]
         program = Program(body, layer=make().requires_grad_(not frozen)).eval()
@@ -273,19 +270,19 @@ def test_a_weight_keeps_its_stride_along_an_axis_of_one_position() -> None:
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale(), FoldNormAffine()], ids=_name)
 @pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
-def test_a_weight_whose_strides_no_other_can_have_is_left_alone(rule: Rule, weight: torch.Tensor) -> None:
+def test_a_weight_whose_strides_no_other_can_have_is_skipped(rule: Rule, weight: torch.Tensor) -> None:
     graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
-    check_refused(rule, graph_module, x, "its weight does not fill the memory that it spans")
+    check_refused(rule, graph_module, x, "the strides of its weight have gaps or overlap")
 
 
 def test_a_weight_with_gaps_in_memory_is_not_cast() -> None:
     program = Program(lambda m, x: m.layer(x), layer=_linear()).eval()
     program.layer.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     graph_module = symbolic_trace(program, example_inputs={"x": X})
-    check_refused(CastPrecision(), graph_module, X, "layer: its weight does not fill the memory that it spans")
+    check_refused(CastPrecision(), graph_module, X, "layer: the strides of its weight have gaps or overlap")
 
 
-# Weights with which a sum of products, or a product of weights, is beyond what the dtype holds.
+# Weights whose sums of products, or products, overflow.
 _GREAT: dict[str, tuple[Rule, torch.dtype, Callable[[Any], None]]] = {
     "bias": (FuseBias(), torch.float16, lambda m: m.layer.bias.fill_(65504)),
     "norm of half precision": (FuseBatchNorm(), torch.float16, lambda m: _norm(m, 300, 1e-7, 100)),
@@ -296,7 +293,7 @@ _GREAT: dict[str, tuple[Rule, torch.dtype, Callable[[Any], None]]] = {
     "kernels": (MergeParallelConvs(), torch.float16, lambda m: [k.weight.fill_(4e4) for k in (m.layer, m.other)]),
     "infinite already": (FoldScale(), torch.float32, lambda m: m.layer.weight[0].fill_(torch.inf)),
 }
-# ... and with which so many of them are so small that their dtype holds them with few digits.
+# Weights whose products become subnormal.
 _SMALL: dict[str, tuple[Rule, torch.dtype, Callable[[Any], None]]] = {
     "norm": (FuseBatchNorm(), torch.float16, lambda m: m.norm.weight.fill_(1e-5)),
     "norm of one feature": (FuseBatchNorm(), torch.float16, lambda m: m.norm.weight[2].fill_(1e-5)),
@@ -322,12 +319,12 @@ def _extreme(rule: Rule, dtype: torch.dtype, change: Callable[[Any], None]) -> G
 
 
 @pytest.mark.parametrize("what", _GREAT)
-def test_weights_that_would_overflow_are_left_alone(what: str) -> None:
+def test_weights_that_would_overflow_are_skipped(what: str) -> None:
     check_refused(_GREAT[what][0], _extreme(*_GREAT[what]), None, "its weights would overflow or become subnormal")
 
 
 @pytest.mark.parametrize("what", _SMALL)
-def test_weights_that_would_become_subnormal_are_left_alone(what: str) -> None:
+def test_weights_that_would_become_subnormal_are_skipped(what: str) -> None:
     check_refused(_SMALL[what][0], _extreme(*_SMALL[what]), None, "its weights would overflow or become subnormal")
 
 

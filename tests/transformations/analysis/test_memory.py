@@ -1,4 +1,4 @@
-"""memory and modules: what changes a tensor is known, under whatever name, and what only reads its size is no view."""
+"""In-place changes of a tensor are found under all its names; reading a size is not a view."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _traced(how: str, model: nn.Module, x: torch.Tensor = X) -> GraphModule:
     return graph_of(model) if how == "fx" else symbolic_trace(model, example_inputs={"x": x})
 
 
-def _reasons(rule: Rule, given: GraphModule) -> list[str]:
-    _, report = run(rule, sharing(given))
+def _reasons(rule: Rule, original: GraphModule) -> list[str]:
+    _, report = run(rule, sharing(original))
     assert not report.changes
     return [miss.reason for miss in report.near_misses]
 
@@ -94,14 +94,14 @@ def test_a_statistic_that_is_changed_under_another_name_stays() -> None:
     assert reason == "norm: its running_mean is changed in place by mul_"
 
 
-def test_a_layer_in_a_layer_that_is_called_as_a_whole_changes_its_own() -> None:
+def test_a_nested_layer_changes_its_own_state() -> None:
     whole = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Embedding(3, 4, max_norm=1.0), nn.BatchNorm1d(4).eval())
     graph = fx.Graph()
     graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
     (call,) = graph.find_nodes(op="call_module")
     holder = nn.Module()
     holder.whole = whole
-    changed = effects.own_changes(GraphModule(holder, graph), call)
+    changed = effects.mutated_state(GraphModule(holder, graph), call)
     assert [id(tensor) for tensor in changed] == [id(t) for t in (*whole[0][0].buffers(), whole[1].weight)]
 
 
@@ -113,19 +113,21 @@ def test_sizes_hand_no_memory_on(trace: str) -> None:
         z.add_(x.size()[0] + 1)
         return y.flatten() + z.flatten()
 
-    given = _traced(trace, Program(body))
-    views = [node for node in given.graph.nodes if modules.operator_name(node) == "view"]
-    assert [memory.changed_in_place(given, view) for view in views] == [False, True]
-    assert [len(memory.handed_on(given, view)) for view in views] == [1, 1]
+    original = _traced(trace, Program(body))
+    views = [node for node in original.graph.nodes if modules.operator_name(node) == "view"]
+    assert [memory.changed_in_place(original, view) for view in views] == [False, True]
+    assert [len(memory.aliased_inputs(original, view)) for view in views] == [1, 1]
 
 
 def test_what_getattr_reads_is_a_view_unless_it_is_a_size() -> None:
-    given = graph_of(Program(lambda m, x: x.T.view(x.shape[0], operator.mul(x.ndim, 2))))
-    read = {node.args[1]: memory.handed_on(given, node) for node in given.graph.nodes if node.target is getattr}
+    original = graph_of(Program(lambda m, x: x.T.view(x.shape[0], operator.mul(x.ndim, 2))))
+    read = {
+        node.args[1]: memory.aliased_inputs(original, node) for node in original.graph.nodes if node.target is getattr
+    }
     assert {name: len(inputs) for name, inputs in read.items()} == {"T": 1, "shape": 0, "ndim": 0}
 
 
-def test_an_operator_of_others_is_not_taken_for_one_of_pytorch_by_its_name() -> None:
+def test_a_custom_operator_is_not_mistaken_for_one_of_pytorch() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     own, foreign = graph.call_function(torch.relu, (x,)), graph.call_function(torch.ops.optexport_memory.relu, (x,))
@@ -138,7 +140,7 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
-def test_a_method_of_an_object_of_ones_own_may_change_what_it_is_given() -> None:
+def test_a_method_of_a_foreign_object_may_change_its_arguments() -> None:
     class Bumps:
         def bump(self, x: torch.Tensor) -> torch.Tensor:
             return x.add_(1.0)
@@ -152,8 +154,8 @@ def test_a_method_of_an_object_of_ones_own_may_change_what_it_is_given() -> None
             h = x * 2
             return self.a(h), bumps.bump(h), self.b(h)
 
-    given = torch.fx.symbolic_trace(Given())
-    want = given(X, Bumps())
-    _, report = run(MergeLinears(), given)
+    original = torch.fx.symbolic_trace(Given())
+    want = original(X, Bumps())
+    _, report = run(MergeLinears(), original)
     assert ["is changed in place by bump" in near.reason for near in report.near_misses] == [True]
-    assert_same([*given(X, Bumps())], [*want], "outputs")
+    assert_same([*original(X, Bumps())], [*want], "outputs")

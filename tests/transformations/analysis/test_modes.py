@@ -1,4 +1,4 @@
-"""No work is moved into another global state: out of autocast, into a region without gradients, past a default."""
+"""Rules do not move work to another global state, such as autocast or no_grad."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from optexport.transformations import (
     ShareEqual,
     SinkSelect,
 )
-from optexport.transformations.analysis.modes import why_apart
+from optexport.transformations.analysis.modes import find_mode_problem
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Program, by_export, by_fx
 from tests._helpers.models import randomise
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Rule, torch.Tensor, Callable[[Any, Any], Any], dict[str, 
     "remove-no-ops": (RemoveNoOps(), ROWS, lambda m, x: x.tanh().reshape(2, 3, 4) * 2, {}),
     "share-equal": (ShareEqual(), X, lambda m, x: x.tanh() - x.tanh() * 2, {}),
 }
-# Where the work of a layer is done by one of other weights, these may not be of another dtype than its result.
+# Rules that replace weights, whose dtype must be that of the result.
 FOLDING = [name for name in CASES if name.startswith(("fuse-b", "fold", "merge-linear-chain", "merge-parallel"))]
 
 
@@ -89,7 +89,7 @@ def _graph(name: str) -> tuple[Rule, fx.GraphModule, torch.Tensor]:
 
 
 def _around(graph_module: fx.GraphModule, first: fx.Node, last: fx.Node) -> None:
-    """Puts what is between two nodes under autocast."""
+    """Puts the nodes between two nodes under autocast."""
     graph = graph_module.graph
     with graph.inserting_before(first):
         entered = graph.call_function(_enter_autocast, ("cpu", torch.bfloat16, True, None))
@@ -99,7 +99,7 @@ def _around(graph_module: fx.GraphModule, first: fx.Node, last: fx.Node) -> None
 
 
 def _inner(graph_module: fx.GraphModule, name: str) -> fx.Node:
-    """The node that the rule works on, besides others that stay outside."""
+    """Returns the node that the rule matches."""
     names = {"fuse-attention": "softmax", "remove-no-ops": "reshape", "share-equal": "tanh_1"}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     if name in names:
@@ -129,7 +129,7 @@ def test_a_layer_under_autocast_keeps_its_weights(name: str) -> None:
     check_refused(rule, graph_module, x, "it is called under autocast")
 
 
-def test_linears_in_one_region_are_merged_there_and_those_around_it_too() -> None:
+def test_linears_are_merged_within_and_around_a_region() -> None:
     _, inside, _ = _graph("merge-linears")
     linears = inside.graph.find_nodes(op="call_module")
     _around(inside, *linears)
@@ -140,7 +140,7 @@ def test_linears_in_one_region_are_merged_there_and_those_around_it_too() -> Non
     check_applied(MergeLinears(), between, X)
 
 
-def test_a_division_stays_where_it_is_and_so_becomes_a_product_in_any_state() -> None:
+def test_a_division_becomes_a_product_in_any_state() -> None:
     graph_module = by_export(X, lambda m, x: x / 4 + 1)
     (division,) = graph_module.graph.find_nodes(op="call_function", target=operator.truediv)
     _around(graph_module, division, division)
@@ -155,7 +155,7 @@ def test_a_factor_in_another_state_is_no_part_of_attention() -> None:
 
 
 def enter_something() -> None:
-    """Code of one's own that is given nothing, and gives nothing: it can only be there for what else it does."""
+    """A foreign function without arguments or result, which can only have side effects."""
 
 
 SWITCHES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -178,7 +178,7 @@ def test_every_switch_of_a_global_state_keeps_linears_apart(name: str) -> None:
     check_refused(MergeLinears(), graph_module, None, APART)
 
 
-def test_a_state_that_is_set_anew_is_that_and_one_within_another_ends_with_it() -> None:
+def test_overridden_and_nested_states() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     nodes = []
@@ -196,12 +196,12 @@ def test_a_state_that_is_set_anew_is_that_and_one_within_another_ends_with_it() 
     switch(_exit_autocast, outer)
     graph.output(tuple(nodes))
     graph_module = fx.GraphModule(nn.Module(), graph)
-    equal = [[why_apart(graph_module, (one, other)) is None for other in nodes] for one in nodes]
+    equal = [[find_mode_problem(graph_module, (one, other)) is None for other in nodes] for one in nodes]
     states = "ABACDCA"  # without gradients, with, without; then in one region, in two, in one, in none
     assert equal == [[one == other for other in states] for one in states]
 
 
-def test_what_is_set_for_one_device_is_not_what_is_set_for_another() -> None:
+def test_states_of_two_devices_are_independent() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     nodes = [graph.call_function(torch.neg, (x,))]
@@ -210,7 +210,7 @@ def test_what_is_set_for_one_device_is_not_what_is_set_for_another() -> None:
         nodes.append(graph.call_function(torch.neg, (x,)))
     graph.output(tuple(nodes))
     graph_module = fx.GraphModule(nn.Module(), graph)
-    assert why_apart(graph_module, (nodes[2], nodes[4])) is not None
+    assert find_mode_problem(graph_module, (nodes[2], nodes[4])) is not None
 
 
 REGIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -223,14 +223,14 @@ REGIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_what_torch_vmap_computes_is_left_alone(name: str) -> None:
+def test_what_torch_vmap_computes_is_skipped(name: str) -> None:
     body = lambda m, x: torch.vmap(lambda row: REGIONS[name](m, row))(x)  # noqa: E731
     graph_module = by_export(ROWS, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     refused = []
     for rule in (*(rule for rule, *_ in CASES.values()), FuseBiasInLinear(), CastPrecision(), ReplaceActivation()):
         _, report = run(rule, sharing(graph_module))
         assert not report.changes
-        refused += [near.reason for near in report.near_misses if "torch.vmap computes" in near.reason]
+        refused += [near.reason for near in report.near_misses if "is batched by torch.vmap" in near.reason]
         if rule.preserves_computation:
             check_laws(rule, graph_module, ROWS, exact=True)
     assert refused
