@@ -1,4 +1,4 @@
-# make run | test | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
+# make run | test | test-all | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
 
 CONFIG ?= examples/minilm.toml
 PYTHON ?= python3
@@ -26,11 +26,12 @@ TOOLS_STAMP := $(VENV)/.stamp-tools
 .DELETE_ON_ERROR:
 # Two pips at once in one environment break it.
 .NOTPARALLEL:
-.PHONY: help run test lint clean
+.PHONY: help run test test-all lint clean
 
 help:
 	@echo 'make run [CONFIG=examples/minilm.toml]   install into $(VENV), then run a config'
-	@echo 'make test [ARGS="-k merge -x"]           install, then run the tests'
+	@echo 'make test [ARGS="-k merge -x"]           install, then run the fast tests (5 minutes)'
+	@echo 'make test-all [ARGS=...]                 install, then run all tests that need no server or browser'
 	@echo 'make lint                                ruff and mypy'
 	@echo 'make clean                               remove $(VENV) and the caches'
 	@echo 'PYTHON=python3.12 takes another Python, TORCH_INDEX=URL the torch of another wheel index'
@@ -38,8 +39,9 @@ help:
 run: $(RUN_STAMP) $(MODELS_STAMP)
 	$(VENV)/bin/optexport run $(CONFIG)
 
-test: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
-	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+test test-all: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(TIER) $(ARGS)
+test-all: TIER = --hypothesis-profile full -m 'not system and not nightly'
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .

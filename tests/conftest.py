@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import os
@@ -19,7 +18,9 @@ import pytest
 import torch
 import transformers
 from torch._export import utils
-from torch.onnx._internal.exporter import _constants, _registration
+
+from tests import sharing
+from tests.tiers import mark_samples
 
 # A shell has its jobs in the background ignore these, and so would all programs that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,31 +32,29 @@ gc.set_threshold(20_000, 50, 100)
 gc.freeze()
 transformers.logging.set_verbosity_error()
 
-hypothesis.settings.register_profile(
-    "optexport",
+_EVERY_PROFILE = hypothesis.settings(
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
-hypothesis.settings.load_profile("optexport")
-
-_read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
-
-
-def _from_torchlib(opset_version: int = _constants.TORCHLIB_OPSET) -> _registration.ONNXRegistry:
-    """A table of its own, since an export enters more into it, of entries that were read once.
-
-    torch.onnx reads the sources of 550 functions for every export: a quarter of the time of a small one.
-    """
-    registry = copy.copy(_read_torchlib(opset_version))
-    registry.functions = {target: [*known] for target, known in registry.functions.items()}
-    return registry
-
-
-_registration.ONNXRegistry.from_torchlib = staticmethod(_from_torchlib)  # type: ignore[method-assign]
+# Chosen by --hypothesis-profile; tests.tiers.examples() scales the numbers that tests ask for.
+hypothesis.settings.register_profile("quick", _EVERY_PROFILE, max_examples=20)
+hypothesis.settings.register_profile("full", _EVERY_PROFILE, max_examples=100)
+hypothesis.settings.load_profile("quick")
 
 # torch makes a Python object of each of its operators that are made of others, some thirty times an export.
 utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)  # type: ignore[assignment]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_samples(items)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _folder_of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    sharing.folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(autouse=True)

@@ -157,11 +157,11 @@ def give_up(client: Any, run_id: str, reason: str) -> None:
 
 
 def end_left(client: Any, experiment: str, bundle: Path) -> None:
-    """Marks the run of an earlier bundle as FAILED where it is RUNNING yet, and nobody sends to it any more.
+    """Marks the run of an earlier bundle as FAILED if it is still RUNNING and no process uploads to it.
 
-    The store was lost before its end, or the program was killed. `optexport upload` completes it all the same, as
-    long as the bundle is there. Whoever sends a bundle has locked it, and the run says which folder that is: a copy may be sent
-    elsewhere. What keeps this from being done is no failure of the next run.
+    Such a run lost its store or was killed. `optexport upload` still completes it as long as the bundle exists. An
+    upload locks the bundle, and the run names its folder, because a copy may be uploaded elsewhere. An error here does
+    not fail the next run.
     """
     with (
         contextlib.suppress(Exception),

@@ -164,7 +164,7 @@ def _check_matches(rule: NamedRule, report: Report) -> None:
     if len(report.changes) < rule.min_matches:
         misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
         raise GateError(
-            f"the rule matched in too few places (found {len(report.changes)}, expected at least {rule.min_matches}){misses}",
+            f"too few matches (found {len(report.changes)}, expected at least {rule.min_matches}){misses}",
             location=rule.name,
             hint="Change the model, or lower min_matches of the rule.",
         )

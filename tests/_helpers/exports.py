@@ -7,7 +7,6 @@ import hashlib
 import io
 import itertools
 import json
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,8 @@ from optexport.bundle import digest_json
 from optexport.result import Result
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
+from tests import sharing
 from tests._helpers.models import randomise
-
-# Removed when the tests end.
-_PLACE = tempfile.TemporaryDirectory(prefix="optexport-tests-")
 
 # Everything that the bundle of a block holds.
 FILES = (
@@ -99,7 +96,8 @@ def batch(size: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
 @functools.cache
 def exported() -> Result:
     """The bundle of a block, in all formats; it is shared between tests, so none may change it."""
-    return export(block(), batch(), Path(_PLACE.name) / "block", dynamic=DYNAMIC)
+    result: Result = sharing.make_once("block", lambda output: export(block(), batch(), output, dynamic=DYNAMIC))
+    return result
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -257,11 +257,13 @@ def test_kills_at_random_moments_leave_a_whole_bundle_or_none(tmp_path: Path, ki
     start = time.monotonic()
     _export(output)  # also imports what is imported late
     whole = time.monotonic() - start
-    killed = 0
-    for _ in range(kills):
+    killed = attempts = 0
+    # On a busy machine the timed run may be the slowest, and the next ones end before they are killed.
+    while attempts < kills or killed <= kills / 4:
+        attempts += 1
+        assert attempts < 20 * kills
         killed += _killed_after(generator.uniform(0, whole), output)
         digests.read_manifest(output)  # that of before, or the new one
-    assert killed > kills / 4
     _export(output)
     digests.read_manifest(output)
     assert _names(tmp_path) == ["out"]

@@ -49,7 +49,7 @@ def _told(folder: Path, drifted: Path, *arguments: str) -> str:
         [sys.executable, "-m", "optexport", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
     )

@@ -160,7 +160,7 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
         [sys.executable, "-m", "program"],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert (done.returncode, done.stderr) == (code, "Error: interrupted\n")
@@ -293,7 +293,7 @@ def test_a_second_signal_changes_neither_the_message_nor_the_code(
 ) -> None:
     """It ended in "Aborted!" and 1, as a full disk does, or in a traceback of what Python does at the end."""
     program = [sys.executable, "-c", TWICE, str(int(sent)), str(int(second)), where]
-    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
     assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
 
 

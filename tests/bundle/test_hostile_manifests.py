@@ -28,6 +28,7 @@ from optexport.diagnosis.bundle import blame_bundle
 from optexport.errors import BundleError, OptexportError
 from optexport.parity.verify import unchecked_gates, verify
 from tests._helpers import exports
+from tests.tiers import examples
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -59,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(exports.exported().output, folder))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObject) -> None:
     kept = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}
@@ -199,7 +200,7 @@ def test_blame_reads_no_file_outside_of_the_bundle(small: Path, tmp_path: Path) 
         blame_bundle(bundle)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st.DataObject) -> None:
     path, manifest = small / REFERENCE, small / MANIFEST

@@ -136,7 +136,7 @@ def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(pipe.read_text, encoding="utf-8")
         assert CliRunner().invoke(cli, ["verify", str(exports.exported().output), "--junit", str(pipe)]).exit_code == 0
-        assert 'errors="0"' in read.result(timeout=60)
+        assert 'errors="0"' in read.result(timeout=300)
 
 
 def test_a_report_of_an_empty_name_is_refused_as_the_folder_that_it_is(call: Caller) -> None:

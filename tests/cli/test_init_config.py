@@ -39,6 +39,7 @@ from optexport.config.schema import Config
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.loading import pretrained_files
 from optexport.transformations.registry import PRESET
+from tests.tiers import examples
 
 TINY: dict[str, Any] = {
     "hidden_size": 8,
@@ -262,7 +263,7 @@ KEYS = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(known=st.dictionaries(st.sampled_from(KEYS), values))
 @example(known={"architectures": ["Evil\nsource = 'x'\nForMaskedLM"]})
 @example(known={"architectures": 3})

@@ -138,7 +138,7 @@ def test_wait_command_ends_when_the_kubernetes_job_ends(end: str, tmp_path: Path
     kubectl.write_text(f"#!/bin/sh\necho 'FailureTarget {end}'\n")
     kubectl.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    result = subprocess.run(command, shell=True, env={"PATH": path}, capture_output=True, text=True, timeout=9)
+    result = subprocess.run(command, shell=True, env={"PATH": path}, capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stdout) == (0, f"FailureTarget {end}\n")
 
 

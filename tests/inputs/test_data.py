@@ -23,6 +23,7 @@ from optexport.inputs.data_lines import stack_records
 from optexport.inputs.preparation import prepare
 from optexport.loading.loader import Pretrained
 from tests._helpers.inputs import TINY, Maker, Rows, bert, shapes
+from tests.tiers import examples
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_ids_of_several_choices_get_no_mask_of_tokens() -> None:
     assert set(batch) == {"input_ids"}
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=9), min_size=1, max_size=5))
 def test_lines_of_ids_are_padded_and_the_mask_says_where(ids: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +170,7 @@ def test_a_damaged_file_is_refused_by_its_name(suffix: str, content: bytes, made
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(fraction=st.floats(0, 0.99), flipped=st.integers(0, 255))
 def test_a_file_cut_short_or_changed_is_read_or_refused(suffix: str, fraction: float, flipped: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,7 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.signature.signature import conventional_axes
 from tests._helpers import models
 from tests._helpers.inputs import TINY
+from tests.tiers import examples
 from tests.zoo import shrinking
 
 SIDE: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -93,7 +94,7 @@ def test_every_dynamic_axis_is_at_least_two_long_and_shared_ones_agree(name: str
     assert all(len(found) == 1 and min(found) >= 2 for found in sizes.values())
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 300))
 def test_token_ids_are_inside_any_vocabulary(size: int) -> None:
     model = nn.Linear(1, 1)

@@ -32,6 +32,7 @@ from optexport.inputs.preparation import prepare
 from optexport.loading.loader import Pretrained
 from optexport.signature.signature import Dim
 from tests._helpers.inputs import LONGEST, TINY, WORDS, Maker, Rows, save_processors, shapes
+from tests.tiers import examples
 
 
 class Anything(nn.Module):
@@ -120,7 +121,7 @@ DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"
 bounds = st.none() | st.integers(-300, 300).map(float) | st.floats(allow_nan=False, width=32)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(DTYPES), bounds, bounds, st.integers(0, 2**40))
 @example("uint8", -4.0, None, 0)
 @example("uint8", None, 1000.0, 0)
@@ -182,7 +183,7 @@ def test_a_shape_is_kept(shape: list[int | str], made: Maker) -> None:
 # What holds for all
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 6), st.integers(0, 6), st.booleans())
 @example(2, 4, 4, 0, True)
 @example(2, 4, 4, 4, True)

@@ -14,6 +14,7 @@ from optexport.config.schema import Effort
 from optexport.errors import ConfigError
 from optexport.parity.cases import cases, cut_to, traceable
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
+from tests.tiers import examples
 
 EFFORTS = get_args(Effort)
 BUDGET = 8192
@@ -170,7 +171,7 @@ def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) ->
     assert len(set(sizes)) == len(sizes)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(2, 9), st.integers(2, 300), st.integers(1, 2), st.integers(300, 5000))
 def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
     made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))

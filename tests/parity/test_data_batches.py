@@ -19,6 +19,7 @@ from optexport.parity.memmap import spilled
 from optexport.pipeline import run as pipeline_run
 from optexport.result import Result
 from optexport.signature.signature import Dim
+from tests.tiers import examples
 
 MODULE = """
 from torch import nn
@@ -44,7 +45,7 @@ enabled = false
 """
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
 def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
     dim = Dim("batch", low, None if more is None else low + more)
@@ -59,7 +60,7 @@ def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: in
         assert dim.max == 1 or all(dim.min <= size <= (dim.max or size) for size in sizes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 300))
 def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
     cut = shards({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
@@ -72,7 +73,7 @@ def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
         assert why_unchecked(cut, rows, checked) == (f"data: {len(kept)} of {rows} rows are checked",)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(3, 60), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 21]))
 def test_a_batch_holds_no_more_numbers_than_its_budget_unless_two_rows_do(rows: int, numbers: int) -> None:
     batch = {"x": torch.zeros(1, numbers, dtype=torch.uint8).expand(rows, -1)}

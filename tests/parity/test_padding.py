@@ -16,6 +16,7 @@ from optexport.parity.special_values import special_cases
 from optexport.signature.signature import Dim
 from tests._helpers.exports import quick
 from tests.parity.test_special_values import EFFORTS, IDS, signature, text
+from tests.tiers import examples
 
 
 def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
@@ -32,7 +33,7 @@ def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("decoder", [False, True])
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(1, 9), columns=st.integers(3, 40))
 def test_every_kind_of_padding_is_checked_at_the_traced_size(
     effort: Effort, decoder: bool, rows: int, columns: int

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from optexport.signature.resizing import resize, resize_tensor
 from optexport.signature.signature import Dim, Signature, TensorSpec
+from tests.tiers import examples
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 70), st.integers(1, 20))
 @example(2, 3, 4, 3)
 @example(2, 8, 4, 1)

@@ -17,6 +17,7 @@ from optexport.errors import ConfigError
 from optexport.signature.signature import Dim, Signature, TensorSpec, conventional_axes, flatten_outputs, named_inputs
 from optexport.tracing.trace import trace
 from tests._helpers import models
+from tests.tiers import examples
 
 BERT = Signature(
     (
@@ -122,7 +123,7 @@ trees: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(trees)
 def test_no_tensor_of_an_output_is_lost_and_the_order_is_kept(outputs: Any) -> None:
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if leaf is not None]

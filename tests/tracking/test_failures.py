@@ -176,9 +176,9 @@ def test_a_row_that_another_process_has_written_is_nothing_to_be_mended() -> Non
 def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     start = time.monotonic()
-    with answering(503, Retry_After="30") as uri, pytest.raises(TrackingError, match="When the store answers, again"):
+    with answering(503, Retry_After="300") as uri, pytest.raises(TrackingError, match="When the store answers, again"):
         log_bundle(place, uri)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 150
 
 
 def test_a_server_that_does_not_know_its_host_says_nothing_of_credentials(tmp_path: Path) -> None:

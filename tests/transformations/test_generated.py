@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from optexport.testing import check_laws, check_undo_alone, outputs
 from optexport.transformations import Rule, compose
+from tests.tiers import examples
 from tests.transformations.generated import Case, cases
 from tests.transformations.test_laws import RULES
 
@@ -54,7 +55,7 @@ def _check(case: Case, order: list[Rule], inplace: bool, alone: bool) -> None:
 
 
 @given(cases(), _ORDERS, st.booleans(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_random_modules_keep_the_laws_under_random_rules(
     case: Case, order: list[Rule], inplace: bool, alone: bool
 ) -> None:

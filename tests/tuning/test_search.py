@@ -27,6 +27,7 @@ from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.search import Search
 from optexport.tuning.tournament import Tournament
 from optexport.tuning.tuner import share
+from tests.tiers import examples
 
 _PASSES = format_passes.of_format("torchscript")
 _WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
@@ -252,7 +253,7 @@ def test_rules_without_matches_are_not_toggled(world: Callable[..., World]) -> N
 _SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     speeds=st.lists(_SPEEDS, min_size=2, max_size=5),
     lowered=st.lists(_SPEEDS, min_size=len(_PASSES), max_size=len(_PASSES)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import onnxscript.optimizer
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
+from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
@@ -42,7 +45,7 @@ def convert(
         ExportError: The graph holds an operator that ONNX lacks.
     """
     try:
-        with transformers_exporter.onnx_patches():
+        with transformers_exporter.onnx_patches(), _cached_torchlib():
             model = _convert(graph_module, signature, example, opset)
     except OptexportError:
         raise
@@ -132,6 +135,33 @@ def _convert(
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+@contextlib.contextmanager
+def _cached_torchlib() -> Iterator[None]:
+    """Reuses the torchlib table of an earlier export in this process.
+
+    torch 2.13 parses the sources of 550 torchlib functions for every export, a quarter of the time of a small one.
+    """
+    registry = _registration.ONNXRegistry
+    original = vars(registry)["from_torchlib"]
+    registry.from_torchlib = staticmethod(_copy_of_torchlib)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        registry.from_torchlib = original  # type: ignore[method-assign]
+
+
+def _copy_of_torchlib(*args: Any, **kwargs: Any) -> _registration.ONNXRegistry:
+    """Returns a copy, because an export adds its own translations to the table."""
+    table = _read_torchlib(*args, **kwargs)
+    copied = copy.copy(table)
+    copied.functions = {target: [*translations] for target, translations in table.functions.items()}
+    return copied
+
+
+# The original method, bound here before any patch; its argument is the opset.
+_read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 
 def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:

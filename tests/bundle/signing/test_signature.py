@@ -26,6 +26,7 @@ from optexport.errors import BundleError
 from tests._helpers import exports, signed
 from tests._helpers.cli import message
 from tests._helpers.tampering import tamper_onnx
+from tests.tiers import examples
 
 FILES = (*exports.FILES, "bundle.sig", "provenance.json", "sbom.cdx.json")
 
@@ -137,7 +138,7 @@ def test_a_later_run_replaces_a_signed_bundle_and_leaves_no_signature(copied: Pa
 # What does not
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_one_bit_of_any_file_is_noticed_and_the_file_named(
     whole: Path, keys: tuple[Path, Path], name: str, at: float, bit: int

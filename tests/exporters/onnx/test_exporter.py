@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
@@ -307,6 +308,16 @@ def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
     made, path = saved(model, tmp_path)
     files.runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
+
+
+def test_torchlib_is_read_once_and_no_translation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _registration.ONNXRegistry.from_torchlib
+    made, path = saved(Program(lambda m, x: x.relu()), tmp_path)
+    monkeypatch.setattr(transformers_exporters, "onnx_translations", dict)
+    monkeypatch.setattr(_registration, "onnxscript_apis", None)  # what an export would read torchlib from
+    files.save_onnx(made, path)
+    files.runs(made, path, made.example)
+    assert original == _registration.ONNXRegistry.from_torchlib
 
 
 class Tagger(nn.Module):

@@ -17,6 +17,7 @@ from tests._helpers import exports
 from tests.bundle.test_hostile_manifests import ANYTHING, every_place, put
 from tests.report.html import bundles
 from tests.report.html.reading import Page
+from tests.tiers import examples
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundles.copied(tmp_path_factory.mktemp("forged") / "bundle")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_changed_document_gives_a_page_or_an_error(small: Path, data: st.DataObject) -> None:
     originals = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}

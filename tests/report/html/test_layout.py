@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optexport.report.html.layout import HEIGHT, arrange
+from tests.tiers import examples
 
 
 @st.composite
@@ -22,7 +23,7 @@ def graphs(draw: st.DrawFn) -> tuple[dict[str, float], dict[str, list[str]]]:
     return widths, reads
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(graphs())
 def test_boxes_do_not_overlap_and_data_flows_down(graph: tuple[dict[str, float], dict[str, list[str]]]) -> None:
     widths, reads = graph
