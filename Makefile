@@ -1,4 +1,4 @@
-# make run | test | test-all | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
+# make run | test | test-all | coverage | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
 
 CONFIG ?= examples/minilm.toml
 PYTHON ?= python3
@@ -26,13 +26,14 @@ TOOLS_STAMP := $(VENV)/.stamp-tools
 .DELETE_ON_ERROR:
 # Two pips at once in one environment break it.
 .NOTPARALLEL:
-.PHONY: help run test test-all lint clean
+.PHONY: help run test test-all coverage lint clean
 
 help:
 	@echo 'make run [CONFIG=examples/minilm.toml]   install into $(VENV), then run a config'
 	@echo 'make test [ARGS="-k merge -x"]           install, then run the fast tests (5 minutes)'
 	@echo 'make test-all [ARGS=...]                 install, then run all tests that need no server or browser'
-	@echo 'make lint                                ruff and mypy'
+	@echo 'make coverage                            run the tests and write htmlcov/'
+	@echo 'make lint                                ruff, mypy and import-linter'
 	@echo 'make clean                               remove $(VENV) and the caches'
 	@echo 'PYTHON=python3.12 takes another Python, TORCH_INDEX=URL the torch of another wheel index'
 
@@ -43,13 +44,17 @@ test test-all: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(TIER) $(ARGS)
 test-all: TIER = --hypothesis-profile full -m 'not system and not nightly'
 
+coverage: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=html $(ARGS)
+
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict optexport
+	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache htmlcov
 	find optexport tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: no requirement of another package then chooses another build of it, and what torch itself

@@ -1,7 +1,7 @@
-"""Writes albert_smiles.jsonl: chemical reactions as the token ids that rxnmapper's ALBERT was trained on.
+"""Writes albert_smiles.jsonl: chemical reactions as token ids for rxnmapper's ALBERT.
 
-Its tokenizer splits SMILES strings by a pattern of its own, which AutoTokenizer does not know: it would turn every
-string into unknowns. Run it again with ``python examples/albert_smiles.py`` where rxnmapper is installed.
+AutoTokenizer cannot be used, because the model was trained with another pattern to split SMILES strings. To write the
+file again, install rxnmapper and run ``python examples/albert_smiles.py``.
 """
 
 import importlib.util

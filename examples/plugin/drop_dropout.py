@@ -1,4 +1,4 @@
-"""A rule of one's own: outside of training a dropout hands its input on, so it can go."""
+"""Example of your own rule: removes dropout, which returns its input outside of training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class DropDropout(Rule):
-    """dropout(x, p, train=False)  ->  x
+    """Removes dropout in eval mode.
 
-    Skips:   a dropout in train mode, which draws random numbers.
-    Exact:   to the bit.
-    Inverse: none, because the probability is gone.
+    dropout(x, p, train=False)  ->  x
+
+    Skips:   dropout in train mode, which draws random numbers.
+    Exact:   bit-exact.
+    Inverse: none, because the probability is not recorded.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         if node.target is not aten.dropout.default:
             return None
         _, _, train = node.args
-        return Skip("it is in train mode") if train else Match((node,))
+        return Skip("dropout is in train mode") if train else Match((node,))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         (dropout,) = match.nodes

@@ -1,14 +1,14 @@
-"""Asks a model that `mlflow models serve` serves, with the standard library, NumPy and safetensors.
+"""Queries a model behind `mlflow models serve`, with the standard library, NumPy and safetensors.
 
-With `[register]` and `name = "minilm"` in the config:
+Needs `[register]` with `name = "minilm"` in the config:
 
     optexport run examples/minilm.toml
     export MLFLOW_TRACKING_URI=sqlite:///examples/mlflow.db
     mlflow models serve --model-uri models:/minilm@champion --env-manager local --port 5001
     python examples/serving/client.py http://127.0.0.1:5001 examples/build/minilm
 
-It sends the inputs that the bundle holds, and says how far the answers are from the original model's. It ends with 1
-where one is farther than a hundredth of its largest value, as of another model: what is close the proof decides.
+It sends the bundle's stored inputs and prints the distance of each answer from the original model's. It exits with 1 if
+a distance exceeds a hundredth of the largest value, which means that another model answers.
 """
 
 import json
@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 
 
 def predict(url, inputs):
-    """What the served model gives.
+    """Returns the outputs of the served model.
 
     Args:
-        inputs: Arrays by name. JSON knows numbers and no dtypes, so ids may be int32 or int64.
+        inputs: Arrays by name. JSON has no dtypes, so ids may be int32 or int64.
 
     Returns:
-        Nested lists by name, which `numpy.asarray` makes arrays of.
+        Nested lists by name; `numpy.asarray` turns them into arrays.
     """
     body = json.dumps({"inputs": {name: array.tolist() for name, array in inputs.items()}})
     request = urllib.request.Request(f"{url}/invocations", body.encode(), headers={"Content-Type": "application/json"})
@@ -37,22 +37,22 @@ def predict(url, inputs):
 
 
 def distance(answer, expected):
-    """The largest distance of an answer from what the original gave, be they numbers or booleans."""
+    """Returns the largest distance between two arrays of numbers or booleans."""
     return np.abs(answer.astype("float64") - expected.astype("float64")).max(initial=0.0)
 
 
 def main(url, bundle):
-    stored = load_file(Path(bundle) / "reference.safetensors")  # case 0 is what was traced
+    stored = load_file(Path(bundle) / "reference.safetensors")  # case 0 is the traced one
     inputs = {key.removeprefix("0.inputs."): array for key, array in stored.items() if key.startswith("0.inputs.")}
-    far = []
+    wrong = []
     for name, values in predict(url, inputs).items():
         answer, expected = np.asarray(values), stored[f"0.outputs.{name}"]
-        apart = distance(answer, expected)
-        print(f"{name} {list(answer.shape)}: {apart:.2g} from the original")
-        if apart > 0.01 * distance(expected, np.zeros_like(expected)):
-            far.append(name)
-    if far:
-        sys.exit(f"{', '.join(far)}: no answers of the model in {bundle}")
+        error = distance(answer, expected)
+        print(f"{name} {list(answer.shape)}: {error:.2g} from the original")
+        if error > 0.01 * distance(expected, np.zeros_like(expected)):
+            wrong.append(name)
+    if wrong:
+        sys.exit(f"{', '.join(wrong)}: not the answers of the model in {bundle}")
 
 
 if __name__ == "__main__":
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     except urllib.error.URLError as error:
         sys.exit(f"{sys.argv[1]}: {error}")
     except FileNotFoundError as error:
-        sys.exit(f"{sys.argv[2]}: it is no bundle: {error}")
+        sys.exit(f"{sys.argv[2]}: not a bundle: {error}")

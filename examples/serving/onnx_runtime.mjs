@@ -3,8 +3,8 @@
 //     npm install --prefix examples/serving --ignore-scripts
 //     node examples/serving/onnx_runtime.mjs examples/build/minilm
 //
-// The package's scripts would only fetch libraries for GPUs. It gives the file every case of inputs that the bundle
-// holds, and says how far the answers are from the original's.
+// The package's install scripts only fetch libraries for GPUs. This example runs every stored case of the bundle and
+// prints the distance of each answer from the original's.
 
 import fs from "node:fs";
 import path from "node:path";
@@ -12,7 +12,7 @@ import process from "node:process";
 
 import { InferenceSession, Tensor } from "onnxruntime-node";
 
-// By the name of a dtype in a safetensors file: ONNX Runtime's name of it, and the array that holds it.
+// ONNX Runtime's name and the array type of each safetensors dtype.
 const TYPES = {
   F32: ["float32", Float32Array],
   F64: ["float64", Float64Array],
@@ -25,23 +25,23 @@ const TYPES = {
   BOOL: ["bool", Uint8Array],
 };
 
-/** The tensors of a safetensors file by name: the length of a header of JSON, the header, and the values. */
+/** Returns the tensors of a safetensors file by name. The file holds the header's length, a JSON header, and values. */
 function readTensors(file) {
   const bytes = fs.readFileSync(file);
   const start = 8 + Number(bytes.readBigUInt64LE(0));
   const tensors = {};
   for (const [name, entry] of Object.entries(JSON.parse(bytes.toString("utf8", 8, start)))) {
     if (name === "__metadata__") continue;
-    if (!(entry.dtype in TYPES)) throw new Error(`${name}: this example reads no ${entry.dtype}`);
+    if (!(entry.dtype in TYPES)) throw new Error(`${name}: this example cannot read ${entry.dtype}`);
     const [type, Values] = TYPES[entry.dtype];
     const [from, to] = entry.data_offsets;
-    const copied = new Uint8Array(bytes.subarray(start + from, start + to)); // where an array of wider numbers may begin
+    const copied = new Uint8Array(bytes.subarray(start + from, start + to)); // copied, because wider arrays need alignment
     tensors[name] = new Tensor(type, new Values(copied.buffer), entry.shape);
   }
   return tensors;
 }
 
-/** The number that 16 bits stand for, of which not every Node.js has arrays. */
+/** Returns the float16 number of 16 bits, because not every Node.js has Float16Array. */
 function half(bits) {
   const [exponent, fraction] = [(bits >> 10) & 31, bits & 1023];
   const finite = exponent ? 2 ** (exponent - 25) * (1024 + fraction) : 2 ** -24 * fraction;
@@ -54,9 +54,9 @@ function numbers(tensor) {
 }
 
 function distance(answer, expected) {
-  const [given, wanted] = [numbers(answer), numbers(expected)];
+  const [actual, reference] = [numbers(answer), numbers(expected)];
   let largest = 0;
-  for (let i = 0; i < wanted.length; i++) largest = Math.max(largest, Math.abs(given[i] - wanted[i]));
+  for (let i = 0; i < reference.length; i++) largest = Math.max(largest, Math.abs(actual[i] - reference[i]));
   return largest;
 }
 
@@ -70,7 +70,7 @@ for (const [number, name] of manifest.reference_cases.entries()) {
   const answers = await session.run(inputs);
   for (const output of manifest.outputs) {
     const answer = answers[output.name];
-    const far = distance(answer, stored[`${number}.outputs.${output.name}`]).toPrecision(2);
-    console.log(`${name}: ${output.name} [${answer.dims.join(", ")}]: ${far} from the original`);
+    const error = distance(answer, stored[`${number}.outputs.${output.name}`]).toPrecision(2);
+    console.log(`${name}: ${output.name} [${answer.dims.join(", ")}]: ${error} from the original`);
   }
 }

@@ -1,9 +1,9 @@
-"""Runs a bundle's ONNX file with ONNX Runtime alone: without optexport, torch and transformers.
+"""Runs a bundle's ONNX file with ONNX Runtime, without optexport, torch and transformers.
 
     pip install numpy onnxruntime safetensors
     python examples/serving/onnx_runtime.py examples/build/minilm
 
-It gives the file every case of inputs that the bundle holds, and says how far the answers are from the original's.
+It runs every stored case of the bundle and prints the distance of each answer from the original's.
 """
 
 import json

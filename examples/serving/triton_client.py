@@ -1,9 +1,9 @@
-"""Asks Triton Inference Server, which serves a bundle of the layout "triton", with the standard library and NumPy.
+"""Queries a bundle with the layout "triton" on Triton Inference Server, with NumPy and safetensors.
 
     tritonserver --model-repository examples/build/minilm/model_repository
     python examples/serving/triton_client.py http://127.0.0.1:8000 examples/build/minilm
 
-It sends every case of inputs that the bundle holds to each of its models, and says how far the answers are from the
+It sends every stored case of the bundle to each of its models and prints the distance of each answer from the
 original's.
 """
 
@@ -25,13 +25,11 @@ def ask(url, body=None, headers=None):
 
 
 def predict(url, model, inputs):
-    """What a model gives.
+    """Returns the outputs of a model as arrays by name.
 
     Args:
-        inputs: Arrays in the order of the model's inputs. One without axes but the batch travels with one more, of 1.
-
-    Returns:
-        Arrays by the model's names of its outputs.
+        inputs: Arrays in the order of the model's inputs. An array with only the batch axis gets a second axis of
+            size 1.
     """
     described = json.loads(ask(f"{url}/v2/models/{model}")[0])
     arrays = [
@@ -52,15 +50,15 @@ def predict(url, model, inputs):
     }
     text = json.dumps(head).encode()
     body = b"".join([text, *(array.tobytes() for array in arrays)])
-    length = "Inference-Header-Content-Length"  # of what is JSON; the tensors' bytes follow
+    length = "Inference-Header-Content-Length"  # the bytes of tensors follow the JSON header
     content, headers = ask(f"{url}/v2/models/{model}/infer", body, {length: str(len(text))})
-    place = int(headers[length])
+    offset = int(headers[length])
     answers = {}
-    for output in json.loads(content[:place])["outputs"]:
+    for output in json.loads(content[:offset])["outputs"]:
         size = output["parameters"]["binary_data_size"]
         dtype = DTYPES.get(output["datatype"], output["datatype"].lower())
-        answers[output["name"]] = np.frombuffer(content[place : place + size], dtype).reshape(output["shape"])
-        place += size
+        answers[output["name"]] = np.frombuffer(content[offset : offset + size], dtype).reshape(output["shape"])
+        offset += size
     return {spec["name"]: answers[spec["name"]] for spec in described["outputs"]}
 
 
@@ -73,7 +71,7 @@ def main(url, bundle):
             inputs = [stored[f"{number}.inputs.{spec['name']}"] for spec in manifest["inputs"]]
             try:
                 answers = predict(url, model, inputs)
-            except urllib.error.HTTPError as error:  # as at sizes that a file of fixed shape does not take
+            except urllib.error.HTTPError as error:  # for example a size that a file of fixed shape refuses
                 print(f"{model}: {case}: {error.read().decode()}")
                 continue
             for output, answer in zip(manifest["outputs"], answers.values(), strict=True):

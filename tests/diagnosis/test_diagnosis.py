@@ -415,7 +415,7 @@ def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 def test_every_file_of_a_failure_is_explained() -> None:
-    text = (Path(__file__).parents[2] / "optexport" / "proof" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("`OUTPUT-failure/`:")[2].partition("`optexport diagnose")[0]
+    text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    table = text.partition("The folder `OUTPUT-failure/`")[2].partition("`optexport diagnose")[0]
     whole = {"model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt", "before.pt", "after.pt"}
     assert [name for name in sorted(reproduction._NAMES - whole) if f"`{name}`" not in table] == []

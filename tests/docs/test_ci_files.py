@@ -31,6 +31,10 @@ RAY = yaml.safe_load((ROOT / "pipelines" / "ray-job.yml").read_text(encoding="ut
     ("name", "schema"),
     [
         ("pipelines/github-actions.yml", ["vendor.github-workflows"]),
+        (".github/workflows/ci.yml", ["vendor.github-workflows"]),
+        (".github/ISSUE_TEMPLATE/config.yml", ["vendor.github-issue-config"]),
+        (".github/ISSUE_TEMPLATE/bug.yml", ["vendor.github-issue-forms"]),
+        (".github/ISSUE_TEMPLATE/feature.yml", ["vendor.github-issue-forms"]),
         ("pipelines/gitlab-ci.yml", ["vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
     ],
 )

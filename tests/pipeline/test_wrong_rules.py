@@ -116,7 +116,7 @@ def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
 def test_a_rule_that_finds_less_than_is_expected_fails_the_run(
     project: Path, rule: str, least: int, found: str
 ) -> None:
-    message = f"{rule}: the rule matched in too few places (found {found}, expected at least {least})"
+    message = f"{rule}: too few matches (found {found}, expected at least {least})"
     with pytest.raises(GateError, match=re.escape(message)) as caught:
         run.run(expecting(project, rule, least))
     assert caught.value.exit_code == 6

@@ -313,7 +313,7 @@ def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
 def test_torchlib_is_read_once_and_no_translation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = _registration.ONNXRegistry.from_torchlib
     made, path = saved(Program(lambda m, x: x.relu()), tmp_path)
-    monkeypatch.setattr(transformers_exporters, "onnx_translations", dict)
+    monkeypatch.setattr(transformers_exporter, "onnx_translations", dict)
     monkeypatch.setattr(_registration, "onnxscript_apis", None)  # what an export would read torchlib from
     files.save_onnx(made, path)
     files.runs(made, path, made.example)

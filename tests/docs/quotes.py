@@ -1,0 +1,51 @@
+"""Keeps the code that pages quote equal to the files and commands it comes from.
+
+A comment before a fenced block names the source of the block:
+
+    <!-- quote: file examples/minilm.toml -->          a file of the repository
+    <!-- quote: new-rule drop_negations.py -->         a file that `optexport new-rule drop-negations` writes
+
+``python -m tests.docs.quotes`` updates the blocks; a test fails while one differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+
+from tests.docs.pages import PAGES, ROOT
+
+_QUOTE = re.compile(r"(<!-- quote: (\S+) (.+?) -->\n```\w+\n)(.*?)(^```$)", re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def _new_rule() -> dict[str, str]:
+    from optexport.cli.new_rule import write_rule
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = write_rule("drop-negations", Path(folder))
+        return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+def _source(kind: str, name: str) -> str:
+    if kind == "file":
+        return (ROOT / name).read_text(encoding="utf-8")
+    if kind == "new-rule":
+        return _new_rule()[name]
+    raise ValueError(f"quote: unknown kind (found {kind}, expected file or new-rule)")
+
+
+def render(text: str) -> str:
+    """Returns a page with every quoted block replaced by the current text of its source."""
+    return _QUOTE.sub(lambda match: f"{match[1]}{_source(match[2], match[3])}{match[5]}", text)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        before = path.read_text(encoding="utf-8")
+        after = render(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"updated {path.relative_to(ROOT)}")

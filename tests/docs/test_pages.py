@@ -1,0 +1,130 @@
+"""The pages match the program: links, quotes, commands, config keys and Python blocks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests._helpers import exports
+from tests._helpers.cli import CliRunner, cli
+from tests.docs import quotes
+from tests.docs.pages import PAGES, README, ROOT, anchors, blocks, links, read
+
+# Blocks of these pages run on their own, except those that need a file or a package of the reader's.
+_RUNNABLE = ("README.md", "docs/python-api.md", "docs/transformations.md")
+_PYTHON = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name in _RUNNABLE
+    for number, code in enumerate(blocks(read(name), "python"))
+    if "optexport.export(" in code or "compose(" in code
+]
+
+
+def _page_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("code", _PYTHON)
+def test_python_blocks_print_what_they_show(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"__name__": "__main__"})
+    expected = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_page_id)
+def test_quotes_equal_their_sources(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert quotes.render(text) == text, "run: python -m tests.docs.quotes"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_page_id)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    for link in links(path.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if "://" not in link:
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path != README], ids=_page_id)
+def test_pages_are_linked_from_the_index(path: Path) -> None:
+    index = ROOT / "docs" / "README.md"
+    targets = {(index.parent / link.partition("#")[0]).resolve() for link in links(read("docs/README.md"))}
+    assert path == index or path in targets
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_page_id)
+def test_toml_blocks_parse(path: Path) -> None:
+    for block in blocks(path.read_text(encoding="utf-8"), "toml"):
+        tomllib.loads(block)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_page_id)
+def test_named_commands_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    names = set(re.findall(r"(?:`|^\$ |^    )optexport ([a-z][a-z-]+)", text, re.MULTILINE))
+    assert names <= set(cli.commands)
+
+
+def test_readme_fits_on_200_lines() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_cli_page_lists_every_command_and_exit_code() -> None:
+    from optexport import errors
+
+    page = read("docs/cli.md")
+    assert [name for name in cli.commands if f"| `optexport {name}" not in page] == []
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    codes = {cls.exit_code for cls in classes if issubclass(cls, errors.OptexportError)} | {0}
+    assert [code for code in codes if f"\n| {code} |" not in page] == []
+
+
+def test_config_page_lists_every_key() -> None:
+    from optexport.config.schema import Config
+
+    sections = re.split(r"^## ", read("docs/config.md"), flags=re.MULTILINE)[1:]
+    schema = Config.model_json_schema()
+    for table, value in schema["properties"].items():
+        section = next(text for text in sections if f"[{table}]" in text.splitlines()[0])
+        (definition,) = re.findall(r"#/\$defs/(\w+)", str(value))
+        for key in schema["$defs"][definition]["properties"]:
+            assert re.search(rf"`(\w+)?\.?{key}[`.]", section), f"{table}.{key}"
+
+
+def test_rules_and_passes_are_listed() -> None:
+    rules, passes = read("docs/transformations.md"), read("docs/tuning.md")
+    assert [name for name in _listed("transformations") if f"| `{name}` |" not in rules] == []
+    assert [name for name in _listed("passes") if f"| `{name}` |" not in passes] == []
+
+
+def _listed(command: str) -> list[str]:
+    result = CliRunner().invoke(cli, [command])
+    assert result.exit_code == 0
+    return [line.split()[0] for line in result.stdout.splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="its keys are made by openssl")
+def test_signing_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = re.findall(r"^    (.+)$", read("docs/signing.md"), re.MULTILINE)
+    assert len(commands) == 5
+    shutil.copytree(exports.exported().output, tmp_path / "build" / "minilm")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        if program == "optexport":
+            assert CliRunner().invoke(cli, arguments).exit_code == 0
+        else:
+            module = [sys.executable, "-m", program] if program == "model_signing" else [program]
+            subprocess.run([*module, *arguments], capture_output=True, check=True)
