@@ -1,1 +1,1 @@
-"""The proof: on what a model is checked, how far rounding explains a difference, and what differs by more."""
+"""Parity checks: cases, the float64 reference, the noise floor and the checker."""

@@ -1,4 +1,4 @@
-"""Checks the places of a run, looks for more inputs that fail where asked to, and makes small those that do."""
+"""Parity checks of one run: cached results, search for failing inputs, reduction."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _FOUND = "found by search: "
 
 
 class CandidateChecker:
-    """Checks each place of a run.
+    """Checks every target of a run against the reference.
 
     Args:
-        proof: Compares places on the cases.
-        run: Runs the original on a batch and names its outputs.
-        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
-        config: How far results may be from the original's, and how much effort is made to find those that are not.
+        proof: Compares targets on the cases.
+        run: Runs a model on a batch and names its outputs.
+        model: The original model.
+        vocabularies: Number of valid ids per input, for inputs that index an embedding.
+        config: The `[parity]` table: tolerance and effort.
 
     Attributes:
-        kept: The places whose results were taken from an earlier run.
+        kept: Targets whose results come from the cache.
     """
 
     def __init__(
@@ -55,13 +56,19 @@ class CandidateChecker:
         traced_shape_only: bool = False,
         precision: str | None = None,
     ) -> TargetParity:
-        """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them.
+        """Compares a target with the reference on all cases.
 
-        Of lower precision there is none to look for: no single input fails a gate.
+        Exhaustive effort also searches for other failing inputs. An input that the search finds becomes a case. Targets
+        of lower precision are not searched, because no single input fails a gate.
 
         Args:
-            open_candidate: Gives how to run it. Not called where an earlier run kept what that content gave.
-            content: A digest of what the candidate is; None where its results are not kept.
+            open_candidate: Opens the target and returns its runner. Not called if the cache has its results.
+            content: Digest of the target's content; None disables the cache.
+            traced_shape_only: Use only the cases with the shapes of the traced case.
+            precision: Precision that the target was lowered to, for example "float16".
+
+        Returns:
+            The comparison of the target, per output and case.
         """
         at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
         entry = self._entry(target, content, at)
@@ -87,7 +94,7 @@ class CandidateChecker:
         return parity
 
     def _look_closer(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
-        """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
+        """Repeats a failed comparison with limits from perturbed weights, if these explain it."""
         proof, config = self.proof, self.config
         found = perturbation.bounds(
             proof, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured
@@ -100,7 +107,7 @@ class CandidateChecker:
         return proof.take(parity.target, proof.results(parity.target), traced_shape_only=traced_shape_only)
 
     def _entry(self, target: str, content: str | None, reference: Reference) -> str:
-        """What the results of a place are kept under; empty where they are not."""
+        """Returns the cache key of a target's results, or an empty string if caching is off."""
         if content is None or not reference.name or not store.enabled():
             return ""
         return store.name("results", reference.name, [case.name for case in reference.cases], target, content)
@@ -108,8 +115,8 @@ class CandidateChecker:
     def _search(
         self, parity: TargetParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
     ) -> TargetParity:
-        """Looks for more inputs at which a place that passed fails, and checks it there too."""
-        # Of random values an integer may be a tie, which says nothing of the candidate.
+        """Searches for an input at which a passed target fails, and checks the target there."""
+        # Random values can make an integer output a tie, so a difference there does not prove a fault.
         outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
         measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
         fails = search.failure_test(measure, candidate)
@@ -121,14 +128,18 @@ class CandidateChecker:
         return self.proof.check(parity.target, candidate, traced_shape_only=traced_shape_only)
 
     def smallest(self) -> str | None:
-        """The smallest input that was found at which the first place that failed still fails."""
+        """Returns the name of the smallest input at which the first failed target still fails.
+
+        Returns:
+            None if no smaller input fails, or if only a gate over all cases fails.
+        """
         assert self._failing is not None
         target, open_candidate, signature = self._failing
         outputs = [output for output in target.outputs if not output.passed]
-        if not outputs:  # it is the decisions at all cases together that fail
+        if not outputs:  # only a gate over all cases fails, so no single input does
             return None
         name = next(case.case for case in outputs[0].cases if case.failure is not None)
-        if name.startswith(_FOUND):  # it is small already
+        if name.startswith(_FOUND):  # the search has already reduced it
             return None
         reference = self.proof.reference
         case = next(case for case in reference.cases if case.name == name)

@@ -1,4 +1,4 @@
-"""The batches that a model is checked on: the traced one, real data, and sizes that were never traced."""
+"""Batches that a model is checked on: the traced one, user data and untraced sizes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from optexport.errors import ConfigError, TraceError
 from optexport.signature.resizing import resize, resize_tensor
 from optexport.signature.signature import Batch, Dim, Dynamic, Signature
 
-# Check inputs hold at most this many numbers, or this many times those of the example where that is more; those at the
-# ends of a range, where the other sizes are small, hold more.
+# Limit of elements per generated batch: `_BUDGET`, or `_BUDGET_TIMES` the example's elements if that is more. A batch
+# at the end of a range may be larger, because its other sizes are small.
 _BUDGET = 8192
 _BUDGET_TIMES = 4
 _BUDGET_AT_ENDS = 1 << 20
 _BUDGET_IN_DOUBT = 1 << 24
 _LEAST_UNTRACED = 3
-# Where effort is no object: every size up to this, and the powers of two beyond it with their neighbours.
+# Exhaustive effort tries every size up to this one. Above it, it tries powers of two and their neighbours.
 _EVERY_SIZE_UP_TO = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch to check on.
+    """One batch on which targets are compared.
 
     Attributes:
-        extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
-        optional: Whether nobody declared its values, so that a model may refuse them.
-        data: Whether it is the user's data.
-        otherwise: What to check on instead, in turn, where the model refuses the batch: with less padding.
+        extreme: True if the values are unlike data. Their rounding differs from that in other cases.
+        optional: True if the values are generated, so that the model may reject them.
+        data: True if the batch is user data.
+        otherwise: Batches with less padding, to try in this order if the model rejects `batch`.
     """
 
     name: str
@@ -51,17 +51,18 @@ def cases(
     suspect_sizes: Sequence[Mapping[str, int]] = (),
     effort: Effort = "standard",
 ) -> list[Case]:
-    """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
+    """Returns the cases: the traced batch, user data and at least three untraced sizes.
 
-    Fewer only where the declared ranges hold fewer sizes.
+    There are fewer untraced sizes if the declared ranges contain fewer.
 
     Args:
-        suspect_sizes: Sizes that are always checked, because the trace may not hold there.
-        effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
-            "exhaustive", many more sizes, none of them cut for being large.
+        real: Batches of user data.
+        suspect_sizes: Sizes at which the trace may not hold. They are always checked.
+        effort: "quick" uses the first data batch only and skips the ends of the ranges. "exhaustive" adds many sizes
+            and does not reduce large ones.
 
     Raises:
-        TraceError: A size in doubt makes every batch too large to check on.
+        TraceError: A suspect size makes every batch too large.
     """
     data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
     data = data[:1] if effort == "quick" else data
@@ -97,7 +98,7 @@ def _is_same(one: Batch, other: Batch) -> bool:
 
 
 def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most: float) -> dict[str, int]:
-    """Sizes in doubt with those of the other dimensions, which alone are cut: beside the doubt the trace may hold."""
+    """Returns suspect sizes within the budget, reducing only the other dimensions."""
     sizes = cut_to(most, example, signature, {**signature.sizes(example), **doubt}, kept=doubt)
     if (numbers := _numbers(example, signature, sizes)) > most:
         names = " and ".join(doubt)
@@ -113,10 +114,16 @@ def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most
 def cut_to(
     most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int], kept: Collection[str] = ()
 ) -> dict[str, int]:
-    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers.
+    """Halves dimensions, relatively largest first, until a batch fits into an element limit.
 
     Args:
-        kept: Dimensions whose size stays.
+        most: Maximum number of elements in the batch.
+        batch: Example that gives the shapes, and the sizes that "largest" is relative to.
+        sizes: Size per dimension name.
+        kept: Dimensions that are not reduced.
+
+    Returns:
+        The reduced sizes. They exceed the limit if no dimension can shrink further.
     """
     cut, given = dict(sizes), signature.sizes(batch)
     least = {name: max(signature.dims[name].min, 1) for name in cut}
@@ -130,12 +137,16 @@ def cut_to(
 
 
 def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
-    """How many numbers a batch would hold at other sizes."""
+    """Returns the number of elements of a batch at other sizes."""
     return sum(map(math.prod, shapes_at(batch, signature, sizes).values()))
 
 
 def shapes_at(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """The shapes that the inputs of a batch would have at other sizes."""
+    """Returns the shapes of a batch's inputs at other sizes.
+
+    Args:
+        sizes: Size per dimension name.
+    """
     shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
     for name, axes in signature.sizes_at(sizes).items():
         for axis, size in axes.items():
@@ -146,7 +157,7 @@ def shapes_at(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> d
 def _untraced_sizes(
     signature: Signature, traced: Mapping[str, int], effort: Effort
 ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-    """Sizes at the ends of their ranges, and others."""
+    """Returns sizes at the ends of the ranges, and other untraced sizes."""
     names = list(traced)
     if not names:
         return [], []
@@ -160,7 +171,7 @@ def _untraced_sizes(
     if effort == "quick":
         return [], [smallest, prime, {**longer, head: smallest[head]}]
     ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
-    if len(tail) > 1:  # all of them at their largest may have to be cut
+    if len(tail) > 1:  # a batch with every size at its maximum may have to be reduced
         ends += [{**smallest, name: largest[name]} for name in tail]
     others = [
         prime,
@@ -175,7 +186,7 @@ def _untraced_sizes(
 
 
 def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
-    """Sizes of a range where what computes them may change: small ones, and those about each power of two."""
+    """Returns sizes at which kernels tend to switch: small ones and near powers of two."""
     most = dim.max or 4 * traced[dim.name]
     about = {2**power + step for power in range(most.bit_length() + 1) for step in (-1, 0, 1)}
     sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *about, most}
@@ -183,7 +194,7 @@ def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
 
 
 def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The sizes next to the traced ones, for ranges too narrow to hold enough others."""
+    """Yields sizes next to the traced ones, for narrow ranges."""
     for step in (1, -1, 2, -2, 3, -3):
         moved = {name: _clamped(signature.dims[name], size + step) for name, size in traced.items()}
         yield from ({**traced, name: size} for name, size in moved.items())
@@ -201,10 +212,10 @@ def _prime_after(number: int) -> int:
     return candidate
 
 
-# How the rows of a batch are padded, in turn.
+# Padding kinds, which alternate over the rows of a batch.
 PADDINGS = ("right", "left", "whole")
 UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
-# What every model of padded rows takes.
+# Padding that every model with padded rows accepts.
 LESS_PADDING = ("right", "none")
 _LEAST_PADDED = 3
 
@@ -212,25 +223,39 @@ IsMask = Callable[[str, torch.Tensor], bool]
 
 
 def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Whether it says which tokens are padding: of all that is called a mask, what holds a 1 for each other token."""
+    """Checks if an input is an attention mask, with 1 for every token that is not padding.
+
+    Args:
+        name: Name of the input.
+        tensor: Its values, of any dtype; only shape [batch, sequence] qualifies.
+    """
     named = name == "mask" or name.endswith("attention_mask")
     return named and tensor.dim() == 2 and is_mask(name, tensor)
 
 
 def is_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Whether it says of each of its places, by 0 or 1, if it counts, as far as its name and its values tell."""
+    """Checks if an input is a mask, by its name and by its values of 0 and 1.
+
+    Args:
+        name: Name of the input.
+        tensor: Its values, of any dtype, with at least two axes.
+    """
     return "mask" in name and tensor.dim() >= 2 and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding_mask) -> Batch:
-    """Pads the rows of a batch that has masks of [batch, sequence], in turn: at the right, at the left, or wholly.
+    """Pads the rows of every mask in a batch, alternating the kinds of padding.
 
-    Padding that is there already stays. Rows of fewer than three tokens are left alone. No two masks are padded alike,
-    so that one does not stand for the other.
+    Existing padding stays. Rows of fewer than three tokens are unchanged. Each mask starts with another kind, so that
+    no mask can replace another unnoticed.
 
     Args:
-        padded: Whether an input is such a mask. Of those with more axes no row is padded wholly, of the last axis: a
-            mask of an image, or of what is seen from each token, leaves something everywhere.
+        kinds: Kinds of padding per row: "right", "left", "whole" or "none".
+        padded: Predicate that selects the masks. Masks with more than two axes never get "whole", because image masks
+            and attention masks leave something visible in every row.
+
+    Returns:
+        A new batch. Inputs that are not masks are shared with the old one.
     """
     masks = {
         name: tensor.clone(memory_format=torch.contiguous_format)
@@ -248,17 +273,17 @@ def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding
 
 
 def at_least_two(batch: Batch) -> Batch:
-    """A batch of one as a batch of two: of one alone, tracing would take it that the model takes no other."""
+    """Repeats a batch of one to two rows, because tracing specialises on size 1."""
     if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
         return batch
     return traceable(batch, {name: {0: "batch"} for name in batch})
 
 
 def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
-    """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range.
+    """Returns a batch whose dynamic axes have at least size 2 and a size in range.
 
     Raises:
-        ConfigError: An axis that is declared has no elements to be repeated.
+        ConfigError: A declared axis has size 0 and cannot be repeated.
     """
     sizes: dict[str, int] = {}
     for name, axes in dynamic.items():

@@ -1,4 +1,4 @@
-"""The proof: does a candidate compute what the original computes, as far as the original's own precision tells?"""
+"""Comparison of targets with the reference, within the measured tolerance."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from optexport.parity.noise_floor import Tolerance, of_lower_precision
 from optexport.parity.reference import Outputs, Reference, kept
 from optexport.runtime.runners import Run
 
-# The places of the pipeline.
+# Names of targets.
 ORIGINAL = "original"
 GRAPH = "transformed graph"
 ONNX = "onnx"
 ONNX_OPTIMISED = "onnx, optimised"
-# The ONNX file before it is lowered.
+# The ONNX file before its precision is lowered.
 ONNX_FLOAT32 = "onnx in float32"
 ONNX_FLOAT32_OPTIMISED = "onnx in float32, optimised"
-# Places whose own is not the graph that came last.
+# Targets that another file was optimised or lowered from, instead of the last graph.
 _MADE_FROM = {ONNX_OPTIMISED: ONNX, ONNX_FLOAT32_OPTIMISED: ONNX_FLOAT32, ONNX: ONNX_FLOAT32}
 
 
 @dataclass(frozen=True)
 class CaseParity:
-    """How one output compares at one case.
+    """Comparison of one output on one case.
 
     Attributes:
-        distance: The largest distance of an element from the reference.
-        limit: The largest distance that is allowed to any.
-        failure: Why it fails; None where it passes.
+        distance: Largest distance of an element from the reference.
+        limit: Largest allowed distance of any element.
+        failure: Reason for the failure; None if the case passes.
     """
 
     case: str
@@ -46,20 +46,22 @@ class CaseParity:
 
 @dataclass(frozen=True)
 class OutputParity:
-    """How one output of a candidate compares. Distances are the largest over all elements and ordinary cases.
+    """Comparison of one output of a target.
+
+    Distances are maxima over elements and ordinary cases.
 
     Attributes:
-        max_abs: Distance from the reference (float64, or the original where a fixed tolerance is asked for).
-        max_rel: The same, relative to the reference's element, or to a millionth of its largest where that is more.
-        cosine: Smallest cosine similarity of a case with the reference; 1 is the same direction.
-        floor: The original's own distance from float64.
-        limit: The distance up to which it passes.
-        multiple: ``max_abs`` as a multiple of the floor.
-        step: Distance from the place that it was made from: what this step of the pipeline changed.
-        argmax_agreement: Share of positions whose largest element along the last axis is the same.
-        tolerance: The absolute tolerance against the original itself that would just have passed.
-        worst_case: The case of ``max_abs``.
-        cases: How it compares at each case, extreme ones too.
+        max_abs: Distance from the reference: float64, or the original if the tolerance is fixed.
+        max_rel: Distance relative to the reference's element, or to a millionth of its largest value if that is more.
+        cosine: Smallest cosine similarity with the reference over the cases; 1 is the same direction.
+        floor: Noise floor: the original's own distance from float64.
+        limit: Largest distance that passes.
+        multiple: ``max_abs`` divided by the noise floor.
+        step: Distance from the target that this one derives from, so the change of this step.
+        argmax_agreement: Share of positions with the same largest element along the last axis.
+        tolerance: Smallest absolute tolerance, relative to the original, that passes.
+        worst_case: Case of ``max_abs``.
+        cases: Comparison on each case, extreme ones included.
     """
 
     output: str
@@ -77,7 +79,7 @@ class OutputParity:
 
     @property
     def failure(self) -> str | None:
-        """Why it fails, at the first case where it does; None where it passes."""
+        """Returns the first failing case and its reason, or None if all cases pass."""
         return next((f"at {case.case}: {case.failure}" for case in self.cases if case.failure is not None), None)
 
     @property
@@ -87,13 +89,13 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class TargetParity:
-    """How a candidate compares at one place of the pipeline.
+    """Comparison of one target, over all outputs.
 
     Attributes:
-        made_from: The place before it on its way: of the transformed graph the original, of what the runtime
-            optimises the file as it stands, of any other the transformed graph.
-        decisions: How it decides, gate by gate.
-        precision: What it was lowered to, so that its decisions are held to gates, and not its distances to the floor.
+        made_from: Target that this one derives from. A transformed graph derives from the original, an optimised file
+            from the file before optimisation, any other target from the transformed graph.
+        decisions: Result of each gate.
+        precision: Precision that the target was lowered to. Its gates then decide instead of the noise floor.
     """
 
     target: str
@@ -104,7 +106,7 @@ class TargetParity:
 
     @property
     def title(self) -> str:
-        """The place, and its precision where that is not the original's."""
+        """Returns the target's name, with its precision if that differs from the original's."""
         return self.target if self.precision is None else f"{self.target} ({self.precision})"
 
     @property
@@ -113,15 +115,15 @@ class TargetParity:
 
     @property
     def near(self) -> bool:
-        """Whether the distances pass, whatever the gates say."""
+        """Checks if all distances pass, regardless of the gates."""
         return all(output.passed for output in self.outputs)
 
 
 class ParityChecker:
-    """Compares what comes out at each place of the pipeline with the original, and with the place before.
+    """Compares every target with the original and with the target it derives from.
 
     Attributes:
-        targets: How each place compares, in the order in which they were checked; the original comes first.
+        targets: Comparison of each target, in the order of the checks; the original comes first.
     """
 
     def __init__(self, reference: Reference, bounds: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
@@ -137,26 +139,38 @@ class ParityChecker:
         return all(target.passed for target in self.targets)
 
     def result(self, target: str, case: str) -> Outputs | str:
-        """What a place gave at a case; where it raised, what."""
+        """Returns the outputs of a target on a case, or the message of its error.
+
+        Args:
+            target: Name of the target.
+            case: Name of the case.
+        """
         return self._results[target][case]
 
     def results(self, target: str) -> list[Outputs]:
-        """What a place that raised nowhere gave at each of its cases."""
+        """Returns the outputs of a target on each case that raised no error.
+
+        Args:
+            target: Name of the target.
+        """
         return [result for result in self._results[target].values() if not isinstance(result, str)]
 
     def check(
         self, target: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
     ) -> TargetParity:
-        """Compares a candidate on all cases, or on those shaped as the traced one.
+        """Runs a target on the cases and compares it with the reference.
 
-        A candidate that raises fails with what it raised: a size that was baked in shows in this way. A place that is
-        checked again is compared anew.
+        A target that raises fails with that error; this is how a baked-in size shows. A second check of the same target
+        replaces the first one.
 
         Args:
-            precision: What it was lowered to. Then distances are limited by atol and rtol only, if these are given.
+            target: Name of the target.
+            run: Runs the target on a batch.
+            traced_shape_only: Use only the cases with the shapes of the traced case.
+            precision: Precision that the target was lowered to. Then only atol and rtol limit distances, if set.
 
         Raises:
-            ExportError: There is not enough memory to run it, which says nothing of its results.
+            ExportError: Memory ran out, so the results are unknown.
         """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         results: list[Outputs | str] = []
@@ -164,7 +178,7 @@ class ParityChecker:
             for case in reference.cases:
                 try:
                     result = run(case.batch)
-                except Exception as error:  # each runtime raises kinds of its own
+                except Exception as error:  # each runtime raises its own error types
                     if is_of_memory(error):
                         raise _memory_error(target, case.name) from error
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
@@ -180,12 +194,24 @@ class ParityChecker:
         traced_shape_only: bool = False,
         precision: str | None = None,
     ) -> TargetParity:
-        """The same, of a candidate that was run: what it gave at each case, or what it raised."""
+        """Compares results that exist already with the reference.
+
+        Args:
+            target: Name of the target.
+            results: Outputs, or the message of an error, per case.
+            traced_shape_only: Use only the cases with the shapes of the traced case.
+            precision: Precision that the target was lowered to.
+        """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         return self._add(target, list(results), reference, precision)
 
     def extend(self, found: Reference, bounds: Mapping[str, Tolerance]) -> None:
-        """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""
+        """Adds cases with their own limits; later checks include them.
+
+        Args:
+            found: The new cases and their reference outputs.
+            bounds: Tolerance on these cases, per output. Outputs without one are not limited there.
+        """
         self.reference = self.reference.followed_by(found)
         extended = {}
         for name, bound in self.bounds.items():
@@ -200,12 +226,12 @@ class ParityChecker:
         graphs = [name for name in self._results if name.startswith(GRAPH)]
         if _MADE_FROM.get(target) in self._results:
             made_from = _MADE_FROM[target]
-        elif target.startswith(GRAPH) and precision is not None:  # a graph that was cast is made from the one before
+        elif target.startswith(GRAPH) and precision is not None:  # a cast graph derives from the graph before it
             made_from = graphs[-1]
-        elif target.startswith(GRAPH) or not graphs:  # a bundle holds none
+        elif target.startswith(GRAPH) or not graphs:  # a bundle contains no graph
             made_from = ORIGINAL
         else:
-            made_from = graphs[-1]  # files are checked right after the graph that they are made of
+            made_from = graphs[-1]  # files are checked right after the graph that they are exported from
         self._results[target] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
@@ -221,17 +247,17 @@ class ParityChecker:
         return self.targets[-1]
 
     def _uncounted(self, reference: Reference) -> frozenset[str]:
-        """The ordinary cases that gates leave alone, since they are on the user's data."""
+        """Returns the ordinary cases that gates skip because they use user data only."""
         counted = {case for gate in self.gates for case in gate.cases}
         real = any(gate.real for gate in self.gates)
         return frozenset(c.name for c in reference.cases if real and not c.extreme and c.name not in counted)
 
 
-# How far a file of lower precision may be at sizes at which no gate counts, of an output's length as a vector. It is
-# there for what is no longer the same model; a cosine of 0.87 is as far.
+# Limits for files of lower precision on cases that no gate counts. The distance is relative to the length of the output
+# as a vector. The limit only detects a different model: a cosine similarity of 0.87 is equally far.
 _GROSS = 0.5
-# And of the largest value of any ordinary case: what is next to nothing there, as the distance of a row to itself, is
-# noise in any precision.
+# Also relative to the largest value of any ordinary case. An output that is close to zero, such as the distance of a
+# row to itself, is noise in any precision.
 _GROSS_OF_LARGEST = 0.05
 
 
@@ -316,13 +342,13 @@ def _compare(
         problem = f"the original gives nothing{' but NaN or infinity' * numbers_given}, so nothing is proven"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
     multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
-    agreement = sum(agreements) / len(agreements) if agreements else 1.0  # of extreme cases alone there are none
+    agreement = sum(agreements) / len(agreements) if agreements else 1.0  # extreme cases alone have no agreements
     numbers = (max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, step, agreement, tolerance)
     return OutputParity(name, *numbers, worst, tuple(compared))
 
 
 def _other_numbers(candidate: torch.Tensor, original: torch.Tensor, exact: torch.Tensor) -> str:
-    """How many whole numbers, or truth values, differ; and whether rounding alone decides them."""
+    """Describes how many integers or booleans differ, and if rounding alone explains it."""
     text = f"{int((candidate != original).sum())} of {original.numel()} values are others"
     if not (decided := int((exact != original).sum())):
         return text

@@ -1,4 +1,4 @@
-"""Cuts the rows of the user's data into batches that fit in memory, and says how many of them were checked."""
+"""Batches of user data that fit into memory, and the share of the data that was checked."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from optexport.parity.cases import Case
 from optexport.signature.signature import Batch, Dim
 
-# A batch holds at most so many rows, and so many numbers: 32 texts of 512 tokens, or 6 images of 224 by 224.
+# Limits of a batch in rows and in elements: 32 texts of 512 tokens, or 6 images of 224 by 224.
 _ROWS = 32
 _NUMBERS = 1 << 20
 
 
 def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:
-    """Cuts a batch into batches, so that each row is in one of them.
+    """Splits a batch along its batch axis into smaller batches.
 
     Args:
-        inputs: Those whose first axis is the batch.
-        dim: The sizes that a batch may have.
-        declared: Whether the user said so. If not, all have one size, since the model may turn out to take no other;
-            rows that are left over are in none.
+        inputs: Names of the inputs whose first axis is the batch axis.
+        dim: Allowed sizes of a batch.
+        declared: True if the user declared the batch axis. Otherwise all batches get one size, because the model may
+            accept no other, and left-over rows are dropped.
 
     Returns:
-        The batch itself where it is small enough, or cannot be cut into any of those sizes.
+        The parts, or the batch itself if it is small enough or cannot be split into allowed sizes.
     """
     rows = batch[inputs[0]].shape[0]
     numbers = sum(batch[name].numel() for name in inputs) // max(rows, 1)
@@ -42,15 +42,20 @@ def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = Tr
 
 
 def why_unchecked(real: Sequence[Batch], rows: int, checked: Sequence[Case]) -> tuple[str, ...]:
-    """How much of the user's data was not checked; nothing where all of it was.
+    """Describes how much of the user data was not checked.
 
     Args:
-        rows: How many rows the data has, where they were cut into batches.
+        real: All batches of user data.
+        rows: Number of rows of the data, or 0 if the data was not split.
+        checked: Cases that were checked.
+
+    Returns:
+        One message, or nothing if all data was checked.
     """
     data = [case.batch for case in checked if case.data]
     if not rows:
         return () if len(data) == len(real) else (f"data: {len(data)} of {len(real)} batches are checked",)
-    # What was cut are the inputs that are not the same in all batches.
+    # Splitting changes only the inputs that differ between the batches.
     cut = next(name for name, tensor in real[0].items() if not all(tensor is other[name] for other in real))
     found = sum(batch[cut].shape[0] for batch in data)
     return () if found == rows else (f"data: {found} of {rows} rows are checked",)

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and which of their values are no results but marks."""
+"""Distances between tensors, and detection of mask values."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import math
 
 import torch
 
-# The floor of an output that is not rounded at all (a gather) is zero; this many units in the last place of its
-# largest value stand in for it.
+# An output without rounding, such as a gather, has a noise floor of zero. This many units in the last place of its
+# largest value replace it.
 LEAST_FLOOR_ULPS = 2
-# Values above 2 ** 13 with a gap of a factor of 2 ** 10 below them are no results but marks, as the -1e30 of a masked
-# position is, if they are not rounded as results are. They are kept out of floor and scale, which they would drown, and
-# must be met by themselves to a few units in the last place.
+# Mask values, such as -1e30 at masked positions, are not results. A mask value exceeds 2 ** 13 and lies a factor of 2
+# ** 10 above the next smaller values. It is also not rounded as results are. The noise floor and the scale exclude mask
+# values, which would dominate them. Mask values have their own limit of a few units in the last place.
 _LEAST_MARK_EXPONENT = 13
 _GAP_EXPONENTS = 10
 
 
 def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """What a candidate is compared with: the float64 values, or the original's own where those say nothing.
+    """Returns the values that a target is compared with, float64 or the original dtype.
 
-    That is where float64 alone overflowed, for marks such as the smallest float32, and for integers.
+    The values are the float64 ones, with three exceptions that use the original's own: elements that overflow in
+    float64 only, mask values such as the smallest float32, and integer outputs.
+
+    Args:
+        exact: The output in float64.
+        original: The output in the original's precision, same shape.
     """
     if not original.is_floating_point():
         return original
@@ -31,12 +36,25 @@ def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def scale(original: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest of the results, of which marks are none."""
+    """Returns the largest magnitude of an output, mask values excluded.
+
+    Args:
+        original: The output in the original's precision.
+        exact: The output in float64, same shape.
+    """
     return largest(finite(original).abs()[~marks(original, exact)])
 
 
 def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Which values are marks: far above the others, and all the same in float64, or there the mark of float64."""
+    """Finds mask values: far above all others, and equal or masked in float64 too.
+
+    Args:
+        original: The output in the original's precision.
+        exact: The output in float64, same shape.
+
+    Returns:
+        A bool tensor of the same shape.
+    """
     if _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
         return torch.zeros_like(original, dtype=torch.bool)
     magnitude = finite(original).abs()
@@ -47,7 +65,7 @@ def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     exact = exact.double()
     same = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
     other = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
-    # Of large results some happen to be rounded well: where any beyond a gap is rounded as results are, all may be.
+    # Some large results round exactly by chance. If any value above a gap is rounded, all of them may be results.
     for beyond in (magnitude >= 2.0 ** (int(gap) - 1) for gap in gaps):
         if bool((same | other)[beyond].all()):
             return beyond
@@ -55,7 +73,12 @@ def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
-    """Why a candidate fails before any distance is measured; None where it does not."""
+    """Returns the reason why no distance can be measured, or None.
+
+    Args:
+        candidate: Output of the target; None if it is missing.
+        original: Output of the original.
+    """
     if candidate is None:
         return "the output is missing"
     if candidate.shape != original.shape:
@@ -73,37 +96,47 @@ def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> 
 
 
 def distance(candidate: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Element-wise distance in float64; zero where the reference itself is NaN or infinite."""
+    """Returns the distance per element in float64, zero if the reference is NaN or infinite.
+
+    Args:
+        candidate: Output of the target, same shape.
+        expected: Values to compare with.
+    """
     difference = candidate.double() - expected.double()
     distance = finite(difference).abs()
     if expected.is_floating_point():
         if _all_below(difference, math.inf):
             return distance
         beyond = torch.isinf(difference) & torch.isfinite(candidate) & torch.isfinite(expected)
-        return torch.where(beyond, math.inf, distance)  # of values near the ends of float64
-    return torch.where(candidate == expected, 0.0, distance.clamp(min=1.0))  # float64 does not hold every integer
+        return torch.where(beyond, math.inf, distance)  # differences can overflow float64
+    return torch.where(candidate == expected, 0.0, distance.clamp(min=1.0))  # float64 cannot represent every integer
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """The values in float64, zero where they are NaN or infinite."""
+    """Returns the values in float64, with NaN and infinity replaced by zero."""
     return torch.nan_to_num(values.double(), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _all_below(values: torch.Tensor, limit: float) -> bool:
-    """Whether all are finite, and nearer to zero than a limit. One pass, where there is nothing to look at closer."""
+    """Checks in one pass if all values are finite and below a limit in magnitude."""
     if not values.numel() or not values.is_floating_point():
         return not values.numel()
     low, high = (values.float() if values.dtype.itemsize == 1 else values).aminmax()
-    return bool(low > -limit) and bool(high < limit)  # NaN is neither
+    return bool(low > -limit) and bool(high < limit)  # comparisons with NaN are false
 
 
 def largest(values: torch.Tensor) -> float:
-    """The largest value; zero of none."""
+    """Returns the largest value, or zero for an empty tensor."""
     return float(values.max()) if values.numel() else 0.0
 
 
 def cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
-    """Cosine similarity of two tensors as vectors, where both are finite."""
+    """Returns the cosine similarity of two tensors as vectors, over elements finite in both.
+
+    Args:
+        candidate: Output of the target.
+        expected: Values to compare with, same number of elements.
+    """
     a, b = candidate.double().flatten(), expected.double().flatten()
     if not (_all_below(a, math.inf) and _all_below(b, math.inf)):
         finite = torch.isfinite(a) & torch.isfinite(b)
@@ -111,20 +144,30 @@ def cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
     if torch.equal(a, b):
         return 1.0
     norms = a.norm() * b.norm()
-    if torch.isinf(norms):  # squares that float64 does not hold
+    if torch.isinf(norms):  # their squares overflow in float64
         a, b = a / a.abs().max(), b / b.abs().max()
         norms = a.norm() * b.norm()
     return float(torch.dot(a, b) / norms) if norms else 0.0
 
 
 def argmax_agreement(candidate: torch.Tensor, original: torch.Tensor) -> float:
-    """Share of positions whose largest element along the last axis is the same."""
+    """Returns the share of positions with the same largest element along the last axis.
+
+    Args:
+        candidate: Output of the target, same shape.
+        original: Output of the original.
+    """
     if original.dim() == 0 or original.numel() == 0:
         return 1.0
     return float((top(candidate, 1) == top(original, 1)).double().mean())
 
 
 def top(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices of the k largest elements along the last axis, which holds at least as many."""
+    """Returns the indices of the k largest elements along the last axis.
+
+    Args:
+        values: Tensor whose last axis has at least k elements.
+        k: Number of elements.
+    """
     values = values.double()
     return values.argmax(-1, keepdim=True) if k == 1 else values.topk(k).indices

@@ -1,4 +1,4 @@
-"""A model in float64, of which the large weights are not: each is made float64 where it is used, and let go again."""
+"""Models in float64, either as a full copy or with large weights upcast on use."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Parameters of fewer bytes are copied.
+# Parameters smaller than this many bytes are copied.
 _LARGE_PARAMETER = 1 << 20
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model in float64."""
+    """Returns a copy of a model in float64."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates the way it copies its output pytrees
         return copy.deepcopy(model).double()
 
 
 def upcasting(model: nn.Module) -> nn.Module:
-    """A copy of a model in float64 that holds its large weights as they are, and shares them with the model.
+    """Returns a float64 copy of a model that shares the large weights and upcasts them on use.
 
-    It computes what `copied` does, to the rounding of float64, as long as the model writes into no weight. What cannot
-    be done without a copy raises as it runs; code that does not go by ``__torch_function__`` finds NaN.
+    Its outputs equal the outputs of `copied`, up to float64 rounding, unless the model writes to a weight. An operation
+    that needs a copied weight raises at run time. Code that bypasses ``__torch_function__`` reads NaN.
 
     Raises:
-        RuntimeError: A part of it is TorchScript, whose weights nothing can stand in for.
+        RuntimeError: A submodule is TorchScript, whose weights cannot be replaced.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise RuntimeError("a part of the model is TorchScript")
     kept: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if is_shared(tensor):  # wherever the model refers to it, in a list too
+        if is_shared(tensor):  # keyed by id, so that references in lists are replaced too
             kept[id(tensor)] = _Weight(tensor)
         elif type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            # One by one, since a copy of a tensor copies all that lies in its memory: of a mapped file, all weights.
+            # Copied one by one, because a copy of a view copies its whole storage, which is all weights of a mapped
+            # file.
             made = _in_double(tensor)
             kept[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     with warnings.catch_warnings():
@@ -54,7 +55,7 @@ def upcasting(model: nn.Module) -> nn.Module:
             for name, weight in module._parameters.items()
             if isinstance(weight, _Weight)
         ]
-        for module, name, _ in weights:  # which are float64 already, and would be made so for good
+        for module, name, _ in weights:  # double() would upcast them permanently, although they act as float64
             module._parameters[name] = None
         double.double()
     for module, name, weight in weights:
@@ -63,7 +64,7 @@ def upcasting(model: nn.Module) -> nn.Module:
 
 
 class _FloatIsDouble(TorchFunctionMode):
-    """Within it, code that asks for float32 is given float64, as a mask is that is made with ``.float()``."""
+    """Mode that replaces float32 by float64, for example in masks created with ``.float()``."""
 
     def __torch_function__(
         self,
@@ -82,7 +83,7 @@ def _double_for_float(value: Any) -> Any:
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Within it, code that asks for float32 is given float64, and so is what asks for no dtype of floating point."""
+    """Replaces float32 by float64 within the context, also as the default dtype."""
     before = torch.get_default_dtype()
     if before is torch.float32:
         torch.set_default_dtype(torch.float64)
@@ -94,7 +95,11 @@ def float64_throughout() -> Iterator[None]:
 
 
 class NotesFloat32(TorchDispatchMode):
-    """Notes whether anything is computed in float32 within it."""
+    """Mode that records if any operation returns float32.
+
+    Attributes:
+        found: True if an operation returned a float32 tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,13 +115,17 @@ class NotesFloat32(TorchDispatchMode):
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether `upcasting` holds a tensor in its own precision."""
+    """Checks if `upcasting` shares a tensor instead of copying it."""
     plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided and tensor.is_floating_point()
     return plain and tensor.nbytes >= _LARGE_PARAMETER and not tensor.is_meta
 
 
 def versions(model: nn.Module) -> list[int] | None:
-    """Numbers of which one changes where a weight is written to; None where nobody counts."""
+    """Returns the version counter of each parameter; one changes if a parameter is written to.
+
+    Returns:
+        None if a parameter is an inference tensor, which has no counter.
+    """
     parameters = list(model.parameters())
     return None if any(parameter.is_inference() for parameter in parameters) else [p._version for p in parameters]
 
@@ -126,7 +135,7 @@ def _in_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _T = torch.Tensor
-# What a weight tells without its numbers. Anything else computes with these.
+# Attributes that need no values. Everything else computes with the upcast weight.
 _DESCRIPTIONS: frozenset[Any] = frozenset(
     getattr(attribute, "__get__", attribute)
     for attribute in (
@@ -136,14 +145,14 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         *(_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.is_complex, _T.element_size, _T.__len__),
     )
 )
-# What gives its memory away, which could then be written to.
+# Functions that expose the memory, which could then be written to.
 _DOORS: frozenset[Any] = frozenset(
     (_T.data.__get__, _T.data.__set__, _T.set_, _T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage)  # type: ignore[attr-defined]
 )
 
 
 class _Weight(torch.Tensor):
-    """A parameter of float64 that holds its numbers in another precision. To code that passes it by they are NaN."""
+    """Float64 parameter stored in another precision; code that bypasses it reads NaN."""
 
     held: torch.Tensor
 

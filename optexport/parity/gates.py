@@ -1,34 +1,32 @@
-"""What a model decides: whether a candidate chooses as the original does, and gates on how often it must.
+"""Gates: minimum values for metrics about a model's decisions.
 
-What rounding alone could have changed is forgiven; ``measures`` says when. Without an ``output`` a gate is on
-each floating point output that its measure is defined on. It counts over the user's data, or, where there are none,
-over all cases but extreme ones. The measures:
+Changes that rounding alone can cause are forgiven; `metrics` defines when. A gate without an ``output`` applies to
+every floating point output that supports its metric. Gates count user data, or, without data, all cases but extreme
+ones. The metrics:
 
-- ``argmax_agreement``: the share of positions, that is of rows along the last axis, whose largest element is the same.
-- ``top_k_agreement``: the share of positions whose set of k largest elements is the same. One that is lost and one that
-  came in its stead may be twice the slack apart. Rows of k elements or fewer are left out.
-- ``greedy_tokens``: of an output [batch, sequence, vocabulary], the share of sequences whose largest element is the
-  same at every position. It is the choice of the next token after a given text; nothing is generated.
-- ``cosine``: the cosine similarity of each row along the last axis with the original's; the gate is on the smallest, as
-  a mean over many rows hides a broken one. Rows that are no longer than rounding are left out, as long as the
-  candidate's are no more than a tenth of the longest.
-- ``iou``: the intersection of two masks over their union (the Jaccard index, 1901), as a mean over masks. In an output
-  [batch, channels, ...] of several channels each position is of the class of its largest channel, and each class of
-  each image is a mask; with ``classes = false`` each channel is a mask of its own. Any other output is
-  [batch, height, width] or [batch, 1, ...], and holds one mask for each image. Where there are no classes, a mask is
-  where the value is above zero. Masks that are empty in both are left out.
-- ``python:module:function``: a function of the user's, called once for each case with the candidate's outputs and the
-  original's, each a dict of tensors by name; it gives a finite number, and the gate is on the mean.
+- ``argmax_agreement``: share of positions (rows along the last axis) with the same largest element.
+- ``top_k_agreement``: share of positions with the same set of k largest elements. A lost element and its replacement
+  may differ by twice the slack. Rows of at most k elements are skipped.
+- ``greedy_tokens``: for outputs [batch, sequence, vocabulary], share of sequences with the same largest element at
+  every position. This is the next token after a given text; no text is generated.
+- ``cosine``: cosine similarity of each row along the last axis with the original's row. The gate applies to the
+  smallest, because a mean over many rows hides a broken row. Rows no longer than rounding are skipped, if the target's
+  rows there are at most a tenth of the longest row.
+- ``iou``: intersection of two masks over their union (the Jaccard index, 1901), as a mean over masks. An output [batch,
+  channels, ...] with several channels assigns each position to its largest channel, and each class of each image is a
+  mask. With ``classes = false`` each channel is a mask. Any other output is [batch, height, width] or [batch, 1, ...]
+  and contains one mask per image. Masks without classes cover values above zero. Pairs of empty masks are skipped.
+- ``python:module:function``: user function, called once per case with the outputs of the target and of the original,
+  each a dict of tensors by name. It returns a finite number; the gate applies to the mean.
 
-Padding does not count: where an output begins with the axes of an integer ``attention_mask`` of [batch, sequence]
-(``decoder_attention_mask`` where the model has decoder inputs), positions where the mask is 0 are left out of all but
-``iou``.
+Padding does not count. If an output starts with the axes of an integer ``attention_mask`` of [batch, sequence], all
+metrics except ``iou`` skip positions where the mask is 0. Models with decoder inputs use ``decoder_attention_mask``.
 
-The gate is on the measured value. The interval, of 95 %, says how far to trust it: Wilson's for shares (1927), which
-keeps its level for small counts and for shares near 1 (Newcombe, 1998); for means the normal one, which is too narrow
-for fewer than some thirty values, and is not given for one alone. Both take what was counted for independent samples of
-what the model will see. Positions of one sequence are not independent, so the true interval is wider. Of inputs that
-were made up, which repeat each other, nothing of the kind can be said, so there is no interval.
+The gate applies to the measured value. A 95 % interval shows the value's uncertainty. Shares use Wilson's interval
+(1927), which keeps its level for small counts and for shares near 1 (Newcombe, 1998). Means use the normal interval,
+which is too narrow for fewer than about thirty values and undefined for one. Both assume independent samples of what
+the model will see. Positions of one sequence are not independent, so the true interval is wider. Generated inputs
+repeat each other and get no interval.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ from optexport.transformations import registry
 
 Metric = Callable[[Outputs, Outputs], Any]
 
-# What is counted, and what the values of a measure are between.
+# Unit of the counted values, and range of the values.
 _COUNTED = {
     "argmax_agreement": "positions",
     "top_k_agreement": "positions",
@@ -74,18 +72,18 @@ _RANGES = {"cosine": (-1.0, 1.0), "iou": (0.0, 1.0)}
 
 @dataclass(frozen=True)
 class Gate:
-    """What a config demands of one measure on one output.
+    """Required minimum of one metric on one output.
 
     Attributes:
-        measure: Its name in the config.
-        output: The output that is measured; None where a user's metric gets all.
-        min: The least value that passes.
-        cases: The cases that count; at a place that was asked for none of them, all but extreme ones do.
-        real: Whether these are the user's data.
-        k: How many of the largest elements are compared.
-        classes: Whether several channels of masks are classes that exclude each other.
-        slack: How far rounding alone may move a value.
-        metric: The user's function.
+        measure: Name of the metric in the config.
+        output: Name of the output; None if a user metric receives all outputs.
+        min: Smallest value that passes.
+        cases: Cases that count. A target without any of these cases uses all but extreme ones.
+        real: True if these cases are user data.
+        k: Number of largest elements to compare.
+        classes: True if several channels of a mask are exclusive classes.
+        slack: Largest change of a value by rounding alone.
+        metric: User function.
     """
 
     measure: str
@@ -100,14 +98,14 @@ class Gate:
 
     @property
     def name(self) -> str:
-        """The output and the measure."""
+        """Returns the names of the output and the metric."""
         measure = f"{self.measure} (k = {self.k})" if self.measure == "top_k_agreement" else self.measure
         return measure if self.output is None else f"{self.output}, {measure}"
 
 
 @dataclass(frozen=True)
 class CaseDecision:
-    """What one case gives: the sum of its values (of a share, how many agree), their smallest, and how many."""
+    """Metric of one case: sum (for a share, the number of agreements), minimum and count."""
 
     case: str
     total: float
@@ -117,15 +115,15 @@ class CaseDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a candidate decides, against one gate.
+    """Result of one gate for one target.
 
     Attributes:
-        value: What the gate is on: the share or the mean, of cosines the smallest; NaN of nothing.
-        mean: The mean of all values; of a share, the share.
-        low, high: Its 95 % interval; None of made-up inputs, and where there is too little for one.
-        count: How many positions, sequences, rows, masks or cases were counted.
-        ties: How many of them agree only because a change that rounding alone can make is forgiven.
-        failure: Why the gate fails; None where it passes.
+        value: Value that the gate applies to: share, mean, or smallest cosine; NaN if the count is zero.
+        mean: Mean of all values; equals the share for shares.
+        low, high: 95 % interval; None for generated inputs and for too few values.
+        count: Number of positions, sequences, rows, masks or cases.
+        ties: Number of values that agree only because rounding alone can explain the change.
+        failure: Reason for the failure; None if the gate passes.
     """
 
     gate: Gate
@@ -144,10 +142,14 @@ class Decision:
 
 
 def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
-    """Imports the user's own metrics that a config names, looking beside it first.
+    """Imports the user metrics of a config.
+
+    Args:
+        gates: The `parity.metrics` table.
+        folder: Folder of the config, searched first.
 
     Raises:
-        ConfigError: One of them cannot be imported, or is no function.
+        ConfigError: A metric cannot be imported or is not callable.
     """
     metrics: dict[str, Metric] = {}
     for name in (name for name in gates or () if name.startswith(METRIC)):
@@ -165,10 +167,18 @@ def make_gates(
     bounds: Mapping[str, Tolerance],
     multiple: float,
 ) -> tuple[Gate, ...]:
-    """The gates that a config demands; without an output named, of every output that a measure is defined on.
+    """Returns the gates of a config, one per metric and output.
+
+    A gate without an output applies to every output that supports its metric.
+
+    Args:
+        demanded: The `parity.metrics` table.
+        metrics: User metrics by name.
+        bounds: Tolerance per output.
+        multiple: Noise multiple, which sets the slack.
 
     Raises:
-        ConfigError: There is no such output, or the measure is not defined on it, or on any.
+        ConfigError: The output does not exist, or every output is unsuitable for the metric.
     """
     gates: list[Gate] = []
     ordinary = [case for case in reference.cases if not case.extreme]
@@ -222,10 +232,13 @@ def _needs(measure: str, k: int) -> str:
 
 
 def check_usable(decisions: Iterable[Decision]) -> None:
-    """Refuses a gate that the original itself does not pass.
+    """Rejects gates that the original itself fails.
+
+    Args:
+        decisions: Decisions of the original.
 
     Raises:
-        ConfigError: A metric fails on the original, gives it less than the gate, or there is nothing to count.
+        ConfigError: A metric raises on the original, its value is below the gate, or nothing was counted.
     """
     for decision in decisions:
         if decision.failure is not None:
@@ -236,7 +249,11 @@ def check_usable(decisions: Iterable[Decision]) -> None:
 
 
 def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) -> Decision:
-    """Holds what a candidate gives, a result or an error for each case of the reference, against a gate."""
+    """Applies a gate to the results of a target.
+
+    Args:
+        results: Outputs, or the message of an error, per case of the reference.
+    """
     ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
     counted = [index for index in ordinary if reference.cases[index].name in gate.cases]
     cases: list[CaseDecision] = []
@@ -244,7 +261,7 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
     failure: str | None = None
     for index in counted or ordinary:
         tally = _measure(gate, results[index], reference, index)
-        if isinstance(tally, str):  # whatever it would have decided, it agrees nowhere
+        if isinstance(tally, str):  # a case with an error agrees nowhere
             failure = failure or f"{gate.name}, at {reference.cases[index].name}: {tally}"
             itself = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
             tally = Tally(torch.zeros(len(itself.values) if isinstance(itself, Tally) else 1, dtype=torch.float64))
@@ -279,7 +296,13 @@ def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
 
 
 def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
-    """The value of a measure over several cases, each position, row or mask having the same weight; NaN of none."""
+    """Returns the value of a metric over several cases, or NaN if nothing was counted.
+
+    Every position, row or mask has the same weight.
+
+    Args:
+        measure: Name of the metric. "cosine" returns the minimum, any other name the mean.
+    """
     if not (count := sum(case.count for case in cases)):
         return math.nan
     if measure == "cosine":
@@ -288,7 +311,7 @@ def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
 
 
 def described(decision: Decision) -> str:
-    """The value with what it was counted over, and its interval."""
+    """Formats the value of a decision with its count and interval."""
     measure, count = decision.gate.measure, decision.count
     if not count:
         return "measured nowhere, since there is nothing to count"
@@ -306,7 +329,7 @@ def described(decision: Decision) -> str:
 
 
 def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int) -> Tally | str:
-    """Measures a candidate's result at a case; gives why it cannot be measured, where it cannot."""
+    """Measures the results of one case, or returns the reason why it cannot."""
     original, batch = reference.outputs[index], reference.cases[index].batch
     if isinstance(result, str):
         return result
@@ -331,11 +354,11 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
 
 
 def _call(metric: Metric, result: Outputs, original: Outputs) -> Tally | str:
-    """Calls a user's metric on copies; gives what it raised, or why its value is none, as text."""
+    """Calls a user metric on copies, or returns the error or an invalid value as text."""
     own, others = ({name: value.clone() for name, value in outputs.items()} for outputs in (result, original))
     try:
         value = float(metric(own, others))
-    except (Exception, SystemExit) as error:  # the user's own code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         return f"it raised {type(error).__name__}: {first_line(error)[:200]}"
     if not math.isfinite(value):
         return f"it gave {value}, where a finite number is wanted"

@@ -1,4 +1,4 @@
-"""Keeps large results on disk, so that those of thousands of rows of data need not fit in memory."""
+"""Memory-mapped results, so that large data sets need not fit into memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from optexport._utils.tensors import bytes_of
 
-# Tensors of fewer bytes stay in memory: pages of a file would gain nothing.
+# Smaller tensors stay in memory, because a mapped file saves nothing for a few pages.
 _LEAST_BYTES = 1 << 20
 
 
 def spilled(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors, the large ones in files without a name, which go when nobody holds the tensors any longer.
+    """Moves large tensors into unnamed temporary files, mapped into memory.
 
-    The system keeps as much of them in memory as there is room for.
+    The operating system deletes a file once its last tensor is freed, and caches the files in free memory.
 
     Raises:
-        OSError: There is no room in the folder for temporary files (``TMPDIR``).
+        OSError: The folder for temporary files (``TMPDIR``) is full.
     """
     return {name: _mapped(t) if t.nbytes >= _LEAST_BYTES else t for name, t in outputs.items()}
 

@@ -1,10 +1,10 @@
-"""What can be counted of a model's decisions, and how far to trust the count; the module ``decisions`` has the gates.
+"""Metrics of a model's decisions and their confidence intervals; `gates` applies them.
 
-A decision is compared with that of the original in its own precision. It is forgiven where rounding alone could have
-changed it: two values that are at most twice the slack apart may change places, since each may have moved by it, and a
-value within the slack of a threshold may cross it. The slack is the multiple of the noise floor that parity allows,
-also where ``atol`` or ``rtol`` allow more. How far values are apart is read in float64, as the limit is; so what passes
-the measured limit changes no decision but forgiven ones. These count as agreeing, and are counted apart, as ties.
+A decision is compared with the original's decision in its own precision. A change is forgiven if rounding alone can
+cause it. Two values at most twice the slack apart may swap, because each may move by the slack. A value within the
+slack of a threshold may cross it. The slack is the noise multiple times the noise floor, even if ``atol`` or ``rtol``
+allow more. Distances between values come from float64, like the limit. A target within the measured limit therefore
+changes only forgiven decisions. Forgiven decisions count as agreements and are also counted separately, as ties.
 """
 
 from __future__ import annotations
@@ -18,21 +18,34 @@ import torch
 
 from optexport.parity import distances
 
-# Up to this share of the longest row, what a file of lower precision gives where there is nothing is its own rounding.
+# A row shorter than this share of the longest row may be rounding, if the original's row is zero.
 _SMALL_PART = 0.1
 _Z = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What was counted in one case: a value for each position, row or mask, float64 [count], and how many are ties."""
+    """Metric of one case.
+
+    Attributes:
+        values: One value per position, row or mask, float64 [count].
+        ties: Number of values that count as agreement because rounding explains the change.
+    """
 
     values: torch.Tensor
     ties: int = 0
 
 
 def real_positions(batch: Mapping[str, torch.Tensor], positions: torch.Size) -> torch.Tensor:
-    """Which positions of an output are no padding, a bool tensor of their shape; all where no mask tells."""
+    """Finds the positions of an output that are not padding.
+
+    Args:
+        batch: Inputs, with or without an attention mask.
+        positions: Shape of the positions.
+
+    Returns:
+        A bool tensor of that shape; all True without a matching mask.
+    """
     name = "decoder_attention_mask" if any(key.startswith("decoder_") for key in batch) else "attention_mask"
     mask = batch.get(name)
     if mask is None or mask.is_floating_point() or mask.dim() != 2 or positions[:2] != mask.shape:
@@ -48,12 +61,16 @@ def agreement(
     k: int = 1,
     real: torch.Tensor | None = None,
 ) -> Tally:
-    """Whether the k largest elements of each row along the last axis are the same: 1 or 0 for each real position.
+    """Compares the k largest elements of each row along the last axis.
 
     Args:
-        candidate, original: Of one shape, any floating point dtype.
-        known: The reference that says how far elements are apart, of the same shape, float64.
-        real: Which positions count, bool, of the shape without the last axis; all by default.
+        candidate, original: Same shape, any floating point dtype.
+        known: Reference for the distances between elements, same shape, float64.
+        slack: Largest change of a value by rounding alone.
+        real: Positions that count: bool, shape without the last axis. All count by default.
+
+    Returns:
+        1 or 0 per counted position.
     """
     same, tie = _same_top(candidate, original, known, slack, k)
     real = torch.ones_like(same) if real is None else real
@@ -63,11 +80,15 @@ def agreement(
 def greedy_tokens(
     candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, real: torch.Tensor
 ) -> Tally:
-    """Whether a row chooses the same token at each of its real positions: 1 or 0 for each row that has any.
+    """Compares the tokens that each row chooses at its counted positions.
 
     Args:
         candidate, original, known: [batch, sequence, vocabulary]; see `agreement`.
-        real: Which positions count, bool [batch, sequence].
+        slack: Largest change of a value by rounding alone.
+        real: Positions that count: bool [batch, sequence].
+
+    Returns:
+        1 or 0 per row with at least one counted position.
     """
     same, tie = _same_top(candidate, original, known, slack, 1)
     rows, counted = (same | tie | ~real).all(-1), real.any(-1)
@@ -77,7 +98,7 @@ def greedy_tokens(
 def _same_top(
     candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows have the same k largest elements, and which others could have them by rounding alone."""
+    """Finds rows with the same k largest elements, and rows that rounding explains."""
     before, after = distances.top(original, k), distances.top(candidate, k)
     none = torch.zeros(original.shape, dtype=torch.bool)
     lost = ~none.scatter(-1, after, True).gather(-1, before)
@@ -91,11 +112,16 @@ def _same_top(
 def cosines(
     candidate: torch.Tensor, original: torch.Tensor, slack: float = 0.0, real: torch.Tensor | None = None
 ) -> Tally:
-    """The cosine similarity of each real row along the last axis; 1 of equal rows, 0 where one of two is zero.
+    """Returns the cosine similarity of each counted row along the last axis.
 
-    What is NaN or infinite in the original is left out, and so are rows that are no longer than rounding: whose norm is
-    at most the slack times the root of their length. Their direction says nothing; but a candidate whose row is longer
-    than that could be by rounding, and no small part of the longest row, has made something of nothing, which counts 0.
+    Equal rows have 1; a zero row and another row have 0. Elements that are NaN or infinite in the original are skipped.
+    Rows with a norm of at most slack * sqrt(length) are skipped too, because their direction is noise. Such a row
+    counts as 0 if the target's row is longer than rounding explains and not small against the longest row.
+
+    Args:
+        candidate, original: Same shape, any floating point dtype.
+        slack: Largest change of a value by rounding alone.
+        real: Positions that count: bool, shape without the last axis. All count by default.
     """
     rows = [distances.finite(values) * torch.isfinite(original) for values in (candidate, original)]
     a, b = [v / v.abs().amax(-1, keepdim=True).clamp(min=1e-300) for v in rows]
@@ -114,14 +140,15 @@ def cosines(
 def intersections_over_unions(
     candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, *, classes: bool = True
 ) -> Tally:
-    """|A and B| / |A or B| for each mask A of the candidate and B of the original that are not both empty.
+    """Returns |A and B| / |A or B| for each pair of masks that are not both empty.
 
-    A position that changed and whose change rounding alone could have made counts as the original has it; the ties are
-    such positions.
+    A is a mask of the target, B of the original. A position that rounding alone can change counts as unchanged; these
+    positions are the ties.
 
     Args:
         candidate, original, known: [batch, height, width] or [batch, channels, ...]; see `agreement`.
-        classes: Whether several channels are classes, of which each position is of one.
+        slack: Largest change of a value by rounding alone.
+        classes: True if several channels are exclusive classes.
     """
     if classes and original.dim() > 3 and original.shape[1] > 1:
         ours, theirs, values = (v.movedim(1, -1) for v in (candidate, original, known))
@@ -141,9 +168,14 @@ def intersections_over_unions(
 
 
 def wilson(hits: int, count: int) -> tuple[float, float] | None:
-    """The 95 % score interval of a share, (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n); None of nothing.
+    """Returns the 95 % score interval of a share, or None if the count is zero.
 
-    Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+    The interval is (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Source: Wilson, "Probable inference, the law of
+    succession, and statistical inference", JASA 22 (1927).
+
+    Args:
+        hits: Number of agreements.
+        count: Number of samples.
     """
     if not count:
         return None
@@ -155,7 +187,13 @@ def wilson(hits: int, count: int) -> tuple[float, float] | None:
 
 
 def normal(values: torch.Tensor) -> tuple[float, float] | None:
-    """The 95 % interval of a mean, m ± z s / √n, with the sample's own deviation s; None of fewer than two values."""
+    """Returns the 95 % interval of a mean, or None for fewer than two values.
+
+    The interval is m ± z s / √n, with the sample's standard deviation s.
+
+    Args:
+        values: float64 [count].
+    """
     if values.numel() < 2:
         return None
     mean, half = float(values.mean()), _Z * float(values.std()) / math.sqrt(values.numel())

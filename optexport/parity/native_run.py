@@ -1,4 +1,4 @@
-"""Runs the original in its own precision, on all cases that it takes; refuses what cannot be proven of single calls."""
+"""Runs of the original in its own precision, with a check that calls are repeatable."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from optexport.parity.cases import Case
 from optexport.parity.reference import Call, Outputs, Reference, kept
 from optexport.signature.signature import Batch
 
-# The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
+# Cases of user data stop once their results exceed this many bytes, because every target stores as many.
 _DATA_BYTES = 1 << 30
 
 
 def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:
-    """Runs the original on all cases that it takes, and has its results stand in for those in float64."""
+    """Runs the original on all cases that it accepts, in its own precision.
+
+    The reference uses these results in place of float64 ones.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        model: The original model.
+        declared: True if the user declared the sizes. Otherwise a size that the model rejects is skipped.
+
+    Raises:
+        TraceError: The model fails on the traced or a declared case, or its results change between calls.
+    """
     checked: list[Case] = []
     outputs: list[Outputs] = []
     left_out: list[str] = []
@@ -36,7 +47,7 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
                 results = _repeated(run, model, case.batch)
         except TraceError:
             raise
-        except Exception as error:  # a model's own code may raise anything
+        except Exception as error:  # model code may raise anything
             if checked and (case.optional or not declared):
                 left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
                 continue
@@ -57,12 +68,12 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
 
 
 def _taken(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list[str]]:
-    """What a model gives at a case, or with less padding where it refuses that, and what is to be told then."""
+    """Runs a model on a case, with less padding if it rejects that, and returns any notes."""
     try:
         return replace(case, otherwise=()), run(model, case.batch), []
     except TraceError:
         raise
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # model code may raise anything
         if not case.otherwise:
             raise
         less, *others = case.otherwise
@@ -77,7 +88,7 @@ def _is_finite(outputs: Outputs) -> bool:
 
 
 def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
-    """Refuses a model that gives other results on the same input: its floor would be its own randomness."""
+    """Rejects a model whose repeated calls differ, as its noise floor would be randomness."""
     with buffers_kept(model) as changed:
         first = run(model, batch)
         state = " and ".join(changed())
@@ -99,7 +110,7 @@ def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
 
 
 def _other(first: Outputs, second: Outputs) -> str | None:
-    """The first output that differs by more than rounding, and by how much; None where none does."""
+    """Returns the first output that differs by more than rounding, with the distance."""
     for name, tensor in first.items():
         distance = distances.largest(distances.distance(tensor, second[name]))
         scale = distances.largest(distances.finite(tensor).abs())

@@ -1,8 +1,8 @@
-"""The noise floor of an output, and how far from float64 a result may therefore be.
+"""Noise floor of an output, and the tolerance derived from it.
 
-No fixed tolerance fits all models, so it is measured. The original is run in float64 and in its own precision, and
-the distance between the two is the noise floor of this model on these inputs. A candidate passes when its own
-distance from float64 stays within a multiple of the floor.
+No fixed tolerance fits all models, so it is measured. The original runs in float64 and in its own precision. The
+distance between the two results is the noise floor of this model on these inputs. A target passes if its distance from
+float64 is at most a multiple of the noise floor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from optexport.errors import ParityError
 from optexport.parity import distances
 from optexport.parity.reference import Reference
 
-# Where float64 could not be had, so many units stand in for the floor.
+# Units in the last place that replace the noise floor if float64 is not available.
 FALLBACK_ULPS = 64
-# At extreme cases, where gross faults show, rounding is given so many times more room: honest folds of batch norms
-# were seen to need it at zeros.
+# Extreme cases find gross faults and allow this many times more rounding. Correct folds of batch norms need it on
+# zeros.
 _EXTREME_TIMES = 16
-# An ordinary case whose values are so many times as large as those of most has a limit of its own: what it rounds by
-# would let faults pass everywhere else.
+# An ordinary case with values this many times larger than the median case gets its own limit. Its rounding would hide
+# faults on all other cases.
 _OUTLIER_TIMES = 32
 # A limit above this share of the largest value would let anything pass.
 LARGEST_LIMIT = 0.1
@@ -32,16 +32,15 @@ LARGEST_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an output may be from what it is compared with.
+    """Allowed distance of an output from the reference.
 
     Attributes:
-        floor: The original's own distance from float64, the largest over all elements, ordinary cases and ways of
-            running it.
-        limit: The distance from float64 up to which a candidate passes; with atol or rtol, the largest they allow.
-        atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
-        extremes: The limits of cases that have limits of their own: those that are extreme, and those whose values are
-            far larger than those of most; infinite where noise drowns the result, so that only NaN, infinities, shape
-            and dtype are checked there.
+        floor: Noise floor: largest distance of the original from float64, over elements, ordinary cases and run
+            variations.
+        limit: Largest distance from float64 that passes; with atol or rtol, the largest that they allow.
+        atol: Together with rtol, a fixed limit: ``|candidate - original| <= atol + rtol * |original|``.
+        extremes: Limits of extreme cases and of cases with far larger values than most. Infinite if noise exceeds the
+            result; then only NaN, infinities, shape and dtype are checked.
     """
 
     floor: float
@@ -55,7 +54,12 @@ class Tolerance:
         return self.atol is not None or self.rtol is not None
 
     def allowed(self, case: str, magnitude: torch.Tensor) -> torch.Tensor:
-        """The allowed distance of each element, given a case and the reference's magnitudes there."""
+        """Returns the allowed distance per element.
+
+        Args:
+            case: Name of the case.
+            magnitude: Absolute values of the reference on that case, float64.
+        """
         own = torch.full_like(magnitude, self.extremes.get(case, 0.0 if self.fixed else self.limit))
         return torch.maximum(own, (self.atol or 0.0) + (self.rtol or 0.0) * magnitude) if self.fixed else own
 
@@ -68,17 +72,19 @@ def bounds(
     *,
     always_empty: Collection[str] = (),
 ) -> dict[str, Tolerance]:
-    """Sets the limit of every output at a multiple of its noise floor.
+    """Returns the tolerance of every output, as a multiple of its noise floor.
 
-    Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
-    `FALLBACK_ULPS` units in the last place of the largest value stand in for it.
+    Outputs that are not floating point must be equal. If float64 is not available, `FALLBACK_ULPS` units in the last
+    place of the largest value replace the noise floor.
 
     Args:
-        always_empty: The outputs that hold no element whatever the inputs are, of which nothing can be wrong.
+        multiple: Noise multiple.
+        atol, rtol: Fixed tolerance that replaces the measured limit.
+        always_empty: Outputs that are empty for every input, so that nothing can be wrong.
 
     Raises:
-        ParityError: The limit of an output is no small part of its values, or it has none, or none that is finite, in
-            any ordinary case, so that nothing could be proven.
+        ParityError: A limit is too large compared with the values, or an output has no element or no finite value on
+            ordinary cases.
     """
     ordinary = [outputs for case, outputs in zip(reference.cases, reference.outputs, strict=True) if not case.extreme]
     for name in reference.outputs[0]:
@@ -101,7 +107,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     dtype = reference.outputs[0][name].dtype
     extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
     if not dtype.is_floating_point:
-        # Where float64 gives others, what the original gives hangs on rounding.
+        # The output depends on rounding if float64 gives another value.
         unsure = [i for i in extreme if not torch.equal(reference.outputs[i][name], reference.exact[i][name])]
         return Tolerance(
             0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme}
@@ -112,7 +118,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
     limit = _measured_limit(reference, dtype, multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
-        # Files of torch are mostly equal to the original to the bit, and pass with any multiple.
+        # TorchScript and .pt2 files are mostly bit-exact and pass with any multiple.
         provable = math.floor(10 * multiple * LARGEST_LIMIT * scale / limit) / 10
         fewer = f"Set parity.noise_multiple to {provable:g}, or parity" if provable >= 1 else "Set parity"
         raise ParityError(
@@ -121,10 +127,10 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
             hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
     extremes = {}
-    if scale == 0:  # of nothing but zeros elsewhere, extreme cases are the whole evidence, and are held as others are
+    if scale == 0:  # if all ordinary values are zero, extreme cases are the only evidence and get ordinary limits
         outliers, extreme = [*outliers, *extreme], []
-    for index in extreme:  # as noisy as the original there, or in proportion as noisy as it is elsewhere
-        # Of zeros, say, all rows are alike, and one sum that happens to round well says nothing of another order of it.
+    for index in extreme:  # the limit follows the original's noise there, or its noise elsewhere scaled to these values
+        # Uniform inputs such as zeros have equal rows, and a sum that rounds exactly by chance hides the usual noise.
         unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]
         own = _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
         drowned = own > LARGEST_LIMIT * max(scale, scales[index])
@@ -139,9 +145,12 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
 
 
 def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
-    """The bounds of a file in fewer bits than the original: only atol and rtol, or else none, as its gates decide.
+    """Returns tolerances for a target of lower precision: only atol and rtol, if set.
 
-    What is not floating point must be equal all the same.
+    Gates decide for floating point outputs without a fixed tolerance. Other outputs must still be equal.
+
+    Args:
+        given: Tolerance per output of the original's precision.
     """
     return {
         name: bound
@@ -152,7 +161,12 @@ def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> 
 
 
 def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float) -> float:
-    """How far rounding alone may move a value of an output: its limit, whatever atol and rtol allow."""
+    """Returns the largest change of an output by rounding alone, ignoring atol and rtol.
+
+    Args:
+        name: Name of the output.
+        multiple: Noise multiple.
+    """
     dtype = reference.outputs[0][name].dtype
     if not bound.fixed or not dtype.is_floating_point:
         return bound.limit
@@ -167,7 +181,7 @@ def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, f
 
 
 def _apart(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The cases that are neither extreme nor of values far larger than those of most; and the latter."""
+    """Splits cases that are not extreme into usual ones and those with far larger values."""
     given = [index for index, case in enumerate(reference.cases) if not case.extreme]
     most = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in given)
     outliers = [index for index in given if scales[index] > most > 0]

@@ -1,11 +1,10 @@
-"""How far rounding alone moves the original at a batch where its result hangs on the last bits of its weights.
+"""Noise of the original under perturbed weights, for batches that depend on last bits.
 
-The floor is what a few ways of running the original happened to round by. Of most batches that is a fair sample, and of
-some it is not: where a channel of a norm hardly varies, or a mask of -1e4 leaves four digits of the scores, a value
-goes one way or another by a last bit, and in the ways that were tried it went the same. Weights are rounded themselves,
-so that an original whose weights are half a unit in the last place away is as good as it is; what many of these give
-says what rounding does. They are run only where a result fails by little, and at few of the batches, as faults mostly
-do not.
+The noise floor comes from a few runs of the original. These sample the rounding of most batches well, but not of all. A
+last bit decides a value if a norm's channel is almost constant, or if a mask of -1e4 leaves the scores four digits. All
+runs may then round the same way. Weights are rounded themselves, so a model with weights half a unit in the last place
+away is equally valid. The outputs of many such models measure the effect of rounding. They run only if a target fails
+by little and on few batches, because most faults do not.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from optexport.parity.noise_floor import LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
 
 _ORIGINALS = 32
-# What is so many times beyond its limit, or fails at a larger share of the batches, is no matter of rounding.
+# A distance this many times beyond its limit is not rounding, nor is a failure on a larger share of the batches.
 _FARTHEST_TIMES = 16
 _LARGEST_SHARE = 0.25
-# The worst of so many is about twice the floor of an ordinary batch: the multiple of it is half that of the floor.
+# The largest noise of all perturbed models is about twice an ordinary noise floor, so half the multiple applies to it.
 _WORST_IN_FLOORS = 2
 
-# An output and a case.
+# Names of an output and a case.
 _Where = tuple[str, str]
 
 
@@ -44,14 +43,22 @@ def bounds(
     seed: int,
     measured: Mapping[str, Tolerance],
 ) -> dict[str, Tolerance] | None:
-    """Bounds with which a place passes that failed by little, at few cases; None where rounding does not explain it.
+    """Returns tolerances that let a target pass, if rounding explains its few small failures.
 
-    Each of these cases has a limit of its own, by the farthest that the original was seen to be from float64 there.
-    How little, and how few, is by the limits as they were measured, and by all cases that any place was let off: a
-    limit that was raised for one place raises no other.
+    Each failing case gets its own limit, from the largest distance of a perturbed original from float64. "Small" refers
+    to the limits in `measured`. "Few" counts the cases that any target needs raised limits for. A limit raised for one
+    target raises no other.
 
     Args:
-        measured: The bounds before any case got a limit here.
+        proof: Compared the target.
+        target: The failed comparison.
+        run: Runs a model on a batch and names its outputs.
+        model: The original model.
+        multiple: Noise multiple.
+        measured: Tolerances before this function raised any limit.
+
+    Returns:
+        None if rounding does not explain the failure.
     """
     failing = {
         (output.output, case.case): case.distance for output in target.outputs for case in output.cases if case.failure
@@ -77,7 +84,7 @@ def bounds(
     reference = proof.reference.only([i for i, case in enumerate(proof.reference.cases) if case.name in cases])
     try:
         farthest_seen = _farthest(reference, run, model, seed)
-    except Exception:  # a model's own code may raise anything; nor can every model be copied
+    except Exception:  # model code may raise anything, and some models cannot be copied
         return None
     for (output, case), farthest in farthest_seen.items():
         if (output, case) in failing:
@@ -89,7 +96,7 @@ def bounds(
 
 
 def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_Where, float]:
-    """How far originals nearby are from float64; of outputs of which one of them gives NaN or infinity, infinitely."""
+    """Measures perturbed models' distance from float64; infinite if one gives NaN or infinity."""
     found: dict[_Where, float] = {}
     another = _originals(model, seed)
     with torch.no_grad():
@@ -105,9 +112,9 @@ def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> d
 
 
 def _originals(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
-    """Gives a copy of the model, at each call with other weights, half a unit in the last place away at most.
+    """Returns a function that moves a copy's weights by up to half a unit in the last place.
 
-    Powers of two stay: they are exact, as what people write into a model's code mostly is.
+    Powers of two stay, because constants in model code are mostly exact powers of two.
     """
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
 

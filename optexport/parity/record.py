@@ -1,4 +1,4 @@
-"""Turns what was compared into the record of it that a manifest holds and every report is made from."""
+"""Conversion of parity results into the record in the manifest, the source of all reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optexport.parity.reference import Reference
 
 
 def parity_record(proof: ParityChecker) -> ParityRecord:
-    """The proof as the manifest holds it; distances to three digits."""
+    """Returns the manifest's record of all comparisons, with distances to three digits."""
     return ParityRecord(
         cases=[case.name for case in proof.reference.cases],
         extreme_cases=[case.name for case in proof.reference.cases if case.extreme],
@@ -115,4 +115,4 @@ def _decision(decision: Decision) -> DecisionRecord:
 def _rounded(value: float) -> float | None:
     if not math.isfinite(value):
         return None
-    return rounded if math.isfinite(rounded := float(f"{value:.3g}")) else value  # near the largest float64
+    return rounded if math.isfinite(rounded := float(f"{value:.3g}")) else value  # rounding up may overflow

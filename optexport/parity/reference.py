@@ -1,4 +1,4 @@
-"""What the original computes, in its own precision and in float64: its results, and how far apart the two are."""
+"""Reference: outputs of the original in its own precision and in float64."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Outputs = dict[str, torch.Tensor]
 # Runs a model, or a graph of it, on a batch, and names its outputs.
 Call = Callable[[nn.Module, Batch], Outputs]
 
-# The way of running that shows no row to have a say in another's result.
+# Run variation that is used only if no row affects the result of another row.
 HALVES = "half the rows at a time"
-# The way of running that shows what the model's own code rounds to float32 in float64, too.
+# Run variation that also measures the rounding to float32 inside the model's own code.
 THROUGHOUT = "in float64 throughout"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the original computes.
+    """Outputs of the original on all cases.
 
     Attributes:
-        outputs: In its own precision, per case.
-        exact: In float64, per case; where the model does not run in float64, the same as `outputs`.
-        fallback: Why float64 could not be had; None where it could.
-        unguided: Outputs and cases of which float64 says nothing, so that `exact` holds the original's own values.
-        ways: How else the original was run, in its own precision, to see how it rounds.
-        other_noise: Its distance from float64 there, per case and output the largest over the ways and all elements.
-        left_out: The cases that are not among these, and why.
-        name: What it is kept under between runs; empty where it is not.
+        outputs: Outputs in the original's precision, per case.
+        exact: Outputs in float64, per case; the same as `outputs` if the model does not run in float64.
+        fallback: Reason why float64 is not available; None if it is.
+        unguided: Outputs and cases where float64 computes something else. There `exact` contains the original's values.
+        ways: Further runs of the original in its own precision, which sample its rounding.
+        other_noise: Largest distance from float64 in these runs, per case and output.
+        left_out: Skipped cases with the reason.
+        name: Cache key; empty if not cached.
     """
 
     cases: tuple[Case, ...]
@@ -53,7 +53,7 @@ class Reference:
 
     @cached_property
     def noise(self) -> tuple[dict[str, float], ...]:
-        """The original's distance from float64, per case and output; zero of outputs that are not floating point."""
+        """Returns the distance from float64 per case and output; zero if not floating point."""
         others = self.other_noise or tuple({} for _ in self.cases)
         return tuple(
             {name: max(rounding(tensor, exact[name]), other.get(name, 0.0)) for name, tensor in outputs.items()}
@@ -61,7 +61,7 @@ class Reference:
         )
 
     def at_traced_shape(self) -> Reference:
-        """Only the cases shaped as the first, the traced one: all that a file of fixed shape can be asked for."""
+        """Returns the cases with the shapes of the traced case, for files of fixed shape."""
 
         def shapes(case: Case) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in case.batch.items()}
@@ -69,7 +69,7 @@ class Reference:
         return self.only([i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])])
 
     def followed_by(self, more: Reference) -> Reference:
-        """These cases and others."""
+        """Concatenates the cases of two references."""
         return replace(
             self,
             cases=self.cases + more.cases,
@@ -80,7 +80,11 @@ class Reference:
         )
 
     def only(self, indices: Sequence[int]) -> Reference:
-        """Only some of the cases."""
+        """Returns a subset of the cases.
+
+        Args:
+            indices: Positions of the cases in `cases`.
+        """
         return replace(
             self,
             cases=tuple(self.cases[i] for i in indices),
@@ -91,7 +95,15 @@ class Reference:
 
 
 def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest distance from float64; of marks, and of what is not floating point, there is none."""
+    """Returns the largest distance from float64, mask values excluded.
+
+    Args:
+        original: Output in the original's precision.
+        exact: Output in float64, same shape.
+
+    Returns:
+        Zero for outputs that are not floating point.
+    """
     if not original.is_floating_point():
         return 0.0
     kept = ~distances.marks(original, exact)
@@ -99,12 +111,17 @@ def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def kept(case: Case, results: Outputs) -> Outputs:
-    """Results at a case as they are kept: those of data, of which there may be much, in files where they are large."""
+    """Returns the results of a case, with large results of user data moved to disk."""
     return spilled(results) if case.data else results
 
 
 def graph_runner(graph_module: nn.Module, call: Call) -> Run:
-    """How to run the original, or a graph of it, whose buffers it may share, as a place of the pipeline."""
+    """Returns a runner for the original or a graph of it, which restores changed buffers.
+
+    Args:
+        graph_module: The model or graph. It may share buffers with the original.
+        call: Runs a model on a batch and names its outputs.
+    """
 
     def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with buffers_kept(graph_module):

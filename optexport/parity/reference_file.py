@@ -1,4 +1,4 @@
-"""The reference stored in a bundle: inputs and outputs of the original."""
+"""Reference file of a bundle: inputs and outputs of the original."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from optexport.errors import BundleError
 from optexport.parity.cases import Case
 from optexport.parity.reference import Outputs, Reference
 
-# Reference tensors beyond this many bytes are left out, largest cases first; the traced case always stays.
+# Limit of the file in bytes. The largest cases are dropped first; the traced case always stays.
 _REFERENCE_BYTES = 16 << 20
 
 
 def write_reference(path: Path, reference: Reference) -> list[str]:
-    """Stores inputs and the original's outputs: of the traced case, and of as many others as fit, smallest first.
+    """Writes inputs and outputs of the traced case and of the smallest other cases that fit.
 
     Returns:
         The names of the stored cases.
@@ -46,13 +46,15 @@ def _bytes(outputs: Outputs) -> int:
 def read_reference(
     path: Path, case_names: Sequence[str], output_names: Sequence[str], extreme: Collection[str] = ()
 ) -> Reference:
-    """Reads what `write_reference` stored.
+    """Reads a file that `write_reference` wrote.
 
     Args:
-        extreme: The cases of values unlike data.
+        case_names: Names of the stored cases, in order.
+        output_names: Names of the outputs that each case must have.
+        extreme: Names of the extreme cases.
 
     Raises:
-        BundleError: It is damaged.
+        BundleError: The file does not match the manifest.
     """
     tensors = read_reference_tensors(path)
 

@@ -1,4 +1,4 @@
-"""Runs the original: in float64 too, and in the other ways that show how it rounds."""
+"""Runs of the original in float64, and in run variations that sample its rounding."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from optexport.signature.signature import Batch
 
 _Run = Callable[[Batch], Outputs]
 
-# Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
-# way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
+# Noise this many times above the noise of a quiet case, with fewer than half the digits left, is not rounding: float64
+# takes another path there. The noise of a trained encoder differs by up to 120 times between sizes.
 _UNGUIDED_TIMES = 64
-# How many times as wide the floor may become by what is float32 in float64 too. Right files were seen to need 3.3.
+# Largest factor by which rounding to float32 in model code may widen the noise floor. Correct files need up to 3.3.
 _MOST_WIDENED = 8
 
 
@@ -43,25 +43,25 @@ def run_original(
 ) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
 
-    How it rounds depends on the number of threads, and on how many rows are computed at once, so it is also run with
-    one thread only, and on each half of the rows of the first case; the latter where float64 shows that no row has a
-    say in another's result. Where files are for another device than the CPU it is always run there too: what it rounds
-    by where they run is part of its floor.
+    Rounding depends on the number of threads and of rows. The original therefore also runs with one thread, and on each
+    half of the first case's rows. The halves count only if float64 shows that no row affects another row's result. If
+    the files run on another device than the CPU, the original also runs there, so that its noise floor includes that
+    rounding.
 
-    Optional cases that the original refuses are left out, and so are extreme ones of which it makes NaN or infinity,
-    and the user's data beyond what there is room for.
+    Skipped cases: optional ones that the original rejects, extreme ones with NaN or infinity, and user data beyond the
+    memory limit.
 
     Args:
         run: Runs a model on a batch and names its outputs.
-        model: The original; a copy of it is made for float64.
-        declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
-        batched: The inputs whose first axis is the batch, if it is that of all outputs too.
-        in_other_ways: Whether it is also run with one thread and by halves.
-        device: Where the files run.
-        computation: A digest of what the model computes, under which its results are kept; None where they are not.
+        model: The original model. float64 uses a copy.
+        declared: True if the user declared the sizes. Otherwise sizes that the original rejects are skipped.
+        batched: Inputs whose first axis is the batch axis, if that is the first axis of all outputs too.
+        in_other_ways: Run with one thread and by halves too.
+        device: Device that the files run on.
+        computation: Digest of the model's computation, part of the cache key; None disables the cache.
 
     Raises:
-        TraceError: The original itself fails on a case that the user declared, or on the device.
+        TraceError: The original fails on a declared case or on the device.
     """
     with torch.no_grad(), buffers_kept(model):
         before = float64.versions(model)
@@ -90,11 +90,10 @@ def run_original(
 
 
 def _name(model: nn.Module, own: Reference, *ways: object) -> str:
-    """What the reference is kept under; empty where nothing is kept.
+    """Returns the cache key of the reference, or an empty string if caching is off.
 
-    What the model computes has a say in it, which is found out anew every time, and so has what it made of its inputs
-    in its own precision: a model whose code was changed is never taken for the one before. The latter alone would not
-    do, as float32 does not show every change of a number.
+    The key includes the computation and the outputs in the original's precision, so changed model code never matches.
+    The outputs alone do not suffice, because float32 does not show every change of a number.
     """
     if not store.enabled():
         return ""
@@ -106,10 +105,10 @@ def _name(model: nn.Module, own: Reference, *ways: object) -> str:
 def _run_in_float64(
     run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None, *, upcast: bool = False
 ) -> Reference:
-    """Runs the original in float64, where there is room, and in other ways unless batched is None.
+    """Runs the original in float64 if possible, and in run variations unless batched is None.
 
     Args:
-        upcast: Whether to make weights float64 one by one, as they are used, rather than a copy of the model.
+        upcast: Upcast weights one by one on use, instead of copying the model.
     """
     in_float64: _Run | None = None
     reference = own
@@ -120,7 +119,7 @@ def _run_in_float64(
             if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in exact):
                 raise FloatingPointError("there may be code that found no weights")
             reference = _guided(reference)
-    except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
+    except Exception as error:  # model code may raise anything, for example because of a fixed dtype
         if upcast:
             return _run_in_float64(run, model, replace(own, fallback=_why_no_room(model)), batched)
         reference, in_float64 = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
@@ -128,12 +127,13 @@ def _run_in_float64(
 
 
 def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) -> tuple[_Run, Reference]:
-    """How to run the original in float64, and what it gives.
+    """Returns a float64 runner and its results on all cases.
 
-    Where that is something else than the original gives, what the model's own code makes float32 is float64 too, if
-    they are then alike: float32 does not hold the smallest float64, and attention of torch 2.13 in float64 makes
-    something else of a mask in float32. Where it is not, what that code rounds to float32 is rounded as the original
-    rounds it, and not as a file may: how much that is shows where it is float64 too, and counts as a way of its own.
+    Model code may create float32 tensors within the float64 run. If the float64 outputs then differ from the
+    original's, float32 is replaced by float64 throughout, provided that this agrees. Two reasons: float32 cannot
+    represent the smallest float64, and attention in torch 2.13 handles a float32 mask in float64 differently. If the
+    outputs agree, the float32 rounding in model code is the same as the original's, but a file may round elsewhere. The
+    run with float64 throughout measures that rounding and counts as a run variation.
     """
     double = float64.upcasting(model) if upcast else float64.copied(model)
 
@@ -156,12 +156,12 @@ def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) ->
         is_right = not _is_lost(traced, original)
         if is_right and not float32.found:
             return plain, replace(own, exact=exact(plain, traced))
-    except Exception as error:  # a model's own code may raise anything, as where it multiplies float32 by float64
+    except Exception as error:  # model code may raise anything, for example if it multiplies float32 by float64
         problem, is_right = error, False
     try:
         again = throughout(batch)
         agrees = not _is_lost(again, original)
-    except Exception:  # where it wants float32
+    except Exception:  # model code that requires float32
         agrees = False
     if agrees and not is_right:
         return throughout, replace(own, exact=exact(throughout, again))
@@ -172,16 +172,16 @@ def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) ->
 
 
 def _with_float32(reference: Reference, throughout: _Run) -> Reference:
-    """The same, with what the original rounds to float32 in float64 too: the distance from what it gives without.
+    """Adds the noise of rounding to float32 in model code, measured with float64 throughout.
 
-    It widens no floor by more than `_MOST_WIDENED` times, since a file that rounds as the original does there is far
-    nearer, and that of half precision not at all, which has more noise of its own than float32 adds.
+    It widens a noise floor by at most `_MOST_WIDENED` times, because a correct file is much nearer. It does not widen a
+    noise floor of half precision, which exceeds the noise of float32.
     """
     noise: list[dict[str, float]] = []
     for case, exact in zip(reference.cases, reference.exact, strict=True):
         try:
             again = throughout(case.batch)
-        except Exception:  # a model's own code may raise anything
+        except Exception:  # model code may raise anything
             return reference
         noise.append({n: rounding(again[n], tensor) for n, tensor in exact.items() if tensor.is_floating_point()})
     for name in noise[0]:
@@ -196,7 +196,7 @@ def _with_float32(reference: Reference, throughout: _Run) -> Reference:
 
 
 def _is_lost(exact: Outputs, original: Outputs) -> bool:
-    """Whether an output in float64 is nothing but NaN, and the original's is not, or shares few of its digits."""
+    """Checks if a float64 output is all NaN or shares few digits with the original's."""
     return any(
         bool(exact[name].isnan().all() & ~tensor.isnan().all())
         or _relative_noise(tensor, exact[name]) > torch.finfo(tensor.dtype).eps ** 0.5
@@ -232,7 +232,7 @@ def _run_in_other_ways(
             whole, halves = in_float64(first), _in_halves(in_float64, first, batched)
             alone = all(_is_close(halves[name], tensor) for name, tensor in whole.items())
             outputs = _in_halves(in_own, first, batched) if alone else {}
-        except Exception:  # a model need not take fewer rows: nobody declared that
+        except Exception:  # the batch axis is undeclared, so the model may reject fewer rows
             outputs = {}
         if outputs:
             ways.append(HALVES)
@@ -241,7 +241,7 @@ def _run_in_other_ways(
 
 
 def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -> Reference:
-    """Runs the original on a device too, and takes down how it rounds there."""
+    """Runs the original on a device, and adds its rounding there to the noise."""
     noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
     try:
         moved = placement.model_to(model, device)
@@ -251,7 +251,7 @@ def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -
                 for name, tensor in outputs.items():
                     there = rounding(tensor.cpu(), reference.exact[index][name])
                     noise[index][name] = max(noise[index].get(name, 0.0), there)
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # model code may raise anything
         raise TraceError(
             f"the model itself fails on {device}: {type(error).__name__}: {first_line(error)}",
             location=type(model).__name__,
@@ -265,7 +265,7 @@ def _holds_nan(outputs: Outputs) -> bool:
 
 
 def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
-    """Runs either half of a batch's rows, and puts the results together."""
+    """Runs each half of a batch's rows and concatenates the results."""
     parts: list[Outputs] = []
     for half in (0, 1):
         rows = {name: batch[name].tensor_split(2)[half] for name in batched}
@@ -274,7 +274,7 @@ def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
 
 
 def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether two results in float64 differ by no more than its rounding."""
+    """Checks if two float64 results differ by at most float64 rounding."""
     if halves.shape != whole.shape:
         return False
     scale = distances.largest(distances.finite(whole).abs())
@@ -282,10 +282,10 @@ def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
-    """Why a model in float64 would not fit in memory; None where it does, or where nobody can tell.
+    """Returns the reason why a model in float64 exceeds the free memory, or None.
 
     Args:
-        copied: Whether all of it is float64 at a time, or but one of the large weights.
+        copied: True if the whole model is float64 at once, False if only one large weight is.
     """
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -298,10 +298,10 @@ def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
 
 
 def _guided(reference: Reference) -> Reference:
-    """The same, but compared with the original itself where float64 computes something else.
+    """Replaces float64 by the original's output if float64 computes something else.
 
-    A mask of -1e9 on a whole row is all that is left of the scores in float32, but not in float64. The distance there
-    is no rounding, and as a floor it would let faults pass everywhere else.
+    Example: a mask of -1e9 on a whole row erases the scores in float32, but not in float64. That distance is not
+    rounding, and in the noise floor it would let faults pass on other cases.
     """
     exact, unguided = [dict(outputs) for outputs in reference.exact], []
     for name, traced in reference.outputs[0].items():
@@ -323,5 +323,5 @@ def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def in_double(batch: Batch) -> Batch:
-    """A batch whose real numbers are float64."""
+    """Returns a batch with its floating point inputs in float64."""
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}

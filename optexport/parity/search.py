@@ -1,4 +1,4 @@
-"""Searches for inputs at which a candidate fails: a small one where one is known, any where none is."""
+"""Search for inputs at which a target fails, and reduction of a failing input."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 Fails = Callable[[Batch], bool]
 Measure = Callable[[Case], tuple[Reference, dict[str, Tolerance]] | None]
 
-# What a search may take: so many seconds to make a failing input small, so many inputs to look for one.
+# Limits of a search: seconds to reduce a failing input, and number of inputs to try.
 _SECONDS = 30.0
 _EXAMPLES = 200
-# Of each input so many of the whole numbers that it holds are tried by themselves; and so many random batches.
+# Limits per input: number of distinct integers that are tried as constants, and number of random tensors.
 _CONSTANTS = 32
 _SEEDS = 8
 _GIVEN = "as given"
@@ -52,18 +52,18 @@ def smallest_failing(
     values: bool = True,
     seconds: float = _SECONDS,
 ) -> Case | None:
-    """Makes a failing input small: the least sizes, and the simplest values, at which the candidate still fails.
+    """Reduces a failing input to the smallest sizes and simplest values that still fail.
 
     Args:
-        fails: Whether the candidate fails on a batch; see `failure_test`.
-        failing: A case where it does.
-        signature: The inputs, and the sizes that they may have; with no dynamic dimension only values are changed.
-        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
-        values: Whether to make the values simpler too.
-        seconds: Ends the search, with the smallest that was found by then.
+        fails: Checks if the target fails on a batch; see `failure_test`.
+        failing: A case that fails.
+        signature: Inputs and allowed sizes. Without dynamic dimensions only values change.
+        vocabularies: Number of valid ids per input, for inputs that index an embedding.
+        values: Simplify values too.
+        seconds: Time limit, after which the smallest input so far is the result.
 
     Returns:
-        A case named after its sizes and values; None where nothing smaller than the given one fails.
+        A case named after its sizes and values; None if no smaller input fails.
     """
     sizes = signature.sizes(failing.batch)
     ranges = {name: (dim.min, max(dim.min, sizes[name])) for name, dim in signature.dims.items() if name in sizes}
@@ -90,15 +90,19 @@ def find_failing(
     examples: int = _EXAMPLES,
     most_numbers: int = 8192,
 ) -> Case | None:
-    """Looks for an input at which a candidate fails, among all sizes that are declared and values of many kinds.
+    """Searches declared sizes and several kinds of values for an input that fails.
 
-    The same inputs are tried every time. A failing one is made small.
+    The search is deterministic. A failing input is reduced.
 
     Args:
-        fails: Whether the candidate fails on a batch; see `failure_test`.
+        fails: Checks if the target fails on a batch; see `failure_test`.
         example: The traced batch.
-        examples: How many inputs are tried.
-        most_numbers: How many numbers one input may hold; its sizes are cut until it does.
+        vocabularies: Number of valid ids per input, for inputs that index an embedding.
+        examples: Number of inputs to try.
+        most_numbers: Maximum number of elements of one batch; larger sizes are reduced.
+
+    Returns:
+        The reduced case; None if no input fails.
     """
     traced = signature.sizes(example)
     ranges = {name: (dim.min, max(dim.min, dim.max or 4 * traced[name])) for name, dim in signature.dims.items()}
@@ -117,23 +121,23 @@ def find_failing(
 def measurer(
     run: Call, model: nn.Module, bounds: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
 ) -> Measure:
-    """A function that says what the original computes on a batch, and how far from that a candidate may be.
+    """Returns a function that computes the reference and the tolerance of one case.
 
-    An input that was not there when the floor was measured has a floor of its own: the limit is the multiple of that
-    where it is more, and at least that of `FALLBACK_ULPS` units in the last place. Where the original raises, or gives
-    NaN or infinity, the candidate may do what it likes, and the function gives None.
+    A new input gets its own noise floor. The limit is max(given limit, multiple * max(floor, units)), and `units` is
+    `FALLBACK_ULPS` units in the last place of the largest value. The function returns None if the original raises or
+    gives NaN or infinity, because any result is then acceptable.
 
     Args:
         run: Runs a model on a batch and names its outputs.
-        model: The original; one copy of it is made for float64.
-        bounds: The limits of the outputs that are looked at, on the cases that they were measured on.
-        multiple: That of the limits.
-        fallback: Whether float64 cannot be had.
+        model: The original model. float64 uses one copy.
+        bounds: Tolerance of the outputs to compare, from the cases of the run.
+        multiple: Noise multiple.
+        fallback: True if float64 is not available.
     """
     double: nn.Module | None = None
     if not fallback and any(tensor.is_floating_point() for tensor in [*model.parameters(), *model.buffers()]):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
+            warnings.simplefilter("ignore", FutureWarning)  # torch deprecates the way it copies its output pytrees
             double = copy.deepcopy(model).double()
 
     def measure(case: Case) -> tuple[Reference, dict[str, Tolerance]] | None:
@@ -141,7 +145,7 @@ def measurer(
             try:
                 outputs = run(model, case.batch)
                 exact = outputs if double is None else run(double, in_double(case.batch))
-            except Exception:  # a model's own code may raise anything
+            except Exception:  # model code may raise anything
                 return None
         if not all(bool(torch.isfinite(outputs[name]).all()) for name in bounds):
             return None
@@ -153,7 +157,12 @@ def measurer(
 
 
 def failure_test(measure: Measure, candidate: Run) -> Fails:
-    """A function that says whether a candidate fails on a batch."""
+    """Returns a function that checks if a target fails on a batch.
+
+    Args:
+        measure: Computes the reference and the tolerance of a case; see `measurer`.
+        candidate: Runs the target on a batch.
+    """
 
     def fails(batch: Batch) -> bool:
         measured = measure(Case("found", batch))
@@ -171,13 +180,13 @@ def _own(bound: Tolerance, original: torch.Tensor, noise: float, multiple: float
     return replace(bound, limit=math.inf if drowned else limit, extremes={})
 
 
-# The size of each dimension, and what each input holds.
+# Size of each dimension, and kind of values of each input.
 _Choice = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class _Space:
-    """What is searched: a size from the range of each dimension, and values of one of several kinds for each input."""
+    """Search space: a range of sizes per dimension and several kinds of values per input."""
 
     given: Case
     signature: Signature
@@ -214,7 +223,7 @@ class _Space:
 
 
 def _choices(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> tuple[str, ...]:
-    """What an input may hold, the simplest first."""
+    """Returns the kinds of values of an input, simplest first."""
     if is_padding_mask(name, tensor):
         return ("all 1", "padded right", "padded left", "all 0", _GIVEN)
     if tensor.is_floating_point():
@@ -227,7 +236,7 @@ def _choices(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -
 
 
 def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
-    """Normal numbers as large as those that are there, ids of the vocabulary, or numbers that are there already."""
+    """Returns normal values of the same scale, vocabulary ids, or a sample of existing values."""
     generator = torch.Generator().manual_seed(seed)
     if tensor.is_floating_point():
         size = max(float(distances.finite(tensor).abs().double().mean()), 1e-6)
@@ -237,7 +246,7 @@ def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
 
 
 class _Check:
-    """Whether a choice fails, each asked once, and when time is up none that is new."""
+    """Cached check of choices. After the time limit it rejects new ones."""
 
     def __init__(self, fails: Fails, space: _Space, seconds: float) -> None:
         self.fails, self.space, self.end = fails, space, time.monotonic() + seconds
@@ -252,10 +261,10 @@ class _Check:
 
 
 def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
-    """The same values at the smallest sizes that are found to fail."""
+    """Reduces the sizes of a failing choice."""
     from hypothesis import strategies as st
 
-    # Most sizes are the largest, where it fails for sure, so that hypothesis soon has something to make smaller.
+    # Most draws are the largest size, which fails, so that hypothesis soon has a failure to shrink.
     limits = [(low, size) for (low, _), size in zip(check.space.ranges.values(), choice[0], strict=True)]
     sizes = (st.integers(low, size + 3 * (size - low + 1)).map(partial(min, size)) for low, size in limits)
     found = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
@@ -263,7 +272,7 @@ def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
 
 
 def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
-    """For one input after the other the simplest values that still fail."""
+    """Replaces the values of one input after another by the simplest that still fail."""
     sizes, kinds = choice[0], list(choice[1])
     for index, simpler in enumerate(check.space.choices.values()):
         trials = ((sizes, (*kinds[:index], kind, *kinds[index + 1 :])) for kind in simpler)
@@ -272,8 +281,8 @@ def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
 
 
 def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: int) -> _Choice | None:
-    """The simplest choice that fails, as far as hypothesis finds it."""
-    import hypothesis  # here, since most runs have no use for it
+    """Returns the simplest failing choice that hypothesis finds."""
+    import hypothesis  # lazy import, because most runs do not search
 
     settings = hypothesis.settings(
         max_examples=examples,
@@ -286,13 +295,13 @@ def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: 
         try:
             found: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
         except (hypothesis.errors.NoSuchExample, hypothesis.errors.FailedHealthCheck):
-            return None  # the latter where a test of hypothesis, which may not hold another, is what calls
+            return None  # FailedHealthCheck occurs if a hypothesis test calls this function, because tests cannot nest
     return found
 
 
 @contextmanager
 def _no_files() -> Iterator[None]:
-    """Within it, hypothesis keeps its files elsewhere than in the working directory."""
+    """Moves hypothesis's files from the working directory to a temporary folder."""
     from hypothesis import configuration
 
     with signals.temporary_folder() as folder:

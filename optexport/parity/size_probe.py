@@ -1,8 +1,7 @@
-"""Sizes at which a graph and the model part, found by running both at as many as are cheap.
+"""Search for sizes at which a graph differs from the model, by running both at many.
 
-Most of what a model asks of its sizes is seen while it is traced. A size that becomes a text, a key, or a number of
-NumPy's leaves no condition behind, and only running tells: ``self.heads[str(x.shape[1])]``. So it is of a rule that is
-wrong at some sizes.
+Tracing records most conditions on sizes. A size that becomes a text, a key or a NumPy number leaves no condition, and
+only a run shows it: ``self.heads[str(x.shape[1])]``. The same applies to a rule that is wrong at some sizes.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ from optexport.runtime.runners import Run
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature
 
-# What it may cost: so many runs, and so many operations of arithmetic; a call of an operator, and an element that one
-# writes, count as many as are done in that time.
+# Cost limits: number of runs, and number of arithmetic operations. Operator calls and written elements are converted to
+# operations by the time they take.
 _MOST_RUNS = 1024
 _MOST_OPERATIONS = 4e10
 _OPERATIONS_PER_CALL = 2e5
 _OPERATIONS_PER_ELEMENT = 20
 _TIMES_HALF = 4
-# What takes more than this share of it is left out.
+# A run that takes more than this share of the limit is skipped.
 _MOST_OF_ONE = 1 / 16
-# Of one dimension, and of a range that nobody ended as often as the traced size.
+# Limits of the range of one dimension: number of sizes, and multiple of the traced size if the range has no end.
 _MOST_SIZES = 512
 _TIMES_TRACED = 4
 _DRAWN = 64
-# One set of sizes shows a way; a few show that there are several. Those that part the farthest: of half precision more
-# part by rounding.
+# Number of sizes to return, largest difference first. One set of sizes shows a difference, and a few show that there
+# are several. In half precision rounding causes more differences, so the largest are the most reliable.
 _ENOUGH = 4
-# The same operators give next to the same; what results differ by in truth is for the proof to tell. Of whole numbers
-# that share may hang on a last bit where a rule computes in another order, and is tried with other values.
-# Where terms cancel, a value is rounded as others are: as one of the smallest quarter, since more may be no results.
+# Relative tolerance: equal operators give nearly equal results, and the parity check measures the exact difference.
+# `_TIES`: share of integers that may differ by a last bit if a rule changes the order of operations; these sizes run
+# again with other values. `_SMALL`: a value that cancels to near zero is rounded like one at the smallest quarter. A
+# higher quantile may not be a result.
 _TOLERANCE = 1e-4
 _SMALL = 4
 _TIES = 1 / 8
@@ -60,32 +60,32 @@ def parting_sizes(
     *,
     rounded_anew: bool = False,
 ) -> list[dict[str, int]]:
-    """Sizes at which the original and a graph of it give something else, or the graph gives nothing; a few at most.
+    """Returns a few sizes at which a graph differs from the original, or raises.
 
-    What is tried depends on the model and its ranges alone, and on no clock.
+    The tried sizes depend only on the model and its ranges, not on time, so the search is deterministic.
 
     Args:
-        original, graph: How to run them.
-        known: Sizes, of some dimensions, that the proof tries anyway.
-        times: How many times as much may be tried.
-        rounded_anew: Whether the graph computes in another order.
+        original, graph: Runners of the model and of the graph.
+        known: Sizes of some dimensions that are checked anyway, and skipped here.
+        times: Factor on the cost limits.
+        rounded_anew: True if the graph computes in another order than the model.
     """
     found: list[tuple[float, dict[str, int]]] = []
     left, cost, before = _MOST_OPERATIONS * times, 0.0, math.inf
     to_try = itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times)
     numbers = {tuple(sizes.items()): _numbers(example, signature, sizes) for sizes in to_try}
-    for items in sorted(numbers, key=numbers.__getitem__):  # the cheapest first: of these the most are tried
+    for items in sorted(numbers, key=numbers.__getitem__):  # cheapest first, so that most sizes fit into the cost limit
         sizes = dict(items)
         if any(doubt.items() <= sizes.items() for doubt in known):
             continue
         if cost * numbers[items] / before > _MOST_OF_ONE * _MOST_OPERATIONS:
-            break  # of a model that compares all with all the next is next to as dear, too
+            break  # cost grows with size, so that every further size exceeds the limit too
         batch = with_padding(resize(example, signature, sizes), _PADDING)
         want = _outcome(original, batch)
         with _Counter() as counted:
             got = _outcome(graph, batch)
         apart = _apart(got, want)
-        if 0 < apart <= 1 and rounded_anew:  # of other values it is others that hang on a last bit
+        if 0 < apart <= 1 and rounded_anew:  # with other values, other integers depend on a last bit
             batch = _other_values(batch)
             apart *= _apart(_outcome(graph, batch), _outcome(original, batch)) > 0
         if apart:
@@ -98,7 +98,7 @@ def parting_sizes(
 
 
 def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Each dimension at all of its sizes, with the others at their least and as traced; all alike; and some of any."""
+    """Yields sizes to try: one dimension varied, all equal, few small ones, random ones."""
     if not traced:
         return
     ranges = {name: _range(dims[name], size) for name, size in traced.items()}
@@ -128,7 +128,7 @@ def _range(dim: Dim, traced: int) -> Sequence[int]:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators that are called, and the operations of arithmetic that they do, writing their elements too."""
+    """Mode that counts operator calls and arithmetic operations, including element writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,14 +153,14 @@ def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return run(batch)
-    except Exception:  # a model's own code may raise anything
+    except Exception:  # model code may raise anything
         return None
 
 
 def _apart(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor] | None) -> float:
-    """How many times as far two results are apart as rounding has them; up to 1 where it may yet be ties, 0 where not.
+    """Returns the difference of two results as a multiple of the expected rounding.
 
-    What the original does not take may be whatever it is.
+    0 means equal, and up to 1 means that ties can explain it. Any result is acceptable if the original raises.
     """
     if want is None:
         return 0.0

@@ -1,7 +1,7 @@
-"""Cases at the traced sizes whose values find faults that data seldom does: padding, boundary ids, zeros, large ones.
+"""Cases with special values: padding, boundary ids, zeros, large values.
 
-What is not here finds nothing that these do not. Rows that are alike, or constant, are computed as any others; and in a
-normalisation of a constant row only rounding is left, by which honest exports differ.
+Further kinds find no other faults. Equal or constant rows take the same computation as all others. The normalisation of
+a constant row leaves only rounding, so that correct exports differ there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from optexport.config.schema import Effort, TensorConfig
 from optexport.parity.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
 from optexport.signature.signature import Batch
 
-# Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
+# Normal values times 64 reach 200: beyond the range of exp in float32 and beyond the clamps of common activations.
 _LARGE_TIMES = 64
 _LARGE_TIMES_IN_HALF = 8  # float16 ends at 65504
-# From here on float32 holds every second whole number; int32 holds them all.
+# From here on float32 represents every second integer only; int32 represents all.
 _BEYOND_FLOAT32 = 2**24
 _KINDS = 5
 _SEEDS = 4
@@ -35,17 +35,17 @@ def special_cases(
     attention_masks: Collection[str] = (),
     sized_by_values: bool = False,
 ) -> list[Case]:
-    """The cases of special values.
+    """Returns the cases of special values at the traced sizes.
 
     Args:
         example: The traced batch.
-        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
-        effort: With "quick", padding alone; with "exhaustive" also random values, and whole numbers below zero.
-        seed: For the random values.
-        declared: What is known of inputs of random numbers: whole numbers are made up between their ends.
-        attention_masks: Inputs that are added to scores, and so hide nothing by a 1.
-        sized_by_values: Whether results may be as large as the numbers that inputs hold. No whole numbers are made up
-            then, which would ask for more memory than there is.
+        vocabularies: Number of valid ids per input, for inputs that index an embedding.
+        effort: "quick" adds padding only. "exhaustive" adds random values and negative integers.
+        seed: Seed of the random values.
+        declared: Tables of inputs with generated values; their range limits the integers.
+        attention_masks: Inputs that are added to attention scores, so that a 1 hides nothing.
+        sized_by_values: True if the size of results depends on input values. Generated integers are then skipped,
+            because they could exhaust the memory.
     """
     found = _padded(example)
     if effort == "quick":
@@ -59,7 +59,7 @@ def special_cases(
         times = max(_times(tensor.dtype) for tensor in values.values())
         found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
-    for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may refuse one
+    for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may reject one
         found.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
     for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
         if all(torch.equal(case.batch[name], example[name]) for case in found):
@@ -76,9 +76,10 @@ def special_cases(
 
 
 def _padded(example: Batch) -> list[Case]:
-    """The traced batch with every kind of padding: as one case, or as several where it has fewer rows than kinds.
+    """Returns the traced batch with every kind of padding, as one case or several.
 
-    Where it has several masks each of them gets every kind, in another order, and none at all once.
+    Fewer rows than kinds need several cases. With several masks, each mask gets every kind in another order, and no
+    padding once.
     """
     found: list[Case] = []
     rows = max(1, next((tensor.shape[0] for tensor in example.values() if tensor.dim()), 1))
@@ -95,9 +96,9 @@ def _padded(example: Batch) -> list[Case]:
 
 
 def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The first two ids and the last two at every second place, at each place all of them in turn over the rows.
+    """Replaces every second id by the first two and last two ids, in turn over the rows.
 
-    Where the tensor is so small that not all of them would appear, at every place.
+    A tensor too small to show all of them has every id replaced.
     """
     boundary = torch.tensor(sorted({0, min(1, count - 1), max(0, count - 2), count - 1}), dtype=ids.dtype)
     length = ids.shape[-1] if ids.dim() else 1
@@ -111,7 +112,7 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _holds_values(name: str, tensor: torch.Tensor) -> bool:
-    """Whether it holds real numbers: not a mask, of which 0 and the smallest number are marks."""
+    """Checks if an input contains real values, unlike a mask with marks such as 0."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
 
 
@@ -120,12 +121,12 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 
 def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
-    """Cases of a mask that padding leaves as it is, of which nothing but its values tells what it hides by.
+    """Returns cases of a mask that padding cannot change, with other values in it.
 
-    Of zeros and ones every second place is the other one. Zeros that are real numbers may also be added, and what hides
-    is then the least of them: not 1, where they are added to the scores of an attention, as torch's own encoder layer
-    takes any number for hiding in eval mode. Of other numbers, as what is added mostly is, each place has that of its
-    neighbour.
+    A mask of zeros and ones has every second value flipped. Zeros in floating point may also be added to attention
+    scores, so that the smallest number hides a position. A 1 is not tried in these masks, because torch's encoder layer
+    in eval mode treats any nonzero number as hiding. Other constant masks have every second value set to 0. All other
+    masks, mostly added ones, are shifted by one position.
     """
     mask = example[name]
     targets = sum(
@@ -134,7 +135,7 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     turns = torch.as_tensor(targets).expand(mask.shape) % 2 == (mask.numel() > 1)
     made: dict[str, torch.Tensor] = {}
     if bool(((mask == 0) | (mask == 1)).all()):
-        # Of truths every second place is tried anyway.
+        # Boolean inputs have a case with every second value anyway.
         if not is_added and (mask.dtype is not torch.bool or mask.numel() == 1):
             made["turned at every second place"] = torch.where(turns, 1 - mask.to(torch.int8), mask).to(mask.dtype)
         if mask.is_floating_point() and not mask.any():
@@ -151,20 +152,20 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
 
 
 def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers about the one that a tensor holds, of its sign, since a model may take no others; about a half for 0."""
+    """Returns values near a constant with its sign, or in [0, 1) for a constant of 0."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
     return torch.where(tensor == 0, drawn, tensor.double() * (drawn + 0.5)).to(tensor.dtype)
 
 
 def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
-    """Whether it holds whole numbers that may be any: no ids, and not the marks of a mask."""
+    """Checks if an input contains free integers: neither ids nor the marks of a mask."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_whole and name not in vocabularies and "mask" not in name
 
 
 def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
-    """The least and the largest whole number: of the dtype, where no other is declared."""
+    """Returns the smallest and largest integer, limited by the dtype and the declared range."""
     ends = torch.iinfo(dtype)
     low, high = (None, None) if declared is None else (declared.low, declared.high)
     least = ends.min if low is None else max(ends.min, math.ceil(low))
@@ -172,7 +173,7 @@ def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
 
 
 def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, int]) -> list[Case]:
-    """Cases of one input alone, since a model may refuse any of them, as an index that is out of range."""
+    """Returns cases of one input only, because a model may reject any, such as an index."""
     tensor, (least, most) = example[name], ends
     steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
     start = max(least, min(_BEYOND_FLOAT32, most - _KINDS + 1))
@@ -189,9 +190,9 @@ def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, i
 
 
 def _truths(example: Batch, name: str) -> list[Case]:
-    """Cases of one input of true and false.
+    """Returns cases of one boolean input.
 
-    Not of false alone: what is selected where nothing is left may be any, as of scores that are all minus infinity.
+    All-false is not a case: a selection without elements is arbitrary, as a softmax over scores of minus infinity.
     """
     tensor = example[name]
     targets = torch.arange(tensor.numel()).reshape(tensor.shape)
@@ -210,7 +211,7 @@ def _times(dtype: torch.dtype) -> int:
 
 
 def _random(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
-    """Any ids of the vocabulary, and normal numbers of the mean and the spread of the example."""
+    """Draws ids from the vocabulary, and normal values with the example's mean and deviation."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = dict(example)
     for name, count in vocabularies.items():

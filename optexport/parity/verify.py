@@ -1,6 +1,6 @@
-"""Checks a bundle by itself: its files are the ones that were proven, and they still give the stored outputs.
+"""Checks of a finished bundle: unchanged files that reproduce the stored outputs.
 
-Needs torch and onnxruntime; neither transformers, nor the original model, nor its code.
+This needs torch and onnxruntime, but neither transformers nor the original model or its code.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from optexport.runtime import runners
 def verify(folder: str | Path) -> ParityChecker:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
-    The gates on decisions are checked again too, on the stored cases. A gate on a user's own metric is not: its code is
-    no part of the bundle.
+    Gates are checked again on the stored cases, except gates on user metrics, whose code is not in the bundle.
 
     Returns:
-        How each file compares, in each of its runtimes, after the original itself.
+        The comparison of each file in each of its runtimes, after the original.
 
     Raises:
-        ConfigError: The folder is no bundle.
-        BundleError: A file is missing, added, changed, or cannot be loaded.
-        DeviceError: There is no such device here as the files are for.
+        ConfigError: The folder is not a bundle.
+        BundleError: A file is missing, added or changed, or cannot be loaded.
+        DeviceError: The device that the files need is missing.
     """
     folder = as_path(folder, "folder")
     return prove(folder, digests.read_manifest(folder))
 
 
 def prove(folder: Path, manifest: Manifest) -> ParityChecker:
-    """The same of a bundle whose files are known to be those of its manifest.
+    """Runs and compares the files of a bundle whose digests are already verified.
 
     Raises:
         BundleError: A file cannot be loaded.
-        DeviceError: As for `verify`.
+        DeviceError: The device that the files need is missing.
     """
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
@@ -55,27 +54,27 @@ def prove(folder: Path, manifest: Manifest) -> ParityChecker:
             for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 proof.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
-                del run  # before the next is opened: each holds the weights
-    except ExportError as error:  # whose mends are for those who export
+                del run  # frees the weights before the next file is opened
+    except ExportError as error:  # its hint is for the exporting user only
         raise BundleError(error.message, location=error.location) from error
     _check_cases(proof, manifest)
     return proof
 
 
 def unchecked_gates(manifest: Manifest) -> list[str]:
-    """The gates of a bundle that `verify` does not hold its files against, and which say nothing of them now."""
+    """Returns the gates of a bundle that `verify` cannot check."""
     checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
     left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
     return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
 
 
 def _check_precisions(manifest: Manifest) -> None:
-    """Refuses a file that is called of lower precision where the bundle's own proof is of another one.
+    """Rejects a file whose lower precision does not match the bundle's parity record.
 
-    No distance limits such a file, so that the word of one line of the manifest would be enough for any file to pass.
+    No distance limits a file of lower precision, so one edited line of the manifest would let any file pass.
 
     Raises:
-        BundleError: One is, or no gate is demanded of it.
+        BundleError: The precisions differ, or a file of lower precision has no gate.
     """
     proven = {target.target: target.precision for target in manifest.parity.targets}
     for artifact in manifest.artifacts:
@@ -86,10 +85,10 @@ def _check_precisions(manifest: Manifest) -> None:
 
 
 def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
-    """Refuses a file that the bundle has no proof of, or that is called of fixed shape where that has other sizes too.
+    """Rejects a file without a parity record, or with a fixed shape that it contradicts.
 
     Raises:
-        BundleError: One is.
+        BundleError: The record is missing, or it has other sizes than the fixed shape.
     """
     proven = {target.target: target for target in manifest.parity.targets}
     for target in proof.targets[1:]:
@@ -103,10 +102,10 @@ def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:
-    """The gates that the stored cases can be held against.
+    """Returns the gates that the stored cases allow to check.
 
     Raises:
-        BundleError: One is on what is no measure, or no output.
+        BundleError: A gate refers to an unknown metric or output.
     """
     outputs = [output.name for output in manifest.outputs]
     records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
@@ -117,15 +116,15 @@ def gates_of(manifest: Manifest) -> list[Gate]:
 
 
 def tolerance_of(record: ToleranceRecord) -> Tolerance:
-    """The bound that a manifest holds."""
+    """Converts a tolerance record of the manifest into a tolerance."""
     extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
     return Tolerance(record.floor, record.limit, record.atol, record.rtol, extremes)
 
 
 def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
-    """A gate as the stored cases can be held against it; None where there is nothing to count in them.
+    """Returns a gate for the stored cases, or None if they have nothing to count.
 
-    A share of all cases may be higher than that of the stored ones; then these must do as well as they did.
+    The share over all cases may exceed the share over the stored ones. The minimum is then lowered to the stored share.
     """
     least = record.min
     for target in manifest.parity.targets:

@@ -1,4 +1,4 @@
-"""What the values of inputs stand for: ids of an embedding, whose number is known, sizes, or a mask."""
+"""Meaning of input values, read from the graph: embedding ids, sizes or masks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from optexport.signature.signature import Signature
 
-# What hands ids on as they are, but for their shape and dtype.
+# Operators that pass ids through, changing only their shape and dtype.
 _SHAPING = {"expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten"}
 _PASSES_ON = {*_SHAPING, "unsqueeze", "view", "alias", "clone", "contiguous", "detach", "int", "long", "to"}
 
 
 def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str, int]:
-    """The number of ids that each input may hold: the rows of the smallest embedding that it goes into.
+    """Returns the number of valid ids per input: the rows of its smallest embedding.
 
-    Only what goes there directly, or through casts and changes of shape, counts: of positions that the model computes
-    from an input nothing is known.
+    Only inputs that reach an embedding directly, or through casts and shape changes, are included. The range of
+    computed positions is unknown.
     """
     found: dict[str, int] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -32,12 +32,12 @@ def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str
 
 
 def sized_by_values(graph_module: fx.GraphModule) -> bool:
-    """Whether sizes hang on the values of inputs, as those of ``repeat_interleave`` and of what ``item`` gives."""
+    """Checks if sizes depend on input values, for example by ``repeat_interleave``."""
     return any(free_unbacked_symbols(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 
 def attention_masks(graph_module: fx.GraphModule, signature: Signature) -> set[str]:
-    """The inputs that go into attentions alone, as a mask does that is added to their scores."""
+    """Returns the inputs that reach only attention operators, as masks added to scores do."""
     found = set()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
@@ -47,13 +47,13 @@ def attention_masks(graph_module: fx.GraphModule, signature: Signature) -> set[s
 
 
 def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.Node]:
-    """The embeddings that a placeholder goes into as their ids."""
+    """Returns the embeddings that use a placeholder as ids."""
     modules = [user for user in _uses(placeholder) if user.op == "call_module"]
     return [user for user in modules if isinstance(graph_module.get_submodule(str(user.target)), nn.Embedding)]
 
 
 def _uses(placeholder: fx.Node) -> Iterator[fx.Node]:
-    """What takes a placeholder, through casts and changes of shape, but for these."""
+    """Yields the users of a placeholder, following casts and shape changes."""
     seen, waiting = {placeholder}, [placeholder]
     while waiting:
         node = waiting.pop()
@@ -72,6 +72,6 @@ def _rows(graph_module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _operator(node: fx.Node) -> str:
-    """The bare name of what a node calls: ``view`` of ``aten.view.default``, and of a tensor's method ``view``."""
+    """Returns the bare operator name: ``view`` for ``aten.view.default`` and for the method."""
     packet = getattr(node.target, "overloadpacket", None)
     return str(node.target if packet is None else packet.__name__)
