@@ -1,1 +1,1 @@
-"""What is to blame for a failed proof, and what is left to see it again."""
+"""Diagnosis of a failed parity check: its cause, and a script that reproduces it."""

@@ -1,4 +1,4 @@
-"""Where an exported file that fails its proof parts from a graph that passes."""
+"""Search for the first divergence between a failed artifact and a graph that passes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,18 @@ _ON_THE_CPU = (
 def blame_files(
     graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: ParityChecker, device: Device
 ) -> Finding:
-    """Finds where the first file that fails parts from a graph that passes.
+    """Finds the first value at which a failed artifact diverges from a graph that passes.
 
-    Values inside of a file are looked at on the CPU alone: of files for another device nothing but the case is told.
+    Values inside an artifact are compared on the CPU only. For another device, the finding names the case only.
 
     Args:
-        graph_module: Flat: tensors in, the outputs in their order out. None where there is none that passes.
-        files: The files by format.
+        graph_module: Flat graph, with tensors as inputs and a tuple of outputs. None if no graph passes.
+        files: Artifacts by format.
+        proof: Checker with at least one failed target.
+        device: Device of the artifacts.
+
+    Returns:
+        The explanation, and scripts that reproduce the failure.
     """
     target = next(target for target in proof.targets if not target.passed)
     file_format = target.target.partition(",")[0].removesuffix(" in float32")
@@ -60,7 +65,7 @@ def blame_files(
     raises = isinstance(proof.result(target.target, case.name), str)
     title = f"{path.name} differs from the original at {case.name}."
     whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
-    if target.target in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # as it stands the file passes
+    if target.target in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # it passes unoptimised
         text = _blame_runtime(path, proof, index)
         return Finding(target.target, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
     lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
@@ -79,13 +84,13 @@ def blame_files(
                 lines.append(made_by)
             else:
                 lines.append("In the file it is {} ({}).".format(*comparison.parting.inner))
-    except Exception as error:  # a runtime raises kinds of its own
+    except Exception as error:  # each runtime raises its own error types
         lines.append(lost(error))
     return Finding(target.target, index, "\n".join(lines), [*pieces, whole])
 
 
 def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
-    """Which level of ONNX Runtime's optimisations a file first fails at."""
+    """Names the first optimisation level of ONNX Runtime at which a file fails."""
     alone, below = proof.reference.only([case]), "ORT_DISABLE_ALL"
     for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
         run = runners.open_onnx(path, list(proof.bounds), optimised=True, level=level)
@@ -101,7 +106,7 @@ def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
 def _onnx_piece(
     path: Path, graph_module: fx.GraphModule, batch: Batch, comparison: Comparison
 ) -> tuple[Reproduction, str]:
-    """The part of an ONNX file since what agrees with the graph, and what it computes with, in words."""
+    """Cuts out the failing part of an ONNX file, after the last match, and describes it."""
     parting = comparison.parting
     assert parting is not None and parting.inner is not None
     inner = parting.inner[0]

@@ -1,4 +1,4 @@
-"""Who is to blame for a failed proof: which rule and which of its changes, or which step of a file."""
+"""Bisection over rules and their changes, to find the one that a parity check fails on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN_NODES = 5
 
 
 class _First(Rule):
-    """The first changes of a rule, and no more."""
+    """Rule that applies only the first changes of another rule."""
 
     def __init__(self, rule: Rule, most: int) -> None:
         self.rule, self.left = rule, most
@@ -49,7 +49,7 @@ class _First(Rule):
 
 
 class _Rules:
-    """Applies the first so many rules of a run to a fresh trace, and checks them where the run failed."""
+    """Applies the first rules of a run to a fresh trace and repeats the failed check."""
 
     def __init__(
         self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker
@@ -60,21 +60,21 @@ class _Rules:
         self.batch = proof.reference.cases[self.case].batch
 
     def graph(self, count: int, changes: int | None = None) -> tuple[fx.GraphModule, Sequence[Applied]]:
-        """The graph after the first rules; of the last of them only so many changes, where that is said."""
+        """Returns the graph after the first rules, optionally with only some changes of the last."""
         self.traced, self.call = self.retrace()
         graph_module = self.traced.graph_module
         rules = [replace(rule, min_matches=0) for rule in self.rules[:count]]
         if changes is not None:
             last = rules[-1].transformation
             assert isinstance(last, Rule)
-            if not is_built_in(last):  # a plugin may write into a tensor of the caller's model
+            if not is_built_in(last):  # a plugin may write to tensors of the caller's model
                 graph_module = DeepCopy()(graph_module)
             rules[-1] = replace(rules[-1], transformation=_First(last, changes))
         transformed = transform(graph_module, rules)
         return transformed.graph_module, transformed.applied
 
     def check(self, graph_module: fx.GraphModule) -> TargetParity:
-        # A gate is on all cases together.
+        # A gate counts all cases together, so all of them run.
         gated = self.proof.targets[-1].near
         reference = self.proof.reference if gated else self.proof.reference.only([self.case])
         proof = ParityChecker(reference, self.proof.bounds, self.proof.gates if gated else ())
@@ -88,12 +88,16 @@ class _Rules:
 def blame_rules(
     retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker, model: nn.Module
 ) -> Finding:
-    """Finds the first rule after which the graph no longer passes, which of its changes does it, and where it shows.
+    """Finds the first rule that fails, the change that causes it and the first divergence.
 
     Args:
-        retrace: Traces the model anew, and says how to run it; rules change a graph in place.
-        proof: Failed at the transformed graph, the last of its places.
-        model: The original.
+        retrace: Traces the model again and returns its runner, because rules change a graph in place.
+        rules: Rules of the run, in order.
+        proof: Checker whose last target, the transformed graph, failed.
+        model: The original model.
+
+    Returns:
+        The explanation, and scripts that reproduce the failure.
     """
     trial = _Rules(retrace, rules, proof)
     before, _ = trial.graph(0)
@@ -149,7 +153,7 @@ _OTHER_EACH_TIME = (
 
 
 def _first_failing(count: int, passes: Callable[[int], bool]) -> int:
-    """The smallest number, up to a count that fails, at which it fails; of none it passes. By bisection."""
+    """Bisects for the smallest count that fails, given that zero passes."""
     good, bad = 0, count
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -173,17 +177,17 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
 
 
 def _compare_graphs(before: fx.GraphModule, after: fx.GraphModule, batch: Batch) -> tuple[Comparison, bool]:
-    """Compares two graphs in float64, where rounding does not count; in their own precision where that shows nothing.
+    """Compares two graphs in float64, or in their own precision if float64 shows nothing.
 
     Returns:
-        The comparison, and whether it is one in float64.
+        The comparison, and True if it is in float64.
     """
     exact: Observed | None = observe_graph(before, batch, double=True)
     assert exact is not None
     original = observe_graph(before, batch)
     if exact.raised is None:
         found = compare(exact, observe_graph(after, batch, double=True), None, by_name=True)
-        if found.parting is not None and found.parting.inner is not None:  # what raises may do so in float64 only
+        if found.parting is not None and found.parting.inner is not None:  # an error may occur in float64 only
             return found, True
     else:
         exact = None
@@ -199,7 +203,7 @@ def _piece(
     *,
     double: bool,
 ) -> list[Reproduction]:
-    """The part of both graphs around the place where values part, from what they still agree on."""
+    """Cuts the diverging part out of both graphs, after the last values that agree."""
     parting = comparison.parting
     assert parting is not None
     name, graphs = parting.node, (before, after)
@@ -230,7 +234,7 @@ def _piece(
 
 
 def _taking(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """The same piece with these inputs, also where it does not read them all."""
+    """Adds inputs that a piece lacks, so both pieces take the same ones."""
     first = next(iter(graph_module.graph.nodes))
     there = {str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")}
     with graph_module.graph.inserting_before(first):
@@ -242,7 +246,7 @@ def _taking(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModul
 
 
 def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduction:
-    """The whole graph on the failing case, beside the original's results there."""
+    """Returns a reproduction with the whole graph on the failing case."""
     reference, flat = trial.proof.reference, exported_program.flatten(graph_module, trial.traced.signature)
     case = reference.cases[trial.case]
     raises = isinstance(trial.proof.result(trial.target, case.name), str)
@@ -256,7 +260,7 @@ def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduct
 
 
 def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes a graph that takes tensors and gives a tuple; as TorchScript where it fails on these inputs."""
+    """Writes a graph as .pt2 or, if its suffix is .pt, as TorchScript."""
     with torch.no_grad(), quiet():
         if path.suffix == ".pt":
             torch.jit.script(exporter.scriptable(graph_module)).save(str(path))

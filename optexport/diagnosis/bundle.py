@@ -1,4 +1,4 @@
-"""Says of a bundle by itself which of its files fail, at what, and where their values part."""
+"""Diagnosis of a bundle without its model: failed files and their first divergence."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from optexport.runtime.untrusted import archives
 
 
 def blame_bundle(folder: Path) -> str:
-    """Runs a bundle's files on its stored inputs, also where they were changed, and explains what fails.
+    """Runs a bundle's files on its stored inputs, even if changed, and explains failures.
 
     Returns:
-        That nothing does.
+        A message that all files pass.
 
     Raises:
-        ConfigError: The folder is no bundle.
-        BundleError: It is damaged, though what can be run gives the stored outputs; or holds more than its files, or a
-            manifest that is none.
-        ParityError: A file does not give the stored outputs; what shows it is left in ``<folder>-failure``.
+        ConfigError: The folder is not a bundle.
+        BundleError: The bundle is damaged, but its files reproduce the stored outputs. Also raised for unknown files
+            and for an invalid manifest.
+        ParityError: A file does not reproduce the stored outputs. ``<folder>-failure`` contains the reproduction.
     """
     folder = folder.resolve()
     manifest = digests.manifest_of_files(folder)
@@ -42,7 +42,7 @@ def blame_bundle(folder: Path) -> str:
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
     bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = ParityChecker(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
+    proof = ParityChecker(reference, bounds, gates_of(manifest) if lowered else ())  # for lower precision only
     files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
@@ -50,7 +50,7 @@ def blame_bundle(folder: Path) -> str:
             for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 proof.check(target, run, traced_shape_only=fixed, precision=precision)
-        except ExportError as error:  # whose mends are for those who export
+        except ExportError as error:  # its hint is for the exporting user only
             damage = damage or BundleError(error.message, location=error.location)
     if not proof.passed:
 
@@ -67,7 +67,7 @@ def blame_bundle(folder: Path) -> str:
 
 
 def _passing_graph(files: dict[str, Path], proof: ParityChecker) -> fx.GraphModule | None:
-    """The graph of the bundle's ``.pt2`` file, if that passes."""
+    """Returns the graph of the bundle's ``.pt2`` file if that file passes."""
     passing = {target.target for target in proof.targets if target.passed}
     if "pt2" not in passing or "pt2" not in files:
         return None

@@ -1,4 +1,4 @@
-"""The first place along a graph where what a candidate computes parts from what it should compute."""
+"""First divergence between the values of a target and of the original, along a graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from optexport.diagnosis.intermediates import Observed, Value
 from optexport.errors import first_line
 from optexport.parity import distances
 
-# Values agree up to this many times the rounding of the value itself: a later node may round what it is given more
-# often than the one it is compared with.
+# Values agree up to this many times the rounding of the value itself. A later node may round its input more often than
+# the node it is compared with.
 _TIMES = 8
 _ULPS = 16
-_EXACT = 1e-9  # of float64, relative; what rounds there rounds far less
-# A place that differs by less than this share of what an output differs by is not where it went wrong, as long as
-# rounding may explain it: of new weights, which are stored in float32, or of operators that compute another way.
+_EXACT = 1e-9  # relative, for float64, where rounding is far smaller
+# A difference smaller than this share of the output's difference is not the divergence, if rounding can explain it.
+# Such rounding comes from new weights, which are stored in float32, or from operators that compute in another way.
 _SHARE = 1e-3
 _STORED = 1e-6
 _COARSEST_ULPS = 64
@@ -28,17 +28,17 @@ _NEAR = 1.1
 
 @dataclass(frozen=True)
 class Parting:
-    """Where values part.
+    """First node whose value differs from the expected value.
 
     Attributes:
-        node: In the names of the graph that is right; of the candidate where that raised.
-        what: The module or operator there.
-        distance: The largest of an element; infinite where the two cannot be compared.
-        scale: The largest value there should be.
-        limit: The distance that rounding explains.
-        inner: The candidate's name of it, and what computes it there.
-        why: In words.
-        agreeing: What it reads, as far as it agrees.
+        node: Name in the correct graph, or in the target if the target raised.
+        what: Module or operator of the node.
+        distance: Largest distance of an element; infinite if the values cannot be compared.
+        scale: Largest expected magnitude.
+        limit: Largest distance that rounding explains.
+        inner: Name in the target, and the operator that computes it there.
+        why: Description of the difference.
+        agreeing: Inputs of the node that agree.
     """
 
     node: str
@@ -53,11 +53,11 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs of one batch, node by node.
+    """Node-by-node comparison of two runs on one batch.
 
     Attributes:
-        matched: The candidate's value for each of the original's that agrees with one.
-        parting: Where they part first; None where the outputs agree.
+        matched: Name in the target for each value of the original that agrees with one.
+        parting: First divergence; None if the outputs agree.
     """
 
     matched: dict[str, str]
@@ -65,14 +65,16 @@ class Comparison:
 
 
 def compare(original: Observed, candidate: Observed, exact: Observed | None, *, by_name: bool) -> Comparison:
-    """Finds where values part first on the way to an output that differs.
+    """Finds the first divergence on the path to an output that differs.
 
-    The way goes back from such an output along what differs. A value of the original that the candidate does not
-    compute at all, as a runtime may take two steps in one, is passed over.
+    The search walks back from the output along values that differ. It skips values of the original that the target does
+    not compute, for example because a runtime fuses two steps.
 
     Args:
-        exact: The original in float64, for how its values round; None where both runs are in float64 already.
-        by_name: Whether the two call equal things by equal names. Else any value that agrees is taken for the same.
+        original: Values of the correct graph.
+        candidate: Values of the target.
+        exact: The original in float64, which measures rounding; None if both runs are in float64 already.
+        by_name: True if equal names mean equal values. Otherwise any value that agrees is a match.
     """
     rounding, coarsest = _rounding(original, exact)
     matched = _matched(original, candidate, exact, rounding, by_name)
@@ -109,11 +111,11 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
         else:
             alike = {v.name: _distance(value, v) for v in unmatched if v.kind == value.kind}
             near = [v for v in unmatched if alike.get(v.name, math.inf) <= _NEAR * min(alike.values())]
-            other = near[-1]  # a layer's product is there before its bias is added
+            other = near[-1]  # the last match, because a layer's product precedes the sum with its bias
         read = candidate.needs.get(other.name, ()) if by_name else matched.values()
         agreeing = tuple(need for need in original.needs.get(name, ()) if matched.get(need) in read)
         parting = _parting(value, other, exact, rounding, agreeing)
-        if by_name and matched.get(name) == name:  # and yet the output differs: it is another node
+        if by_name and matched.get(name) == name:  # yet the output differs, so it is another node
             parting = replace(parting, why=f"the output is {other.name} in its place", agreeing=())
         return Comparison(matched, parting)
     raise AssertionError("an output that differs is always reached")
@@ -134,14 +136,14 @@ def _parting(value: Value, other: Value, exact: Observed | None, rounding: float
 
 
 def _leaves(original: Observed, candidate: Observed, by_name: bool) -> dict[str, str]:
-    """Which of the original's outputs each of the candidate's stands for."""
-    if by_name and len(original.outputs) != len(candidate.outputs):  # some were left out on purpose
+    """Pairs the outputs of the original and of the target."""
+    if by_name and len(original.outputs) != len(candidate.outputs):  # the rules remove some outputs on purpose
         return {name: name for name in original.outputs if name in candidate.outputs}
     return dict(zip(original.outputs, candidate.outputs, strict=True))
 
 
 def _back(observed: Observed, starts: Iterable[str], known: Iterable[str]) -> set[str]:
-    """The nodes on the ways back from some, up to those that are known to agree."""
+    """Returns the ancestors of some nodes, up to nodes that are known to agree."""
     reached, waiting, known = set(starts), list(starts), set(known)
     while waiting:
         for need in observed.needs.get(waiting.pop(), ()):
@@ -171,18 +173,18 @@ def _agree(value: Value, other: Value, exact: Observed | None, rounding: float) 
     if value.kind != other.kind:
         return False
     limit = _allowed(value, exact, rounding)
-    for stop in (_PEEK, None):  # most that do not agree show it at once
+    for stop in (_PEEK, None):  # most values that differ show it in the first elements
         if bool((_distances(value.tensor[:stop], other.tensor[:stop]) > limit[:stop]).any()):
             return False
     return True
 
 
 def _rounding(original: Observed, exact: Observed | None) -> tuple[float, float]:
-    """What rounding explains of a value at least, and at most, relative to it."""
+    """Returns the smallest and the largest relative difference that rounding can explain."""
     dtypes = {value.tensor.dtype for value in original.values.values() if value.tensor.is_floating_point()}
     if exact is None and dtypes <= {torch.float64}:
         return _EXACT, _STORED
-    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)  # of a graph in float64 too, on its way
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)  # float64 graphs may use others inside
     return _ULPS * eps, _COARSEST_ULPS * eps
 
 
@@ -192,7 +194,7 @@ def _relative(value: Value, other: Value) -> float:
 
 
 def _allowed(value: Value, exact: Observed | None, rounding: float) -> torch.Tensor:
-    """How far each element of a value may be off by rounding alone."""
+    """Returns the largest difference per element that rounding can explain."""
     tensor = value.tensor
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor, dtype=torch.float64)
@@ -212,17 +214,19 @@ def _distance(value: Value, other: Value) -> float:
 
 
 def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Element-wise; zero where both are the same infinity, or NaN, and infinite where only one is."""
+    """Returns the distance per element, zero for equal infinities or NaN, else infinite there."""
     a, b = one.double(), other.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 
 def told(parting: Parting | None, case: str, problem: str | None) -> str:
-    """A sentence on where values part.
+    """Describes the first divergence in a sentence.
 
     Args:
-        problem: Why an output cannot be compared at all, if it cannot: its shape, dtype, or infinity.
+        parting: The divergence; None if not found.
+        case: Name of the case.
+        problem: Reason why an output cannot be compared, such as its shape, dtype or infinity.
     """
     if parting is None:
         return f"At {case} no place stands out where values part: {problem or 'the distance grows along the graph'}."
@@ -235,5 +239,5 @@ def told(parting: Parting | None, case: str, problem: str | None) -> str:
 
 
 def lost(error: Exception) -> str:
-    """What is said where the place could not be found."""
+    """Describes the error that stopped the search."""
     return f"Where values part could not be found: {type(error).__name__}: {first_line(error)}"

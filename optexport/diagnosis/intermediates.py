@@ -1,4 +1,4 @@
-"""What every node of a graph, or of an exported file, computes on one batch."""
+"""Intermediate values of a graph or an exported file on one batch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from optexport.signature.signature import as_arguments
 from optexport.transformations import DeepCopy
 from optexport.transformations.rule import target_name
 
-# Of larger tensors that many elements stand for all, so that the values of a whole model fit in memory.
+# Larger tensors are represented by a sample of this many elements, so that a whole model's values fit into memory.
 _SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Value:
-    """What one node gave.
+    """Output of one node.
 
     Attributes:
-        name: The node's name.
-        what: The module or operator that computed it, as one would write it.
-        tensor: Its elements, flat; of a large tensor a sample, the same of every tensor of that size.
+        name: Name of the node.
+        what: Readable name of the module or operator.
+        tensor: Elements, flat. A large tensor is sampled, at the same positions for every tensor of that size.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Value:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], bool]:
-        """What two values must share to stand for each other."""
+        """Returns the properties that two values must share to match."""
         return self.shape, self.tensor.is_floating_point()
 
 
 @dataclass
 class Observed:
-    """What all nodes gave, in the order in which they ran.
+    """Outputs of all nodes, in execution order.
 
     Attributes:
-        needs: What each node reads, by name: of all nodes, also those whose value is no tensor.
-        outputs: The nodes that are handed out, in their order.
-        whole: The tensors that were asked for as they are.
-        raised: The node that raised, and what; None where none did.
+        needs: Inputs of each node, by name, including nodes whose output is not a tensor.
+        outputs: Names of the output nodes, in order.
+        whole: Complete tensors of the requested nodes.
+        raised: Node that raised, and its error; None without an error.
     """
 
     values: dict[str, Value] = field(default_factory=dict)
@@ -68,7 +68,14 @@ class Observed:
     raised: tuple[str, str] | None = None
 
     def add(self, name: str, what: str, result: Any, keep: Collection[str]) -> None:
-        """Takes down what a node gave, if it is a tensor."""
+        """Records the output of a node if it is a tensor.
+
+        Args:
+            name: Name of the node.
+            what: Readable name of the module or operator.
+            result: Output of the node.
+            keep: Nodes whose complete tensors are needed.
+        """
         if isinstance(result, torch.Tensor):
             self.values[name] = Value(name, what, tuple(result.shape), _sampled(result.detach()))
             if name in keep:
@@ -78,7 +85,7 @@ class Observed:
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     if flat.numel() <= _SAMPLE:
-        return flat.clone()  # something later may change it in place
+        return flat.clone()  # a later node may change it in place
     generator = torch.Generator().manual_seed(flat.numel())
     return flat[torch.randint(flat.numel(), (_SAMPLE,), generator=generator)]
 
@@ -90,11 +97,11 @@ def observe_graph(
     double: bool = False,
     keep: Collection[str] = (),
 ) -> Observed:
-    """Runs a graph node by node.
+    """Runs a graph node by node and records all values.
 
     Args:
-        double: Whether in float64, on a copy.
-        keep: Nodes whose tensors are wanted whole.
+        double: Run a float64 copy.
+        keep: Nodes whose complete tensors are needed.
     """
     observed = Observed(needs={n.name: tuple(i.name for i in n.all_input_nodes) for n in graph_module.graph.nodes})
     (output,) = graph_module.graph.find_nodes(op="output")
@@ -112,7 +119,7 @@ def observe_graph(
             except Exception as error:  # an operator may raise anything
                 observed.raised = (n.name, f"{type(error).__name__}: {first_line(error)[:200]}")
                 raise
-            if n.op != "get_attr" or n in leaves:  # a weight that is no output is no step of the computation
+            if n.op != "get_attr" or n in leaves:  # a weight that is not an output is not a computation step
                 observed.add(n.name, describe(n), result, keep)
             return result
 
@@ -121,7 +128,7 @@ def observe_graph(
     try:
         with torch.no_grad():
             interpreter.run(*given, enable_io_processing=False)
-    except Exception:  # a node's own error, which may be any, is noted already
+    except Exception:  # the observer has recorded a node's error already
         if observed.raised is None:
             raise
     observed.outputs = tuple(leaf.name for leaf in leaves if leaf.name in observed.values)
@@ -129,7 +136,7 @@ def observe_graph(
 
 
 def describe(node: fx.Node) -> str:
-    """What a node calls, and the module that it belongs to where that is another."""
+    """Returns the call of a node, with the path of its module if that differs."""
     target = target_name(node).removeprefix("torch._ops.")
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"^L\['self'\]\.?", "", str(stack[-1][0])) if stack and isinstance(stack[-1], tuple) else ""
@@ -137,7 +144,11 @@ def describe(node: fx.Node) -> str:
 
 
 def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()) -> Observed:
-    """Runs an ONNX file as it stands, without the runtime's optimisations, every value handed out."""
+    """Runs an ONNX file without the runtime's optimisations and records all values.
+
+    Args:
+        keep: Values whose complete tensors are needed.
+    """
     model = onnx.load(path, load_external_data=False)
     observed = Observed(outputs=tuple(value.name for value in model.graph.output))
     made = {name: node for node in model.graph.node for name in node.output if name}
@@ -147,7 +158,7 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
-    # Where the weights can be linked to.
+    # Hard links to the weights need a folder on the same file system.
     here = os.access(path.parent, os.W_OK)
     with atomic_dir.scratch(path.parent) if here else signals.temporary_folder() as folder:
         data = path.with_name(f"{path.name}.data")
@@ -158,14 +169,14 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
-        except Exception as error:  # the runtime's exceptions share no base class
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             found = re.search(r"Name:'([^']*)'", str(error))
             message = re.sub(r"^.*Status Message: (\S+:\d+ .*?\) )?", "", first_line(error))
             observed.raised = (found.group(1) if found else "", message[:200])
             return observed
     for value in model.graph.input:
         observed.add(value.name, "input", batch[value.name], keep)
-    for name in set(observed.outputs) - {*made, *batch}:  # which hang on no input
+    for name in set(observed.outputs) - {*made, *batch}:  # outputs that depend on no input
         observed.add(name, "constant", torch.from_numpy(results[name]), keep)
     for name, node in made.items():
         if hasattr(results[name], "dtype"):
@@ -176,14 +187,14 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)
 
 
 def observe_torchscript(path: Path, batch: Mapping[str, torch.Tensor]) -> Observed:
-    """Runs a TorchScript file, every tensor that its graph computes handed out."""
+    """Runs a TorchScript file and records every tensor of its graph."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated, and asked for
+        warnings.simplefilter("ignore")  # loading TorchScript warns that it is deprecated
         module = archives.load_torchscript(path)
     schema = module._c._get_method("forward").schema
     names = [argument.name for argument in schema.arguments if argument.name != "self"]
@@ -205,7 +216,7 @@ def observe_torchscript(path: Path, batch: Mapping[str, torch.Tensor]) -> Observ
     try:
         with torch.no_grad():
             results = run(*(batch[name].clone() for name in names), *parameters)
-    except Exception as error:  # the interpreter of TorchScript raises many kinds
+    except Exception as error:  # the TorchScript interpreter raises many error types
         observed.raised = ("", _last_line(error))
         return observed
     for name, given in inputs.items():

@@ -1,7 +1,7 @@
-"""Which node of a transformed graph stands for which of the graph before.
+"""Matching of nodes between a graph and its transformed version.
 
-A rule may keep a node and change what it computes: of a convolution that takes a batch norm in, the name stays, and its
-value is the norm's from then on. What a node stands for is known by who reads it.
+A rule may keep a node's name and change its value. For example, a convolution that absorbs a batch norm then computes
+the norm's value. The readers of a node show the original node that it corresponds to.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from torch import fx
 
 
 def name_alike(before: fx.GraphModule, after: fx.GraphModule, changed: Collection[str]) -> None:
-    """Names, in place, the nodes of the graph after a rule by what they stand for in the graph before it.
+    """Renames nodes of a transformed graph, in place, after the nodes they correspond to.
 
-    A node that was changed, and that nothing reads that was not, bears no name of the graph before.
+    A changed node without unchanged readers gets a name that the earlier graph does not contain.
 
     Args:
-        changed: The names of the nodes that the rule put there, changed or took away.
+        before: Graph before the rule.
+        after: Graph after the rule.
+        changed: Names of nodes that the rule added, changed or removed.
     """
     earlier = {node.name: node for node in before.graph.nodes}
     later = {node.name: node for node in after.graph.nodes}
@@ -41,7 +43,7 @@ def name_alike(before: fx.GraphModule, after: fx.GraphModule, changed: Collectio
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, in the order of its arguments, as often as it does."""
+    """Returns the inputs of a node in argument order, with repetitions."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found

@@ -1,4 +1,4 @@
-"""The folder that a failed proof leaves: what failed, on which tensors, and a script that shows it again, alone."""
+"""Folder with the tensors of a failed parity check and a script that reproduces it."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ sys.exit(int(wrong))
 
 @dataclass(frozen=True)
 class Reproduction:
-    """One way to show a failure again.
+    """Script and files that reproduce a failure.
 
     Attributes:
-        title: What differs from what.
-        found: The file that is wrong.
-        expected: The file that is right, or else the kind of the tensors that are.
-        outputs: By name, the allowed distance and the dtype.
-        write: Writes the files.
-        tensors: Inputs and expected tensors of a piece; those of the whole case by default.
-        level: How far ONNX Runtime optimises.
-        raises: Whether the failure is that something raises.
+        title: Description of the difference.
+        found: File that is wrong.
+        expected: File that is right, or the prefix of the expected tensors.
+        outputs: Allowed distance and dtype, by output name.
+        write: Writes the files to a folder.
+        tensors: Inputs and expected tensors of a piece; None for the tensors of the whole case.
+        level: Optimisation level of ONNX Runtime.
+        raises: True if the failure is an error.
     """
 
     title: str
@@ -101,7 +101,7 @@ class Reproduction:
     raises: bool = False
 
     def script(self) -> str:
-        """A Python script of fewer than 30 lines."""
+        """Returns a Python script of fewer than 30 lines."""
         onnx = self.found.endswith(".onnx")
         results = f"[tensors[f'{self.expected}.{{name}}'] for name in OUTPUTS]"
         suffix = Path(self.expected).suffix
@@ -118,13 +118,13 @@ class Reproduction:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to blame.
+    """Cause of a failed parity check.
 
     Attributes:
-        target: The place of the pipeline that fails.
-        case: The index of the case that was looked at.
-        explanation: In words.
-        reproductions: How to show it again; the first that does is left.
+        target: Target that fails.
+        case: Index of the compared case.
+        explanation: Text for the user.
+        reproductions: Candidates; the first that reproduces the failure is written.
     """
 
     target: str
@@ -140,29 +140,32 @@ def error(
     find: Callable[[], Finding],
     smallest: Callable[[], str | None],
 ) -> OptexportError:
-    """The error that a failed proof ends with; finds what is to blame, and leaves the folder.
+    """Returns the error of a failed parity check, after the diagnosis and its folder.
+
+    Problems during the diagnosis become part of the message and never hide the failed check.
 
     Args:
-        find: Finds what is to blame.
-        smallest: Finds the smallest input at which it still fails, in words.
-
-    Whatever goes wrong on the way is said, and never hides that the proof failed.
+        proof: Checker with at least one failed target.
+        folder: Folder to write.
+        config_text: Content of the config; None to write no config.
+        find: Runs the diagnosis.
+        smallest: Describes the smallest input that still fails, or returns None.
     """
     finding: Finding | None = None
     try:
         finding = find()
         explanation = finding.explanation
-    except Exception as problem:  # a model's and a plugin's own code may raise anything
+    except Exception as problem:  # model and plugin code may raise anything
         explanation = f"What is to blame could not be found: {_told(problem)}."
     try:
         still = smallest()
-    except Exception as problem:  # likewise
+    except Exception as problem:  # model and plugin code may raise anything
         explanation += f"\nA smaller input could not be looked for: {_told(problem)}."
     else:
         explanation = f"It still fails at {still}.\n{explanation}" if still else explanation
     try:
         shown = leave(folder, proof, finding, config_text, explanation)
-    except Exception as problem:  # a full disk, a folder of somebody's own
+    except Exception as problem:  # for example a full disk, or an unrelated folder at that path
         explanation += f"\nThe tensors could not be left in {folder}: {_told(problem)}."
     else:
         how = f"python {folder / SCRIPT}" if shown else f"the tensors are in {folder}, no script shows it apart"
@@ -188,14 +191,18 @@ def _told(problem: Exception) -> str:
 def leave(
     folder: Path, proof: ParityChecker, finding: Finding | None, config_text: str | None, explanation: str
 ) -> bool:
-    """Writes the folder, in place of an earlier one.
+    """Writes the folder of a failure and replaces an earlier one.
+
+    Args:
+        config_text: Content of the config; None to write no config.
+        explanation: Text of diagnosis.txt.
 
     Returns:
-        Whether a script that shows the failure again is in it.
+        True if the folder contains a script that reproduces the failure.
 
     Raises:
-        ConfigError: Something else is there.
-        OSError: It cannot be written.
+        ConfigError: The path contains something else.
+        OSError: The folder cannot be written.
     """
     _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +219,7 @@ def leave(
 
 
 def remove(folder: Path) -> None:
-    """Removes what an earlier failure left, now that the proof passes; anything else stays."""
+    """Removes the folder of an earlier failure; other content stays."""
     with contextlib.suppress(ConfigError):
         _check_replaceable(folder)
         if (folder / _PARITY).is_file():
@@ -228,7 +235,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
-    """The failing case: inputs, the original's outputs, these in float64, and the candidate's."""
+    """Returns the failing case: inputs, original outputs, float64 outputs, target outputs."""
     reference = proof.reference
     case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
     known = {name: distances.known(exact[name], tensor) for name, tensor in outputs.items()}
@@ -244,18 +251,18 @@ def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
 
 
 def _shows(reproduction: Reproduction, draft: Path) -> bool:
-    """Writes the files of a reproduction and runs its script; takes them away where it does not show the failure."""
+    """Writes a reproduction and runs its script; removes the files if it shows no failure."""
     before = set(draft.iterdir())
     try:
         reproduction.write(draft)
-        for path in set(draft.iterdir()) - before:  # the script opens them as anybody would
+        for path in set(draft.iterdir()) - before:  # the script opens files without these checks
             _CHECKS.get(path.suffix, Path.exists)(path)
         if reproduction.tensors is not None:
             save_file({k: v.detach().contiguous().clone() for k, v in reproduction.tensors.items()}, draft / _PIECE)
         (draft / SCRIPT).write_text(reproduction.script(), encoding="utf-8")
         if _ends_with_one(draft / SCRIPT, reproduction.raises):
             return True
-    except Exception:  # noqa: S110 - torch.export takes no piece that it cannot trace; the next way takes the whole
+    except Exception:  # noqa: S110 - torch.export rejects some pieces; the next reproduction has the whole graph
         pass
     for path in set(draft.iterdir()) - before:
         path.unlink()
@@ -269,20 +276,20 @@ def _ends_with_one(script: Path, raises: bool) -> bool:
                 runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             return end.code == 1
-        except Exception:  # a failure that raises when the model is run
+        except Exception:  # a failure that raises when the model runs
             return raises
     return False
 
 
 def failing_case(proof: ParityChecker, target: TargetParity) -> int:
-    """The smallest case at which a place fails; the first where it is only its decisions that do."""
+    """Returns the index of the smallest failing case, or 0 if only gates fail."""
     failing = {case.case for output in target.outputs for case in output.cases if case.failure is not None}
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
     return min(indices or [0], key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
 
 
 def incomparable(target: TargetParity, case: str) -> str | None:
-    """Why an output cannot be compared at a case at all, whatever its values; None where all can."""
+    """Returns the reason why an output has no distance on a case, or None."""
     compared = ((output.output, found) for output in target.outputs for found in output.cases if found.case == case)
     return next((f"{name}: {found.failure}" for name, found in compared if found.distance == math.inf), None)
 
@@ -290,7 +297,7 @@ def incomparable(target: TargetParity, case: str) -> str | None:
 def outputs_at(
     proof: ParityChecker, target: TargetParity, case: int
 ) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
-    """What is allowed of each output at a case, and of what kind the tensors are that it is compared with."""
+    """Returns the allowed distance and dtype per output, and the expected tensors' prefix."""
     name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
     limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in target.outputs}
     fixed = any(bound.fixed for bound in proof.bounds.values())
@@ -298,7 +305,7 @@ def outputs_at(
 
 
 def standing(targets: Sequence[TargetParity]) -> str:
-    """How near the places are, where all pass."""
+    """Describes how close passing targets are to their limits."""
     farthest = max((o for target in targets for o in target.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
     passing = f"{', '.join(target.title for target in targets)} pass"
     if farthest.limit == math.inf:

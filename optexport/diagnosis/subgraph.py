@@ -1,4 +1,4 @@
-"""Cuts the piece around one node out of a graph or a file, so that it can be looked at alone."""
+"""Extraction of the piece around one node from a graph or an ONNX file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import fx
 
 
 def cut(graph_module: fx.GraphModule, node_name: str, known: Collection[str]) -> tuple[fx.GraphModule, list[str]]:
-    """The part of a graph that computes one node from what is known; it shares the graph's modules.
+    """Extracts the part of a graph that computes one node from known values.
 
     Args:
-        known: Nodes whose values are given from outside.
+        known: Nodes whose values become inputs.
 
     Returns:
-        The piece, whose one output is the node, and the names of what it reads, in the graph's order.
+        The piece with the node as its only output, and the names of its inputs in graph order. It shares the graph's
+        modules.
     """
     nodes = {node.name: node for node in graph_module.graph.nodes}
     wanted, inputs, waiting = {node_name}, set[str](), [node_name]
@@ -40,10 +41,14 @@ def cut(graph_module: fx.GraphModule, node_name: str, known: Collection[str]) ->
 
 
 def cut_onnx(path: Path, value: str, known: Mapping[str, torch.Tensor]) -> tuple[onnx.ModelProto, list[str]]:
-    """The part of an ONNX file that computes one value from what is known; its weights come with it.
+    """Extracts the part of an ONNX file that computes one value from known values.
+
+    Args:
+        value: Name of the output of the piece.
+        known: Values that become inputs, by name.
 
     Returns:
-        The piece, whose one output is the value, and the names of what it reads.
+        The piece, with its weights, and the names of its inputs.
     """
     model = onnx.load(path)
     made = {name: node for node in model.graph.node for name in node.output if name}
