@@ -1,1 +1,1 @@
-"""Lowers files to fewer bits, as far as the gates on their decisions allow."""
+"""Lower precision: int8 and half precision, within the gates."""

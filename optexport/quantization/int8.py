@@ -1,4 +1,4 @@
-"""Lowers the layers of an ONNX file to int8, by ``onnxruntime.quantization``."""
+"""Quantisation of ONNX files to int8, with ``onnxruntime.quantization``."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.signature.signature import Batch
 
-# Elements of a row, or of a column of weights, that share a scale; of 32, 64, 128 and 256 the one that was fastest
-# on MiniLM (AMD EPYC with AVX512-VNNI), its cosine being 0.997 where that of 32 was 0.999.
+# Elements of a weight column, or of a row of the other factor, that share a scale. Of 32, 64, 128 and 256, 128 is the
+# fastest on MiniLM (AMD EPYC with AVX512-VNNI). Its cosine similarity is 0.997, that with 32 is 0.999.
 _BLOCK = 128
-# What layers are, by the way in which they are lowered; dynamic convolutions are slow in ONNX Runtime.
+# Operator types that each precision quantises. Dynamic convolutions are slow in ONNX Runtime.
 OPERATORS = {"int8": ("MatMul",), "int8-blocks": ("MatMul",), "int8-static": ("MatMul", "Conv")}
-# Of eight, processors without instructions for such products (VNNI) cut off sums of two: a file that was proven on one
-# with them would give other numbers there.
+# With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
+# other values there.
 _SEVEN_BITS = True
-# What onnxruntime infers no type for is the result of an operator of its own.
+# Type of values that onnxruntime cannot infer: results of its custom operators.
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
-    """Writes a copy of an ONNX file to quantise.
+    """Writes a copy of an ONNX file that is ready for quantisation.
 
-    Its layers are products and sums, its nodes have names, and it says what it is made for. What the file says of
-    shapes is left out: onnxruntime's quantisation infers it again, and refuses what it has no rule for.
+    The copy has MatMul and Add in place of Gemm, unique node names, and its purpose in the metadata. It has no recorded
+    shapes: onnxruntime infers them again, and rejects recorded ones that it has no rule for.
 
     Args:
-        source: Its weights, where they lie in a file of their own, are read from there.
+        source: ONNX file; external weights are read from the same folder.
+        target: Path of the copy.
+        precision: Precision, one of `OPERATORS`.
 
     Returns:
-        The names of the nodes that can be lowered, by the layer whose weights they hold.
+        The names of the nodes that can be quantised, by the layer that owns their weights.
     """
     model = onnx.load(source)
     model.graph.ClearField("value_info")
@@ -48,10 +50,10 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
     weights = {w.name: len(w.dims) for w in model.graph.initializer if w.data_type == onnx.TensorProto.FLOAT}
     layers: dict[str, list[str]] = {}
     for index, node in enumerate(model.graph.node):
-        node.name = f"{index}_{node.name}"  # a name alone need not be there, nor be one node's own
+        node.name = f"{index}_{node.name}"  # node names are optional and need not be unique
         if node.op_type not in OPERATORS[precision] or node.domain != "" or node.input[1] not in weights:
             continue
-        # A stack of matrices onnxruntime refuses to quantise in blocks, and otherwise scales along the wrong axis.
+        # onnxruntime rejects stacked matrices in blocks, and otherwise scales them along the wrong axis.
         if weights[node.input[1]] == 2 or node.op_type == "Conv":
             layers.setdefault(layer_of(node.input[1]), []).append(node.name)
     external = model.ByteSize() > EXTERNAL_DATA_ABOVE
@@ -60,9 +62,9 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
 
 
 def _split_gemms(graph: onnx.GraphProto) -> None:
-    """Writes ``Gemm`` as ``MatMul`` and ``Add``, which ONNX Runtime computes as one again.
+    """Replaces ``Gemm`` by ``MatMul`` and ``Add``, which ONNX Runtime fuses again.
 
-    onnxruntime's quantisation does so too, but transposes a weight in place once for each layer that shares it.
+    onnxruntime's quantisation does the same, but transposes a shared weight in place once per layer that uses it.
     """
     constants = {initializer.name: initializer for initializer in graph.initializer}
     nodes: list[onnx.NodeProto] = []
@@ -89,21 +91,22 @@ def _split_gemms(graph: onnx.GraphProto) -> None:
 
 
 def layer_of(weight: str) -> str:
-    """The layer that a weight of a file belongs to."""
+    """Returns the name of the layer that owns a weight."""
     return re.sub(rf"{re.escape(TRANSPOSED)}(_\w+)?$", "", weight).removesuffix(".weight")
 
 
 def quantize(source: Path, target: Path, nodes: Collection[str], precision: str, batches: Sequence[Batch]) -> None:
-    """Writes an ONNX file with some of its layers in int8.
+    """Writes an ONNX file with some layers in int8.
 
     Args:
-        source: A file that `prepare` wrote. What is found by calibration is kept beside it for the next time.
-        nodes: The names of the nodes of the layers; at least one.
-        precision: "int8": products have a scale for each column of the weights, and one for all of the other factor,
-            found when it is run. "int8-blocks": a scale for each block of a column, and of a row of the other factor.
-            "int8-static": products and convolutions have a scale for each column, or channel, of the weights, and one
-            for all of what they are given and give, found by calibration.
-        batches: The inputs to calibrate on.
+        source: File that `prepare` wrote. Calibration ranges are cached in the same folder.
+        target: Path of the quantised file.
+        nodes: Names of the nodes to quantise; at least one.
+        precision: "int8": MatMul with a scale per weight column, and a dynamic scale for the whole other factor.
+            "int8-blocks": a scale per block of a weight column, and per block of a row of the other factor.
+            "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
+            and outputs come from calibration.
+        batches: Calibration inputs.
 
     Raises:
         ExportError: onnxruntime cannot quantise the file.
@@ -114,7 +117,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
             found = _in_float32(source, precision) - _in_float32(target, precision)
             if found != set(nodes):
                 raise ValueError(f"it quantised {len(found)} layers, where {len(nodes)} were to be")
-    except Exception as error:  # it raises kinds of many
+    except Exception as error:  # onnxruntime raises many error types
         raise ExportError(
             f"onnxruntime could not quantise it: {first_line(error)}",
             location=f"precision.onnx: {precision}",
@@ -147,7 +150,7 @@ def _in_blocks(source: Path, target: Path, nodes: Collection[str], _: Sequence[B
         bits=8,
         block_size=_BLOCK,
         is_symmetric=True,
-        accuracy_level=4,  # the other factor is computed with in int8 too
+        accuracy_level=4,  # the other factor is computed in int8 too
         nodes_to_exclude=[node.name for node in model.graph.node if node.name not in nodes],
     )
     quantizer.process()
@@ -160,12 +163,12 @@ def _static(source: Path, target: Path, nodes: Collection[str], batches: Sequenc
     model = onnx.load(source, load_external_data=False)
     names, left = [value.name for value in model.graph.input], iter(batches)
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]  # it has no types
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no type hints
         def get_next(self) -> Mapping[str, Any] | None:
             batch = next(left, None)
             return None if batch is None else {name: batch[name].numpy() for name in names}
 
-    activations = ["Relu", "Clip"]  # of what a layer gives, where they are no more than the ends of its range
+    activations = ["Relu", "Clip"]  # layer outputs whose activation only clips to the range
     quantize_static(
         source,
         target,
@@ -190,7 +193,7 @@ _QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]
 
 
 def _in_float32(path: Path, precision: str) -> set[str]:
-    """The names of the layers of a file, and of products without weights, that are computed in float32."""
+    """Returns the names of layers, and of products without weights, that stay in float32."""
     nodes = onnx.load(path, load_external_data=False).graph.node
     restored = {name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output}
     layers = [node for node in nodes if node.op_type in OPERATORS[precision] and node.domain == ""]
@@ -204,7 +207,7 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _without_logging() -> Iterator[None]:
-    """Keeps onnxruntime's quantisation, which sets up the root logger and tells of every node, from doing so."""
+    """Silences onnxruntime's quantisation, which configures the root logger."""
     root = logging.getLogger()
     handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
     logging.disable(logging.CRITICAL)

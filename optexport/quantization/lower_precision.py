@@ -1,4 +1,4 @@
-"""Lowers a graph, or an ONNX file, to the precision that a config asks for."""
+"""Conversion of a graph or ONNX file to the lower precision that a config requests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ from optexport.transformations.merge_linears import parts_in_name
 def cast_graph(
     graph_module: fx.GraphModule, branch: Variant, job: Job, call: Call, proof: ParityChecker
 ) -> tuple[fx.GraphModule, Applied, PrecisionRecord]:
-    """A copy of a graph with its layers and products in half precision, but for those that the gates keep.
+    """Casts a copy of a graph to half precision, except layers that the gates need in float32.
 
     Args:
-        graph_module: Is not changed; its tensors are shared where they stay.
+        graph_module: Graph to copy. It stays unchanged and shares its unconverted tensors.
+        branch: Variant with the precision and formats.
+        call: Runs a graph on a batch and names its outputs.
+        proof: Checker with the reference and the gates.
 
     Returns:
-        The copy, what was done, and what was found on the way.
+        The copy, the applied rule and the record of the layer choice.
 
     Raises:
-        ConfigError: There is nothing to cast, or `precision.keep_float32` names no layer.
+        ConfigError: No layer can be cast, or `precision.keep_float32` names an unknown layer.
         ParityError: No choice of layers passes the gates.
     """
     precision = branch.precision
@@ -59,19 +62,21 @@ def cast_graph(
 def quantize_file(
     source: Path, folder: Path, precision: str, job: Job, proof: ParityChecker, graph_module: fx.GraphModule
 ) -> PrecisionRecord:
-    """Writes an ONNX file with its layers in int8, but for those that the gates keep.
+    """Writes an ONNX file in int8, except layers that the gates need in float32.
 
     Args:
-        source: The file in float32, which stays as it is; others are written beside it.
-        folder: Where to write the file, under the same name.
-        graph_module: What the file was made of.
+        source: ONNX file in float32, unchanged. Temporary files are written to the same folder.
+        folder: Folder for the new file, which has the same name.
+        precision: Precision, one of `int8.OPERATORS`.
+        proof: Checker with the reference and the gates.
+        graph_module: Graph that the file was exported from.
 
     Returns:
-        What was found on the way.
+        The record of the layer choice.
 
     Raises:
-        ConfigError: There is nothing to quantise, or `precision.keep_float32` names no layer.
-        ExportError: onnxruntime cannot quantise the file, or run what it made.
+        ConfigError: No layer can be quantised, or `precision.keep_float32` names an unknown layer.
+        ExportError: onnxruntime cannot quantise the file, or cannot run the result.
         ParityError: No choice of layers passes the gates.
     """
     prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
@@ -93,10 +98,12 @@ def quantize_file(
 
 
 def check_passed(target: TargetParity, proof: ParityChecker) -> None:
-    """Refuses a place of lower precision that does not pass on all cases; others have their own way to fail.
+    """Rejects a target of lower precision that fails on all cases together.
+
+    Other targets pass here, because they have their own error.
 
     Raises:
-        ParityError: It does not.
+        ParityError: The target failed.
     """
     if target.precision is not None and not target.passed:
         told = "".join(f"\n  {failure}" for failure in failures(target))
@@ -109,10 +116,10 @@ def check_passed(target: TargetParity, proof: ParityChecker) -> None:
 
 
 def _kept(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Collection[str]:
-    """What the config keeps of a file's layers.
+    """Returns the configured float32 layers that exist in a file.
 
-    Where several files are lowered, a name may be of what only another has as a layer: an embedding, say, which is in
-    float32 in an ONNX file whatever happens.
+    If several files are lowered, a name may belong to layers of another file only. An embedding, for example, always
+    stays in float32 in an ONNX file.
     """
     precision = job.config.precision
     assert precision is not None
@@ -130,9 +137,9 @@ def _kept(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Co
 
 
 def _here(name: str, layers: Collection[str]) -> list[str]:
-    """What a name stands for among a file's layers: itself, or what it was merged into, or the parts of it.
+    """Resolves a layer name to itself, the layer it is merged into, or its parts.
 
-    Whether layers are merged may differ from file to file, and with `[tune]` it is measured.
+    Merging of layers may differ between files, and `[tune]` decides it by measurement.
     """
     if any(within(layer, [name]) for layer in layers):
         return [name]

@@ -1,8 +1,8 @@
-"""The search for the layers that have to stay in float32 when the others are lowered.
+"""Search for the layers that must stay in float32 when all others are lowered.
 
-All layers are lowered first, and where the gates pass, nothing is kept. Else each is lowered alone: how much of the
-room that a gate leaves it uses up is its harm. Those of the greatest harm are kept, as few of them as bisection finds
-to be enough; last, each that was kept is lowered once more, for harm does not tell how the errors of layers add up.
+The search lowers all layers first and ends if the gates pass. Otherwise it lowers each layer alone. The harm of a layer
+is the share of a gate's margin that it uses. Bisection finds how few of the most harmful layers must stay in float32.
+Finally each of these is lowered once more, because harm does not predict how the errors of layers add up.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record
 from optexport.runtime.runners import Run
 
-# More layers than this are lowered, or kept, by the layers of the model that they are in.
+# More layers than this are grouped by the model layer that contains them.
 _MOST_LAYERS = 64
-# The kept layers of least harm that are lowered once more.
+# Number of least harmful float32 layers that are lowered once more.
 _MOST_AGAIN = 8
 
-# What is added where a name may be of layers that are merged, or were not.
+# Hint for names of layers that may be merged in one file and not in another.
 _MERGED = " Whether layers are merged, [tune] decides, where it is there: say formats of the rule, or leave [tune] out."
 
-# Makes what can be run with some of the units in float32, and all others lowered.
+# Opens a target with some units in float32 and all others lowered.
 Make = Callable[[Collection[str]], Run]
 
 
 @dataclass
 class Choice:
-    """What stays in float32.
+    """Layers that stay in float32, with the measurements behind the choice.
 
     Attributes:
-        precision: What the others are lowered to.
-        asked: The units that the config keeps.
-        measured: Those that the gates demand besides.
-        alone: What came of lowering each alone; nothing where that was not needed.
-        everything: What came of lowering all that the config does not keep.
-        chosen: What came of lowering all but what is kept.
+        precision: Precision of the other layers.
+        asked: Units that the config keeps in float32.
+        measured: Further units that the gates need in float32.
+        alone: Comparison with one unit lowered, per unit; empty if not needed.
+        everything: Comparison with all units lowered, except those in `asked`.
+        chosen: Comparison with the final choice.
     """
 
     precision: str
@@ -56,11 +56,11 @@ class Choice:
 
     @property
     def kept(self) -> list[str]:
-        """All that stays in float32."""
+        """Returns all units that stay in float32."""
         return [unit for unit in self.units if unit in self.asked or unit in self.measured]
 
     def record(self) -> PrecisionRecord:
-        """The choice as the manifest holds it."""
+        """Returns the record of the choice for the manifest."""
         layers = [
             LayerRecord(
                 layer=unit,
@@ -80,7 +80,10 @@ class Choice:
 
 
 def units_of(layers: Collection[str]) -> list[str]:
-    """What is lowered, or kept, as one: each layer, or of very many those within one layer of the model."""
+    """Groups layers into units that are lowered together.
+
+    Each layer is a unit, unless there are very many. Then all layers within one numbered layer of the model are a unit.
+    """
     if len(layers) <= _MOST_LAYERS:
         return list(layers)
     parts = (re.match(r".*?\.\d+(?=\.)", layer) for layer in layers)
@@ -88,25 +91,25 @@ def units_of(layers: Collection[str]) -> list[str]:
 
 
 def within(layer: str, names: Collection[str]) -> bool:
-    """Whether a layer bears one of the names, or is in a module that does."""
+    """Checks if a layer has one of the names or is inside such a module."""
     return any(f"{layer}.".startswith(f"{name}.") for name in names)
 
 
 def choose(
     target: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: ParityChecker
 ) -> Choice:
-    """Finds what has to stay in float32 for the gates to pass, on the cases that these count.
+    """Finds the layers that must stay in float32 to pass the gates, on the cases these count.
 
     Args:
-        target: What is lowered, for messages.
-        layers: Those that can be, in the order of the model.
-        keep: Names of layers, and of modules with all layers in them, that stay in any case.
-        make: Makes a candidate.
-        proof: Has the reference and the gates.
+        target: Name of the file or graph, for messages.
+        layers: Names of layers that can be lowered, in model order.
+        keep: Names of layers, or of modules that contain layers, that always stay in float32.
+        make: Opens the target for a set of float32 units.
+        proof: Checker with the reference and the gates.
 
     Raises:
-        ConfigError: There is nothing to lower, or a name in ``keep`` is that of no layer.
-        ParityError: The gates do not pass as long as anything is lowered.
+        ConfigError: No layer can be lowered, or `keep` contains an unknown name.
+        ParityError: The gates fail if any layer is lowered.
     """
     for name in keep:
         if not any(within(layer, [name]) for layer in layers):
@@ -149,7 +152,7 @@ def choose(
             choice.chosen, choice.measured = attempt, list(kept)
         return attempt.passed
 
-    few, many = 0, len(order) - 1  # to keep so many fails; to keep so many passes
+    few, many = 0, len(order) - 1  # number of float32 units that fails, and number that passes
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if passes(order[:middle]) else (middle, many)
@@ -159,22 +162,26 @@ def choose(
 
 
 def layers_in(unit: str, layers: Collection[str]) -> list[str]:
-    """The layers that a unit stands for."""
+    """Returns the layers of a unit."""
     return [layer for layer in layers if within(layer, [unit])]
 
 
 def harm(target: TargetParity, own: Sequence[Decision]) -> float:
-    """The largest share of what a gate, or a fixed tolerance, leaves open that a candidate uses up; above 1 it fails.
+    """Returns the largest share of a gate's or fixed tolerance's margin that a target uses.
 
     Args:
-        own: How the original decides.
+        target: Comparison of the target.
+        own: Decisions of the original.
+
+    Returns:
+        The share; above 1 the target fails.
     """
     shares = [0.0]
     for decision, original in zip(target.decisions, own, strict=True):
         lost, room = original.value - decision.value, original.value - decision.gate.min
         shares.append(math.inf if math.isnan(lost) else lost / room if room > 0 else math.inf if lost > 0 else 0.0)
     for case in (case for output in target.outputs for case in output.cases):
-        if case.distance == math.inf:  # nothing to compare
+        if case.distance == math.inf:  # the outputs cannot be compared
             shares.append(math.inf)
         elif math.isfinite(case.limit) and case.distance > 0:
             shares.append(case.distance / case.limit if case.limit else math.inf)
@@ -182,7 +189,7 @@ def harm(target: TargetParity, own: Sequence[Decision]) -> float:
 
 
 def gated_cases(proof: ParityChecker) -> list[Case]:
-    """The cases that the gates count: the user's data, or else what was made up."""
+    """Returns the cases that the gates count: user data, or otherwise generated inputs."""
     names = {name for gate in proof.gates for name in gate.cases}
     return [case for case in proof.reference.cases if case.name in names]
 
@@ -194,7 +201,7 @@ def _on_gated_cases(proof: ParityChecker) -> ParityChecker:
 
 
 def failures(target: TargetParity) -> list[str]:
-    """Why a place does not pass."""
+    """Returns the reasons why a target fails."""
     outputs = [f"{output.output}, {output.failure}" for output in target.outputs if output.failure is not None]
     return outputs + [decision.failure for decision in target.decisions if decision.failure is not None]
 
