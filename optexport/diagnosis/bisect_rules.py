@@ -153,7 +153,7 @@ _OTHER_EACH_TIME = (
 
 
 def _first_failing(count: int, passes: Callable[[int], bool]) -> int:
-    """Bisects for the smallest count that fails, given that zero passes."""
+    """Bisects for the smallest count that fails, if a count of zero passes."""
     good, bad = 0, count
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -177,11 +177,7 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
 
 
 def _compare_graphs(before: fx.GraphModule, after: fx.GraphModule, batch: Batch) -> tuple[Comparison, bool]:
-    """Compares two graphs in float64, or in their own precision if float64 shows nothing.
-
-    Returns:
-        The comparison, and True if it is in float64.
-    """
+    """Compares two graphs in float64, or in their own precision if float64 shows nothing."""
     exact: Observed | None = observe_graph(before, batch, double=True)
     assert exact is not None
     original = observe_graph(before, batch)
@@ -260,7 +256,7 @@ def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduct
 
 
 def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes a graph as .pt2 or, if its suffix is .pt, as TorchScript."""
+    """Writes a graph as .pt2, or as TorchScript for the suffix .pt, used if it raises."""
     with torch.no_grad(), quiet():
         if path.suffix == ".pt":
             torch.jit.script(exporter.scriptable(graph_module)).save(str(path))

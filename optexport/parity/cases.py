@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
         extreme: True if the values are unlike data. Their rounding differs from that in other cases.
-        optional: True if the values are generated, so that the model may reject them.
+        optional: True if the user did not declare the values, so that the model may reject them.
         data: True if the batch is user data.
         otherwise: Batches with less padding, to try in this order if the model rejects `batch`.
     """

@@ -93,7 +93,8 @@ class TargetParity:
 
     Attributes:
         made_from: Target that this one derives from. A transformed graph derives from the original, an optimised file
-            from the file before optimisation, any other target from the transformed graph.
+            from the file before optimisation, any other target from the transformed graph. A target in lower precision
+            derives from the one before lowering.
         decisions: Result of each gate.
         precision: Precision that the target was lowered to. Its gates then decide instead of the noise floor.
     """

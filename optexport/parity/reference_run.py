@@ -49,7 +49,7 @@ def run_original(
     rounding.
 
     Skipped cases: optional ones that the original rejects, extreme ones with NaN or infinity, and user data beyond the
-    memory limit.
+    size limit.
 
     Args:
         run: Runs a model on a batch and names its outputs.
@@ -105,11 +105,7 @@ def _name(model: nn.Module, own: Reference, *ways: object) -> str:
 def _run_in_float64(
     run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None, *, upcast: bool = False
 ) -> Reference:
-    """Runs the original in float64 if possible, and in run variations unless batched is None.
-
-    Args:
-        upcast: Upcast weights one by one on use, instead of copying the model.
-    """
+    """Runs the original in float64 if possible, and in run variations unless batched is None."""
     in_float64: _Run | None = None
     reference = own
     try:
@@ -284,8 +280,7 @@ def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
 def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
     """Returns the reason why a model in float64 exceeds the free memory, or None.
 
-    Args:
-        copied: True if the whole model is float64 at once, False if only one large weight is.
+    `copied` is False if only one large weight at a time is in float64.
     """
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}
     for tensor in (*model.parameters(), *model.buffers()):

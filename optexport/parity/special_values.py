@@ -124,9 +124,9 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     """Returns cases of a mask that padding cannot change, with other values in it.
 
     A mask of zeros and ones has every second value flipped. Zeros in floating point may also be added to attention
-    scores, so that the smallest number hides a position. A 1 is not tried in these masks, because torch's encoder layer
-    in eval mode treats any nonzero number as hiding. Other constant masks have every second value set to 0. All other
-    masks, mostly added ones, are shifted by one position.
+    scores, so that the smallest number hides a position. A mask known to be added gets no 1, because torch's encoder
+    layer in eval mode treats any nonzero number as hiding. Other constant masks have every second value set to 0. All
+    other masks, mostly added ones, are shifted by one position.
     """
     mask = example[name]
     targets = sum(

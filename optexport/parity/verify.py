@@ -72,9 +72,6 @@ def _check_precisions(manifest: Manifest) -> None:
     """Rejects a file whose lower precision does not match the bundle's parity record.
 
     No distance limits a file of lower precision, so one edited line of the manifest would let any file pass.
-
-    Raises:
-        BundleError: The precisions differ, or a file of lower precision has no gate.
     """
     proven = {target.target: target.precision for target in manifest.parity.targets}
     for artifact in manifest.artifacts:
@@ -85,11 +82,7 @@ def _check_precisions(manifest: Manifest) -> None:
 
 
 def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
-    """Rejects a file without a parity record, or with a fixed shape that it contradicts.
-
-    Raises:
-        BundleError: The record is missing, or it has other sizes than the fixed shape.
-    """
+    """Rejects a file without a parity record, or with a fixed shape that it contradicts."""
     proven = {target.target: target for target in manifest.parity.targets}
     for target in proof.targets[1:]:
         now = {case.case for output in target.outputs for case in output.cases}

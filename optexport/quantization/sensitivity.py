@@ -98,7 +98,7 @@ def within(layer: str, names: Collection[str]) -> bool:
 def choose(
     target: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: ParityChecker
 ) -> Choice:
-    """Finds the layers that must stay in float32 to pass the gates, on the cases these count.
+    """Finds the layers that must stay in float32 to pass the gates, on the cases they count.
 
     Args:
         target: Name of the file or graph, for messages.
