@@ -1,4 +1,4 @@
-"""MLflow: the run, what it holds, the logged model and its registry. The only folder that imports mlflow."""
+"""MLflow runs, uploads, models and the registry. The only package that imports mlflow."""
 
 from optexport.tracking.download import download_model as download_model
 from optexport.tracking.run import Tracker as Tracker

@@ -1,6 +1,6 @@
-"""An alias of a registered model: which version holds it, who held it before, and how it moves.
+"""Aliases of registered models: their holder, their history, and moves between versions.
 
-MLflow has no lock, and no history of an alias: that stands in a tag of the model.
+MLflow has no lock and no history of an alias. A tag of the registered model stores the history.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 from optexport.errors import ConfigError, did_you_mean
 
-# Of a registered model, for each alias: who held it, the last one last.
+# Tag of a registered model, one per alias: the versions that held the alias, oldest first.
 _HISTORY_TAG = "optexport.history."
-# Of the same, while the alias is given back: from which version, and to which.
+# Tag of a registered model during a rollback: the version that loses the alias and the one that gets it.
 _ROLLING_BACK_TAG = "optexport.rolling_back."
-# A key of its last entry while the alias moves.
+# Key of the last history entry while the alias moves.
 _MOVING = "moving"
 _LONGEST_HISTORY = 100
-# In characters: what the databases of MLflow hold of a tag of the registry.
+# In characters: the limit of MLflow's databases for a tag of the registry.
 LONGEST_TAG = 5000
 
 
 def model_of(client: Any, name: str) -> Any:
-    """The registered model.
+    """Returns the registered model.
 
     Raises:
-        ConfigError: There is none.
-        ConnectionError: What answers is no MLflow: a page may stand before it, or something else at its address. What
-            it leaves out must not be taken for a model without aliases and history.
+        ConfigError: The model does not exist.
+        ConnectionError: The server is not MLflow, for example a login page. Its incomplete answer must not be read as a
+            model without aliases and history.
     """
     from mlflow.exceptions import MlflowException
 
@@ -39,36 +39,39 @@ def model_of(client: Any, name: str) -> Any:
             raise
         known = [model.name for model in client.search_registered_models()]
         raise ConfigError("there is no such registered model", location=name, hint=did_you_mean(name, known)) from error
-    # As databases may hold them: some find names whatever their case.
+    # Some databases ignore case when they look up names.
     if str(found.name).casefold() != name.casefold():
         raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {str(found.name)!r}")
     return found
 
 
 def holder_of(client: Any, name: str, alias: str) -> str | None:
+    """Returns the version that holds the alias, or None."""
     held = model_of(client, name).aliases.get(alias)
     return None if held is None else str(held)
 
 
 def versions(client: Any, name: str) -> list[str]:
-    """Those of a registered model, the oldest first."""
+    """Returns the versions of a registered model, oldest first."""
     found = client.search_model_versions(named(name))
     return sorted((str(version.version) for version in found), key=int)
 
 
 def named(name: str) -> str:
-    """A filter for what has a name. MLflow knows no way to write a quote within quotes of the same kind."""
+    """Returns an MLflow filter for a name. MLflow cannot escape quotes of the same kind."""
     quote = '"' if "'" in name else "'"
     return f"name = {quote}{name}{quote}"
 
 
 def move(client: Any, name: str, alias: str, version: str, by: str, champion: str | None) -> bool:
-    """Moves the alias; says whether it did. MLflow has no lock, and the program may be ended: the history goes first.
+    """Moves the alias to a version and returns True if it moved.
 
-    What it says of a version that the alias did not come to is left out when it is read.
+    MLflow has no lock, and the process may be killed at any time, so the history is written first. Readers ignore its
+    last entry if the alias never reached that version.
 
     Args:
-        champion: For a ratchet, the version that was compared with: from any other the alias is not taken.
+        champion: The version that the regression gate compared with. With `by="ratchet"` the alias moves only if this
+            version still holds it.
     """
     entry = _entry(version, by)
     write_history(client, name, alias, [*history_of(client, name, alias), entry | {_MOVING: version}])
@@ -76,17 +79,17 @@ def move(client: Any, name: str, alias: str, version: str, by: str, champion: st
     if (before := holder_of(client, name, alias)) != champion and by == "ratchet":
         return False
     give(client, name, alias, version, before)
-    # Others may have written to it since.
+    # Other processes may have written to the history in the meantime.
     written = _entries(model_of(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     write_history(client, name, alias, [*(each for each in written if _MOVING not in each), entry])
     return True
 
 
 def give(client: Any, name: str, alias: str, version: str, before: str | None) -> None:
-    """Gives a version the alias, and asks whether it has it.
+    """Sets the alias to a version and checks that the registry agrees.
 
     Raises:
-        ConnectionError: It is where it was, whatever was answered.
+        ConnectionError: The alias did not move, although the server reported success.
     """
     client.set_registered_model_alias(name, alias, version)
     if (holder := holder_of(client, name, alias)) == before != version:
@@ -94,27 +97,30 @@ def give(client: Any, name: str, alias: str, version: str, before: str | None) -
 
 
 def begun(client: Any, name: str, alias: str) -> tuple[str, str] | None:
-    """From which version to which a rollback goes that did not come to its end; None where there is none."""
+    """Returns the old and new version of an unfinished rollback, or None."""
     try:
         before, after = json.loads(model_of(client, name).tags.get(f"{_ROLLING_BACK_TAG}{alias}", "null"))
-    except (ValueError, TypeError, RecursionError):  # none, or what someone wrote on MLflow's page
+    except (ValueError, TypeError, RecursionError):  # missing, or edited on MLflow's page
         return None
     return str(before), str(after)
 
 
 def begin_rollback(client: Any, name: str, alias: str, step: tuple[str, str]) -> None:
-    """Writes from which version to which the alias is about to be given back."""
+    """Records the old and new version of a rollback before the alias moves."""
     client.set_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}", json.dumps(step))
 
 
 def end_rollback(client: Any, name: str, alias: str) -> None:
-    """Forgets what a rollback was about to do, so that the next one goes back a version more."""
+    """Deletes the record of a rollback, so that the next one goes one version further back."""
     if begun(client, name, alias) is not None:
         client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
 
 
 def history_of(client: Any, name: str, alias: str) -> list[dict[str, str]]:
-    """Who held the alias, up to whoever holds it now: it may have been moved by others, on MLflow's page."""
+    """Returns the history of the alias, ending with its current holder.
+
+    Users may move an alias on MLflow's page. The current holder is appended if the history lacks it.
+    """
     model = model_of(client, name)
     history = _entries(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     holder = model.aliases.get(alias)
@@ -127,9 +133,9 @@ def history_of(client: Any, name: str, alias: str) -> list[dict[str, str]]:
 
 
 def gave_way(client: Any, name: str, alias: str, version: str) -> bool:
-    """Whether a version held the alias, and another was promoted by hand since.
+    """Returns True if a version held the alias and another one was promoted by hand later.
 
-    What follows a version in the tag was written while that held the alias.
+    The entry after a version's own entry was written while that version held the alias.
     """
     entries = _entries(model_of(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     places = [index for index, entry in enumerate(entries) if entry["version"] == version]
@@ -137,7 +143,7 @@ def gave_way(client: Any, name: str, alias: str, version: str) -> bool:
 
 
 def _entries(text: str) -> list[dict[str, str]]:
-    """The history that a tag holds; of what is none, nothing: anyone may write tags on MLflow's page."""
+    """Parses a history tag. Invalid content gives an empty list, because anyone may edit tags."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -151,7 +157,7 @@ def _entry(version: str, by: str) -> dict[str, str]:
 
 
 def write_history(client: Any, name: str, alias: str, history: list[dict[str, str]]) -> None:
-    """Writes the end of a history, as much as fits."""
+    """Writes the most recent entries of a history that fit into its tag."""
     kept = history[-_LONGEST_HISTORY:]
     while len(text := json.dumps(kept, separators=(",", ":"))) > LONGEST_TAG:
         kept = kept[1:]
@@ -159,4 +165,5 @@ def write_history(client: Any, name: str, alias: str, history: list[dict[str, st
 
 
 def now() -> str:
+    """Returns the current time in UTC, in ISO 8601 format with seconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""The MLflow run that holds those of a batch."""
+"""The parent MLflow run of a batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, giv
 
 
 class BatchRun:
-    """A run that others are nested under.
+    """An MLflow run that is the parent of other runs.
 
     Attributes:
-        run_id: None where it could not be started.
-        failure: Why not, or what of it could not be sent.
+        run_id: The id of the run; None if it could not be started.
+        failure: The error that prevented the start or the upload of some data.
+        table: The columns of the results table, by name.
+        metrics: The metrics of the batch, by name.
+        reason: The reason for the status FAILED; None for FINISHED.
     """
 
     def __init__(self) -> None:
@@ -33,12 +36,14 @@ class BatchRun:
 
 @contextlib.contextmanager
 def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRun]:
-    """Starts a run, under which runs of processes that are started within it are nested; then sends what is set of it.
+    """Starts the parent run of a batch and sends its results when the block ends.
+
+    Runs of processes that start within the block are nested under it.
 
     Args:
-        config: Says which store and experiment.
-        path: The config's, which a relative path in the URI is taken from.
-        size: How many configs the batch has.
+        config: The store and the experiment.
+        path: The path of the config. A relative path in the tracking URI starts at its folder.
+        size: The number of configs in the batch.
     """
     run = BatchRun()
     client: Any = None
@@ -47,7 +52,7 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         experiment = store.experiment_id(client, config.experiment, path.parent)
         run.run_id = new_run(client, experiment, "batch", {})
         client.log_param(run.run_id, "configs", size)
-    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
+    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
         run.failure = store.failure(error, config.uri, "The bundles' own runs are tried all the same.")
     if run.run_id is not None:
         os.environ[PARENT_VARIABLE] = run.run_id
@@ -74,11 +79,11 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
 
 
 def end_lost(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:
-    """Ends the runs of an attempt whose process could not end them itself; returns their ids.
+    """Ends the runs of an attempt whose process was lost, and returns their ids.
 
     Args:
-        path: The config's, which a relative path in the URI is taken from.
-        attempt: What its runs are known by.
+        path: The path of the config. A relative path in the tracking URI starts at its folder.
+        attempt: The value of the attempt tag of these runs.
         status: ``KILLED`` or ``FAILED``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A bundle that is whole, read once for all that MLflow is told of it."""
+"""A complete bundle, read once for the upload to MLflow."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from optexport.config.registration import RegisterConfig
 from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError
 
-# Where in the artifacts of a run its bundle lies.
+# Artifact path of the bundle in its run.
 BUNDLE = "bundle"
-# The digest of a manifest, which equal runs share, and that of what was measured, which is of one run alone.
+# Tags with the digest of the manifest, which equal runs share, and of the measurements, which are unique to a run.
 BUNDLE_TAG = "optexport.bundle"
 RUN_TAG = "optexport.measurements"
 
@@ -31,22 +31,26 @@ class _Output(BaseModel):
 
 
 class Asked(BaseModel):
-    """What the config of a bundle says of where it is to be sent, and under what name."""
+    """Settings of a bundle's config for its upload and its registration."""
 
     export: _Output
     tracking: TrackingConfig
-    # BaseModel has a `register` of its own, from ABCMeta.
+    # BaseModel inherits a `register` method from ABCMeta.
     registering: RegisterConfig | None = Field(default=None, alias="register")
 
 
 @dataclass(frozen=True)
 class BundleRecord:
-    """A bundle that is whole, which is all that a run needs to be told.
+    """A complete bundle: everything that an upload needs.
 
     Attributes:
-        measured: What differs between equal runs.
-        identity: The tags by which a run is found again, also where the report was written again, and so its digest.
-        timestamp: When it was made, in milliseconds. With a time of its own a metric that is sent twice is there once.
+        folder: The folder of the bundle.
+        manifest: Its manifest.
+        asked: The settings for its upload and its registration.
+        measured: The values that differ between equal runs.
+        identity: The tags that identify its run. They stay the same if the report is written again.
+        timestamp: The creation time in milliseconds since 1970. MLflow stores a metric once if it is sent twice with
+            the same timestamp.
     """
 
     folder: Path
@@ -58,10 +62,10 @@ class BundleRecord:
 
     @classmethod
     def read(cls, folder: Path) -> BundleRecord:
-        """Reads the two documents of a bundle; its other files are not checked.
+        """Reads the manifest and the measurements of a bundle; other files are not checked.
 
         Raises:
-            BundleError: A document was changed, is missing, of another form, or of another bundle.
+            BundleError: A document is missing or changed, has another schema, or belongs to another bundle.
         """
         manifest, document = digests.manifest_alone(folder), digest_json.read(folder / MEASUREMENTS)
         if document.get("manifest") != manifest.digest:
@@ -72,7 +76,7 @@ class BundleRecord:
             made = datetime.datetime.fromisoformat(measured.date).timestamp()
         except (ValueError, OverflowError, OSError) as error:
             raise BundleError(f"its date is none: {error}", location=str(folder / MEASUREMENTS)) from error
-        if made < 0:  # which MLflow does not take
+        if made < 0:  # MLflow rejects negative timestamps
             raise BundleError(f"its date is before 1970: {measured.date}", location=str(folder / MEASUREMENTS))
         lasting = {key: value for key, value in document.items() if key not in ("digest", "report_sha256")}
         digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()

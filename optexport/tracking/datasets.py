@@ -1,4 +1,4 @@
-"""What a model was proven on, as datasets for MLflow: the traced inputs, and those that the user gave."""
+"""Traced and user-supplied inputs of a bundle as MLflow datasets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from optexport.bundle.layout import REFERENCE
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 
-# Numbers that NumPy has no dtype for.
+# safetensors dtypes that NumPy lacks.
 _NOT_NUMPYS = ("BF16", "F8_E4M3", "F8_E5M2")
 
 
 def datasets(finished: BundleRecord) -> list[Any]:
-    """MLflow's inputs of a run, each with name, digest and shapes; the tensors themselves are in the bundle."""
+    """Returns the MLflow dataset inputs of a run, each with name, digest and shapes.
+
+    The tensors themselves are in the bundle only.
+    """
     from mlflow.data.code_dataset_source import CodeDatasetSource
     from mlflow.data.numpy_dataset import from_numpy
     from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -21,7 +24,7 @@ def datasets(finished: BundleRecord) -> list[Any]:
     from safetensors import safe_open
 
     found = []
-    # By itself mlflow would name this program, and the machine's path to it.
+    # By default mlflow records the path of this program on this machine.
     source = CodeDatasetSource({"file": f"{BUNDLE}/{REFERENCE}", **finished.identity})
     with safe_open(finished.folder / REFERENCE, framework="np") as file:
         for index, case in enumerate(finished.manifest.reference_cases):

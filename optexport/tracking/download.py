@@ -1,4 +1,4 @@
-"""A model that MLflow keeps, as a source."""
+"""Downloads of models from MLflow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from optexport.tracking.store import import_mlflow, open_store
 
 
 def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: Path) -> Path:
-    """Fetches a model from MLflow: a folder of transformers, or a ``.pt2`` file.
+    """Downloads a model from MLflow: a transformers folder or a ``.pt2`` file.
 
     Args:
         uri: ``models:/name@alias``, ``models:/name/version``, or ``runs:/id/path``.
-        location: The folder to put it in.
+        folder: The start of a relative path in the tracking URI.
+        location: The folder to download to.
 
     Raises:
-        ConfigError: It stands for many models.
-        SourceError: It is not there, or is kept in a form that only running its code could load.
+        ConfigError: The URI is a template for many models.
+        SourceError: The model does not exist, or loading it would run its own code.
     """
     if is_template(f"mlflow:{uri}"):
         raise ConfigError(
@@ -34,16 +35,16 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: P
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(location)))
         loaded = mlflow.models.Model.load(str(local)).flavors
         flavors = {str(name): dict(flavor or {}) for name, flavor in dict(loaded).items()}
-    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
+    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
         raise SourceError(first_line(error), location=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
         model = _within(local, flavors["transformers"].get("model_binary", "model"), uri)
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
-            # The flavour keeps them apart; a folder of transformers holds all.
+            # MLflow stores these in separate folders; transformers expects a single one.
             if (local / "components" / part).is_dir():
                 try:
                     shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
-                except OSError as error:  # as where it says that its weights are in one of them
+                except OSError as error:  # for example if model_binary names this folder
                     told = f"its {part} cannot be laid beside its weights"
                     raise SourceError(told, location=f"model.source: mlflow:{uri}") from error
         return model
@@ -60,14 +61,10 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: P
 
 
 def _within(local: Path, part: object, uri: str) -> Path:
-    """A folder that a model names as its own, which is a part of what was fetched: parts are copied to it.
-
-    Raises:
-        SourceError: It lies elsewhere, or nowhere.
-    """
+    """Returns the resolved folder of a model's part, which must lie inside the download."""
     try:
         folder = (local / str(part)).resolve()
-    except ValueError as error:  # what no path can hold
+    except ValueError as error:  # for example a null byte
         raise SourceError(f"it names {part!r}: {error}", location=f"model.source: mlflow:{uri}") from error
     if not folder.is_relative_to(local.resolve()):
         raise SourceError(f"it says that its weights are in {folder}", location=f"model.source: mlflow:{uri}")

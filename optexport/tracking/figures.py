@@ -1,4 +1,4 @@
-"""How near and how fast the files are, as two small figures for MLflow's page."""
+"""Plots of parity and latency for MLflow's page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord
 from optexport.tracking.bundle_record import BundleRecord
 
-# More bars than this nobody reads; the tables have them all.
+# More bars are unreadable; the tables list all rows.
 _MOST_ROWS = 40
 
 
 def figures(finished: BundleRecord) -> dict[str, Any]:
-    """Matplotlib figures by the name of the file; none where there is nothing to show."""
+    """Returns Matplotlib figures by file name; a figure without data is omitted."""
     found = {
         "parity.png": _parity(finished.manifest),
         "latency.png": _latency(finished.measured.bench),
@@ -23,7 +23,7 @@ def figures(finished: BundleRecord) -> dict[str, Any]:
 
 
 def _parity(manifest: Manifest) -> Any:
-    """The distances as multiples of the noise floor; places without a floor are left out."""
+    """Plots distances as multiples of the noise floor, for outputs that have one."""
     rows = [
         (f"{target.title}: {output.output}", output.multiple)
         for target in manifest.parity.targets
@@ -52,12 +52,12 @@ def _latency(bench: BenchRecord | None) -> Any:
 
 
 def _drawn(names: Sequence[str], label: str) -> tuple[Any, Any]:
-    """A figure with a row for each name, the first at the top."""
-    from matplotlib.figure import Figure  # without pyplot, which looks for a screen
+    """Creates a figure with one row per name, first name at the top."""
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(figsize=(8, 1 + 0.25 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a dollar in a name is a dollar
+    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a dollar sign in a name is not math
     axes.invert_yaxis()
     axes.set_xlabel(label, fontsize=8)
     return figure, axes

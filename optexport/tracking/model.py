@@ -1,4 +1,4 @@
-"""The ONNX file as a model of MLflow's, which is loaded, served and registered by name."""
+"""The ONNX file of a bundle as an MLflow logged model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMPY_NAMES = {"bool": "bool_"}
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """What MLflow's model is made of; weights that lie beside the file are read when they are sent."""
+    """Parts of an MLflow ONNX model. External weights are loaded at the upload."""
 
     path: Path
     proto: Any
@@ -28,9 +28,9 @@ class OnnxModel:
 
 
 def onnx_model(finished: BundleRecord) -> OnnxModel | None:
-    """The ONNX file of a bundle, as far as it can be sent as a model; None where it has none.
+    """Returns the bundle's ONNX model for the CPU without its weights, or None.
 
-    One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
+    A model for a GPU is skipped: an MLflow model names execution providers but cannot turn off TF32.
     """
     import onnx
 
@@ -38,13 +38,13 @@ def onnx_model(finished: BundleRecord) -> OnnxModel | None:
     if (record := next(files, None)) is None:
         return None
     path, versions = finished.folder / record.path, finished.manifest.versions
-    # Named, because finding them out would load the model in a process of its own.
+    # Explicit, because mlflow would load the model in another process to infer them.
     requirements = [f"{name}=={versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")]
     return OnnxModel(path, onnx.load(path, load_external_data=False), signature(finished.manifest), requirements)
 
 
 def logged_model(client: Any, run_id: str, made: OnnxModel, finished: BundleRecord) -> str:
-    """The id of the run's model, which is logged, or completed, where that was not done yet."""
+    """Returns the id of the run's logged model; creates or completes it if needed."""
     import mlflow.onnx
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
     from mlflow.models import Model
@@ -94,11 +94,7 @@ def logged_model(client: Any, run_id: str, made: OnnxModel, finished: BundleReco
 
 
 def _proven(made: OnnxModel, finished: BundleRecord) -> Any:
-    """The ONNX model with its weights, whose bytes are those that were proven.
-
-    Raises:
-        BundleError: They are not.
-    """
+    """Loads the weights of the ONNX model and checks its files against the manifest."""
     import onnx
 
     onnx.load_external_data_for_model(made.proto, str(made.path.parent))
@@ -110,18 +106,18 @@ def _proven(made: OnnxModel, finished: BundleRecord) -> Any:
 
 
 def signature(manifest: Manifest) -> Any:
-    """Inputs and outputs as MLflow writes them, dynamic sizes as -1.
+    """Returns the MLflow signature of a bundle, with -1 for each dynamic size.
 
-    MLflow refuses arrays of another dtype; numbers in JSON, as a served model gets them, have none.
+    MLflow rejects arrays of another dtype. JSON numbers, which a served model receives, have no dtype.
     """
     from mlflow.models import ModelSignature
 
-    # A schema cannot be empty, and a model may take no inputs.
+    # A schema cannot be empty, and a model may have no inputs.
     return ModelSignature(schema(manifest.inputs) if manifest.inputs else None, schema(manifest.outputs))
 
 
 def schema(records: list[TensorRecord]) -> Any:
-    """The records of a manifest as MLflow's schema."""
+    """Converts tensor records of a manifest to an MLflow schema."""
     import numpy as np
     from mlflow.types import Schema, TensorSpec
 
@@ -129,7 +125,7 @@ def schema(records: list[TensorRecord]) -> Any:
         [
             TensorSpec(
                 np.dtype(_NUMPY_NAMES.get(r.dtype, r.dtype)),
-                # A size that is not a number is dynamic.
+                # Dynamic sizes are strings.
                 tuple(size if isinstance(size, int) else -1 for size in r.shape),
                 r.name,
             )

@@ -1,4 +1,4 @@
-"""All that MLflow is told of a bundle, made once: what was found to be tellable, before anything is sent, is sent."""
+"""Data of a bundle for MLflow, built and validated before the upload starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from optexport.tracking.tables import tables
 
 @dataclass(frozen=True)
 class RunPayload:
-    """What is sent of a bundle, beside its files.
+    """Data that an upload sends in addition to the bundle's files.
 
     Attributes:
-        metrics: Name, value and step of each.
-        datasets: MLflow's inputs of a run.
-        tables, others: The files that are seen at once on the page of a run, outside of its bundle, by their names.
-        model: None without an ONNX file.
+        finished: The bundle.
+        params: The params of the run.
+        metrics: The name, value and step of each metric.
+        datasets: The MLflow dataset inputs of the run.
+        tables: The JSON tables on the run's page, by file name.
+        others: The other files on the run's page, outside of the bundle, by file name.
+        model: The ONNX model; None if the bundle has no ONNX file for the CPU.
     """
 
     finished: BundleRecord
@@ -39,10 +42,10 @@ class RunPayload:
 
 
 def build_payload(finished: BundleRecord) -> RunPayload:
-    """Makes all that MLflow is to be told of a bundle.
+    """Builds everything that MLflow receives for a bundle.
 
     Raises:
-        BundleError: It cannot be made: the bundle is at fault, and no store that will answer later.
+        BundleError: The content of the bundle cannot be converted. Another attempt does not help.
     """
     try:
         return RunPayload(
@@ -59,7 +62,7 @@ def build_payload(finished: BundleRecord) -> RunPayload:
         )
     except BundleError:
         raise
-    except Exception as error:  # documents that were sealed by others may hold anything that their form allows
+    except Exception as error:  # a document with a valid digest may still contain unexpected values
         told = f"{type(error).__name__}: {first_line(error)}"
         raise BundleError(f"MLflow cannot be told of it: {told}", location=str(finished.folder)) from error
 

@@ -1,4 +1,4 @@
-"""Whether a bundle's figures can be those of one that passed its proof."""
+"""Checks that a bundle's figures are consistent with a passed parity check."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line
 from optexport.tracking.bundle_record import BundleRecord
 
-# Figures of a manifest have three digits.
+# Figures in a manifest are rounded to three digits.
 _ROUNDING = 1.01
 
 
 class _Proven(BaseModel):
-    """What a config allowed the proof."""
+    """Parity settings of a bundle's config."""
 
     parity: ParityConfig
 
 
 def check_possible(finished: BundleRecord) -> None:
-    """Checks that figures can be those of a bundle that passed its proof: whoever wrote its files may say others.
+    """Checks that a bundle's figures can come from a passed parity check.
+
+    The author of a bundle can write other figures into its files.
 
     Raises:
-        BundleError: They cannot.
+        BundleError: The figures contradict a passed check.
     """
     manifest = finished.manifest
     digest_json.validated(_Proven, manifest.config, finished.folder / MANIFEST)
@@ -46,13 +48,14 @@ def check_possible(finished: BundleRecord) -> None:
 
 def _impossible(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
     for output in target.outputs if target.precision is None else ():
-        # As far as any case, which may have a limit of its own.
+        # Each case may have a different limit; the largest one applies here.
         limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
         floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
         if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
             yield f"{target.target}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
     for decision in target.decisions:
-        # The interval of a mean may reach beyond what a value can be. Of a metric of one's own nothing is known.
+        # The interval is not checked, because it may exceed the range of the metric. The range of a custom metric is
+        # unknown.
         least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
         if decision.failure is not None:
             yield f"{target.title}, {decision.measure}: {decision.failure}"

@@ -1,4 +1,7 @@
-"""Has PostgreSQL answer in time: its library waits without an end, and deaf to signals, for a server that is silent."""
+"""Time limits for PostgreSQL, whose client library otherwise waits forever.
+
+While libpq waits for a silent server it also ignores signals.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ import functools
 import select
 from typing import Any
 
-# In seconds: for a connection, unless the URI says another time, and for each part of an answer.
+# In seconds: the limit for a connection, unless the URI sets one, and the limit for each part of an answer.
 CONNECTS_IN = 5
 _ANSWERS_IN = 60
-# Once one was not answered, the next is given up as soon as a connection.
+# True after the first timeout; later waits then use the shorter limit.
 _silent = False
 
 
 @functools.cache
 def answer_in_time() -> None:
-    """Has psycopg2, where it is installed, wait for every server of this process as long as that and no longer."""
+    """Applies the time limits to all psycopg2 connections of this process."""
     with contextlib.suppress(ImportError):
         from psycopg2 import extensions
         from sqlalchemy import Engine, event
@@ -26,7 +29,7 @@ def answer_in_time() -> None:
 
 
 def _connect(dialect: Any, record: Any, arguments: Any, options: dict[str, Any]) -> Any:  # noqa: ARG001 - SQLAlchemy's
-    """Connects as libpq does, which then knows of a time limit, and of several hosts."""
+    """Connects through libpq without the callback, so that its timeout and host list work."""
     if dialect.driver != "psycopg2":
         return None
     from psycopg2 import extensions

@@ -1,4 +1,4 @@
-"""Moves an alias because someone says so."""
+"""Promotion and rollback of an alias at a user's request."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from optexport.tracking import aliases, registry, store
 
 @dataclass
 class _Standing:
-    """What is told where a command does not come to its end: where the alias is, and what completes it."""
+    """State of the alias and the next step, for the message of an interrupted command."""
 
     alias: str = "The alias stays where it was."
     again: str = "do it again."
 
 
 def promote(uri: str, name: str, version: str, alias: str) -> str | None:
-    """Gives a version the alias; returns the version that held it before.
+    """Moves the alias to a version and returns the previous holder, or None.
 
     Raises:
-        ConfigError: There is no such model or version.
-        TrackingError: The store cannot be reached, or refuses.
+        ConfigError: The model or the version does not exist.
+        TrackingError: The store cannot be reached or rejects the request.
     """
     with _asking(uri, name) as (client, _):
         return registry.promote(client, name, version, alias)
 
 
 def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
-    """Gives the alias back; returns the version that lost it, and the one that has it.
+    """Moves the alias back to its previous holder and returns the old and new holder.
 
     Raises:
-        ConfigError: No version holds it, or none did before that is still there.
-        TrackingError: The store cannot be reached, or refuses.
+        ConfigError: No version holds the alias, or no earlier holder exists.
+        TrackingError: The store cannot be reached or rejects the request.
     """
     with _asking(uri, name) as (client, standing):
         before, after = registry.rollback(client, name, alias)
-        # Whether the last answer was lost nobody knows, and another rollback could be one too many.
+        # If the next answer is lost, the record of the rollback may be gone. A second rollback would then go too far.
         standing.alias = f"Version {after} holds {alias}."
         standing.again = f"complete it, not with another rollback:\n  {registry.promoting(name, after, alias, uri)}"
         aliases.end_rollback(client, name, alias)
@@ -66,5 +66,5 @@ def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{standing.alias} To have it done, {standing.again}")
         raise
-    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
         raise store.failure(error, uri, f"{standing.alias} {store.when(error)}, {standing.again}") from error

@@ -1,4 +1,4 @@
-"""The registered model: its versions, the alias that one of them holds, and who held it before."""
+"""Registration of models: versions, moves of the alias, promotion and rollback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, BundleRecord
 from optexport.tracking.regression_gate import Verdict
 from optexport.tracking.store import made_once
 
-# Of a version: what became of the alias when it was registered, and why.
+# Tags of a version: the decision about the alias at its registration, and the reasons.
 DECISION_TAG = "optexport.register"
 REASON_TAG = "optexport.register.why"
 _ROLLED_BACK_TAG = "optexport.rolled_back"
@@ -27,13 +27,16 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Registered:
-    """A version, and what became of the alias.
+    """A registered version and the state of the alias.
 
     Attributes:
+        name: The name of the registered model.
+        version: The version.
+        alias: The alias.
         holder: The version that holds the alias.
-        moved: Whether the version was found good enough for it.
-        why: The reasons, or what could not be compared.
-        uri: The store, as far as it may be told: none whose URI holds a secret.
+        moved: True if the version was good enough for the alias.
+        why: The reasons, or the parts that could not be compared.
+        uri: The tracking URI; None if it contains a secret.
     """
 
     name: str
@@ -46,14 +49,14 @@ class Registered:
 
     @property
     def told(self) -> str:
-        """What happened, as one line."""
+        """Returns a one-line summary of the registration."""
         if self.holder == self.version:
             return f"{self.name} version {self.version} holds {self.alias}"
         return f"{self.name} version {self.version} is registered, and {self.alias} is at version {self.holder}"
 
     @property
     def failure(self) -> GateError | None:
-        """That the alias stays where it was, as an error; None where it need not have moved."""
+        """Returns the error for an alias that did not move, or None."""
         if self.moved:
             return None
         reasons = "".join(f"\n  {reason}" for reason in self.why)
@@ -65,9 +68,9 @@ class Registered:
 
 
 def register(client: Any, run_id: str, model_id: str, finished: BundleRecord, config: RegisterConfig) -> Registered:
-    """Makes a version of a run's model, and gives it the alias if it is as good as the version that holds it.
+    """Registers a run's model and moves the alias to it unless it is worse than the champion.
 
-    What was done before is not done again.
+    The champion is the version that holds the alias. Steps that an earlier call completed are skipped.
     """
     made = _version_of(client, run_id, model_id, finished, config.name)
     version = str(made.version)
@@ -79,7 +82,7 @@ def register(client: Any, run_id: str, model_id: str, finished: BundleRecord, co
     if decision is None and (
         _ROLLED_BACK_TAG in made.tags or aliases.gave_way(client, config.name, config.alias, version)
     ):
-        decision = _MOVED  # and someone went back on it since
+        decision = _MOVED  # a user rolled it back later
     if decision is not None:
         why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
         if DECISION_TAG not in made.tags:
@@ -90,10 +93,10 @@ def register(client: Any, run_id: str, model_id: str, finished: BundleRecord, co
         verdict = _verdict(client, finished, config, version, champion)
         moves = not verdict.worse
         why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
-        if champion == version:  # an earlier call moved it, and told why before
+        if champion == version:  # an earlier call moved it and recorded why
             why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
             break
-        # The comparison took its time, and another run may have moved the alias.
+        # Another run may have moved the alias during the comparison.
         if not moves:
             if aliases.holder_of(client, config.name, config.alias) == champion:
                 break
@@ -108,10 +111,10 @@ def register(client: Any, run_id: str, model_id: str, finished: BundleRecord, co
 
 
 def promote(client: Any, name: str, version: str, alias: str) -> str | None:
-    """Gives a version the alias, by hand; returns the version that held it before.
+    """Moves the alias to a version by hand and returns the previous holder, or None.
 
     Raises:
-        ConfigError: There is no such version.
+        ConfigError: The version does not exist.
     """
     before = aliases.holder_of(client, name, alias)
     known = aliases.versions(client, name)
@@ -121,7 +124,7 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
         aliases.move(client, name, alias, version, "promote", None)
     else:
         aliases.end_rollback(client, name, alias)
-    # An earlier command may have moved the alias, and been ended before it came here.
+    # An earlier command may have moved the alias and then been killed before this step.
     made = client.get_model_version(name, version)
     if before != version or made.tags.get(DECISION_TAG) != _MOVED:
         _decide(client, name, version, True, ("by hand",))
@@ -130,13 +133,13 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
 
 
 def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
-    """Gives the alias back to the version that held it before; returns the one that lost it, and that one.
+    """Moves the alias back to its previous holder and returns the old and new holder.
 
-    What is to be done is written before the alias moves: where the program is ended, or an answer lost, the next call
-    does what is left, and does not go back one version more. It stays written until `end_rollback`.
+    The step is recorded before the alias moves. If the process is killed or an answer is lost, the next call completes
+    this step and goes no further back. The record stays until `end_rollback`.
 
     Raises:
-        ConfigError: No version holds it, or none did before that is still there.
+        ConfigError: No version holds the alias, or no earlier holder exists.
     """
     holder = aliases.holder_of(client, name, alias)
     if holder is None:
@@ -144,7 +147,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     history, known = aliases.history_of(client, name, alias), aliases.versions(client, name)
     if (begun := aliases.begun(client, name, alias)) is not None and begun[1] == holder:
         return _give_back(client, name, alias, begun, history)
-    # By their places: two entries may be equal, of one second.
+    # Compared by index, because two entries of the same second may be equal.
     held = [index for index, entry in enumerate(history[:-1]) if entry["version"] in {*known} - {holder}]
     if not held:
         raise ConfigError(
@@ -161,7 +164,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
 def _give_back(
     client: Any, name: str, alias: str, step: tuple[str, str], history: list[dict[str, str]]
 ) -> tuple[str, str]:
-    """Gives the alias from one version back to another, which the history ends with; each part may be done already."""
+    """Completes a rollback. Every step is safe to repeat."""
     before, after = step
     aliases.give(client, name, alias, after, before)
     aliases.write_history(client, name, alias, history)
@@ -172,7 +175,7 @@ def _give_back(
 
 
 def _hold_again(client: Any, made: Any) -> None:
-    """Forgets that a version was rolled back, which holds the alias once more."""
+    """Removes the rollback tag of a version that holds the alias again."""
     if _ROLLED_BACK_TAG in made.tags:
         client.delete_model_version_tag(made.name, made.version, _ROLLED_BACK_TAG)
 
@@ -182,14 +185,14 @@ def _tellable(uri: str) -> str | None:
 
 
 def promoting(name: str, version: str, alias: str, uri: str | None) -> str:
-    """The command that gives a version an alias, for a shell; it does not name a store whose URI holds a secret."""
+    """Returns the shell command that promotes a version; omits a URI with a secret."""
     options = ["--alias", alias, "--uri", (uri and _tellable(uri)) or "URI"]
     given = [*options, "--", name, version] if name.startswith("-") else [name, version, *options]
     return shlex.join(["optexport", "promote", *given])
 
 
 def _version_of(client: Any, run_id: str, model_id: str, finished: BundleRecord, name: str) -> Any:
-    """The version of a run's model, which is made where it is not there yet."""
+    """Returns the registered version of a run's model; creates it if needed."""
 
     def model() -> Any:
         found = client.search_registered_models(aliases.named(name))
@@ -219,7 +222,7 @@ def _verdict(client: Any, new: BundleRecord, config: RegisterConfig, version: st
         return Verdict((), (f"version {last}, which held {config.alias} last, is gone",))
     if champion is None or champion == version:
         return Verdict((), ())
-    # As where the answer was lost when the alias was to be moved, and another run has moved it since.
+    # Happens if the answer to a move was lost and another run moved the alias later.
     if int(champion) > int(version):
         return Verdict((f"version {champion} is newer, and holds {config.alias}",), ())
     run_id = client.get_model_version(config.name, champion).run_id
@@ -242,12 +245,12 @@ def _downloaded(client: Any, run_id: str | None, document: str, folder: str) -> 
     try:
         return str(client.download_artifacts(run_id, f"{BUNDLE}/{document}", folder))
     except MlflowException:
-        _kept(client, run_id)  # of a server that is gone this says so, and that calls the path wrong
+        _kept(client, run_id)  # raises a clearer error if the server is gone
         raise
 
 
 def _kept(client: Any, run_id: str | None) -> set[str]:
-    """What a run keeps of its bundle; nothing where there is no run, it was deleted, or it is gone for good."""
+    """Returns the artifact paths of a run's bundle; empty if the run is missing or deleted."""
     from mlflow.exceptions import MlflowException
 
     if not run_id:

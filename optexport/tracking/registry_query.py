@@ -1,4 +1,4 @@
-"""Registered models that ask for a bundle: those that a filter finds, and whose newest version has none."""
+"""Registered models that match a filter and whose newest version is not exported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optexport.errors import ConfigError, OptexportError, first_line
 from optexport.tracking import aliases, store
 from optexport.tracking.bundle_record import BUNDLE_TAG, BundleRecord
 
-# Of a version: the bundle that was made of it.
+# Tag of a version: the digest of the bundle that was exported from it.
 EXPORTED_TAG = "optexport.exported"
 
 
@@ -23,17 +23,19 @@ class Version:
 
 
 def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]]:
-    """The newest version of each model that a filter of MLflow's finds, but for those that have a bundle, or are one.
-
-    The names of the models of these come second.
+    """Returns the newest version of each matching model that is not exported.
 
     Args:
-        folder: What a relative path in the URI is taken from.
-        query: As ``search_registered_models`` takes it: ``tags.export = 'true'``.
+        folder: The start of a relative path in the tracking URI.
+        query: A filter for ``search_registered_models``, such as ``tags.export = 'true'``.
+
+    Returns:
+        The versions to export, and the names of the skipped models. A model is skipped if its newest version has a
+            bundle or is the model of one.
 
     Raises:
-        ConfigError: The store does not understand the filter.
-        TrackingError: It cannot be reached.
+        ConfigError: The store rejects the filter.
+        TrackingError: The store cannot be reached.
     """
     try:
         client = store.open_store(uri, folder)
@@ -51,7 +53,7 @@ def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]
                 return found, left
     except OptexportError:
         raise
-    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
         if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
             raise ConfigError(
                 f"MLflow does not understand it: {first_line(error)}",
@@ -69,7 +71,7 @@ def _newest(client: Any, name: str) -> Version | None:
 
 
 def mark(uri: str, folder: Path, version: Version, bundle: Path) -> None:
-    """Notes at a version that a bundle was made of it.
+    """Tags a version with the digest of the bundle that was exported from it.
 
     Raises:
         TrackingError: The store cannot be reached.

@@ -1,4 +1,4 @@
-"""Whether a new version is as good as the one that holds the alias: by its proof, its times and its size."""
+"""Comparison of a new version with the champion, the version that holds the alias."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from optexport.errors import short_line
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.plausibility import check_possible
 
-# A dimension of which a manifest tells nothing.
+# The default for a dimension that is missing from the manifest.
 _FREE = DimRecord(min=1, max=None)
-# What makes times comparable, among the measurements, and among those of bench.
+# Fields of the measurements that must agree before times are compared.
 _MACHINE = ("host", "processor", "cpus")
-# In characters: names are the model's, and those of the champion are whoever's wrote its documents.
+# In characters. Names come from the model, and the champion's names from documents that anyone may have written.
 _LONGEST_SIDE = 800
-# A few units in the last place of float32, of the largest value: no difference.
+# A few units in the last place of float32, relative to the largest value. Smaller changes do not count.
 _LEAST = 2.0**-21
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a comparison.
+    """Result of a comparison.
 
     Attributes:
-        worse: In what the new version is worse, each with both figures; the alias moves where this is empty.
-        not_compared: What was left out of the comparison, and why.
+        worse: The regressions, each with both figures. The alias moves if there are none.
+        not_compared: The parts that could not be compared, each with its reason.
     """
 
     worse: tuple[str, ...]
@@ -46,10 +46,10 @@ class Verdict:
 
 
 def compare(new: BundleRecord, champion: BundleRecord, allowed: MaxRegressionConfig) -> Verdict:
-    """Compares two bundles in whatever both of them have.
+    """Compares everything that both bundles have.
 
     Raises:
-        BundleError: The champion's figures cannot be true.
+        BundleError: The figures of the champion are not plausible.
     """
     check_possible(champion)
     worse = [*_interface(new.manifest, champion.manifest), *_parity(new.manifest, champion.manifest, allowed.parity)]
@@ -69,7 +69,7 @@ def compare(new: BundleRecord, champion: BundleRecord, allowed: MaxRegressionCon
 
 
 def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
-    """Whoever calls the alias would find other inputs or outputs, or inputs refused, or none proven, of some sizes."""
+    """Yields changes of inputs, outputs and sizes that can break a caller of the alias."""
     for what in ("inputs", "outputs"):
         ours, theirs = (_told(getattr(each, what)) for each in (new, champion))
         if ours != theirs:
@@ -84,7 +84,7 @@ def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
 
 
 def _axes(new: Manifest, champion: Manifest) -> Iterator[tuple[str, str, str]]:
-    """The dynamic axes of inputs that both have, as ``x[1]``, with how each of the two calls its size."""
+    """Yields each axis that is dynamic in both, such as ``x[1]``, with both size names."""
     for ours, theirs in zip(new.inputs, champion.inputs, strict=True):
         for axis, (size, other) in enumerate(zip(ours.shape, theirs.shape, strict=True)):
             if isinstance(size, str) and isinstance(other, str):
@@ -100,13 +100,13 @@ def _ranges(new: Manifest, champion: Manifest) -> Iterator[str]:
 
 
 def _range(manifest: Manifest, size: str) -> tuple[int, float]:
-    """The least and the most that a size may be, which may be a sum of dimensions."""
+    """Returns the smallest and largest value of a size, which may be a sum of dimensions."""
     dims = [manifest.dims.get(name, _FREE) for name in size.split(" + ")]
     return sum(dim.min for dim in dims), sum(math.inf if dim.max is None else dim.max for dim in dims)
 
 
 def _ties(new: Manifest, champion: Manifest) -> Iterator[str]:
-    """Sizes that follow from others where the champion's do not: each is a dimension that was met, or a sum of them."""
+    """Yields sizes that depend on earlier sizes, but only in the new version."""
     met: dict[str, tuple[str, str]] = {}
     axes = list(_axes(new, champion))
     for axis, size, other in axes:
@@ -120,7 +120,7 @@ def _ties(new: Manifest, champion: Manifest) -> Iterator[str]:
 
 
 def _told(records: Sequence[TensorRecord]) -> str:
-    """Names, dtypes and sizes; that a size is dynamic, and not what it is called."""
+    """Formats names, dtypes and sizes; every dynamic size is a question mark."""
     return "; ".join(
         f"{r.name} {r.dtype} [{', '.join(str(size) if isinstance(size, int) else '?' for size in r.shape)}]"
         for r in records
@@ -153,15 +153,15 @@ def _distances(
             if output.multiple > max(1.0, other.multiple * (1 + allowed)):
                 yield f"{where}: {output.multiple:.3g} times the floor, the champion's {other.multiple:.3g}"
         elif bounds[output.output].fixed and output.max_abs is not None and other.max_abs is not None:
-            # Where nothing is rounded there is no floor, and a tolerance of the user's lets any distance pass; without
-            # one the proof has held the output to a few units in the last place.
+            # Without rounding the noise floor is zero, and the user's tolerance accepts any smaller distance. Without a
+            # tolerance, the parity check limits the distance to a few units in the last place.
             least = _LEAST * (bounds[output.output].largest or 0.0)
             if output.max_abs > max(least, other.max_abs * (1 + allowed)):
                 yield f"{where}: {output.max_abs:.3g} away, the champion's {other.max_abs:.3g}"
 
 
 def _decisions(new: TargetRecord, champion: TargetRecord) -> Iterator[str]:
-    """A file of lower precision is held to what it decides, as its proof is: to every measure of the champion's."""
+    """Compares a file of lower precision by each metric of the champion."""
     known: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in new.decisions}
     for other in champion.decisions:
         if other.mean is None:
@@ -173,7 +173,7 @@ def _decisions(new: TargetRecord, champion: TargetRecord) -> Iterator[str]:
                 f"this run demands none, the champion's {other.mean:.6g}"
             )
             continue
-        # Of means with intervals it is worse only where these say so.
+        # A mean with an interval is worse only if the two intervals do not overlap.
         least, reached = (other.mean, ours.mean) if other.low is None or ours.high is None else (other.low, ours.high)
         if reached < least:
             yield (
@@ -191,12 +191,12 @@ def _sizes(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
 
 
 def _size(manifest: Manifest, artifact: ArtifactRecord) -> int:
-    """A file's bytes, with those of the weights that lie beside it."""
+    """Returns the bytes of a file, including external weights."""
     return sum(file.size for file in manifest.files if file.path in (artifact.path, f"{artifact.path}.data"))
 
 
 def _incomparable_times(new: Measured, champion: Measured) -> str | None:
-    """Why the times say nothing of each other; None where they do."""
+    """Returns why the times cannot be compared, or None."""
     if new.bench is None:
         return "this run measured none"
     if champion.bench is None:
@@ -213,7 +213,7 @@ def _incomparable_times(new: Measured, champion: Measured) -> str | None:
 
 
 def _pairs(new: Measured, champion: Measured) -> Iterator[tuple[FigureRecord, FigureRecord]]:
-    """The figures of the same file at the same sizes, but for those without an interval."""
+    """Yields both figures for each file and shape that have an interval in both."""
     ours, theirs = (_with_interval(each) for each in (new, champion))
     yield from ((row, theirs[target]) for target, row in ours.items() if target in theirs)
 

@@ -1,4 +1,4 @@
-"""Sends a bundle that a run could not send: to the run that was started for it, where there is one."""
+"""Uploads a bundle whose upload failed, to its original MLflow run if that exists."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Logged:
     """The run that holds a bundle.
 
     Attributes:
-        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
-        before: Whether the run was whole already, so that nothing was sent.
-        registered: What became of the model in the registry, if the config names one.
+        run_id: The id of the run.
+        page: The URL of the run. Without a server, the command that starts MLflow's UI comes first.
+        before: True if the run was complete already, so that nothing was sent.
+        registered: The registration of the model, if the config names one.
     """
 
     run_id: str
@@ -37,30 +38,31 @@ class Logged:
 
 
 def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Path = Path()) -> Logged:
-    """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
+    """Uploads a bundle to MLflow, or completes a partial upload.
 
-    Whoever sends it already, which may be the run that made it, is waited for; and no run replaces it meanwhile.
+    If another process is sending the bundle, this function waits for it. The folder stays locked, so that no run
+    replaces it.
 
     Args:
-        uri: The store. What the bundle names is not taken for it: a server says where files are written, on this
-            machine too, and whoever made the bundle may name any.
-        experiment: By default the config's.
-        beside: Where the files of a new experiment go, of a database that no server is before.
+        uri: The store. The URI in the bundle is ignored: its author may name any server, and a server chooses the path
+            of files, even on this machine.
+        experiment: The experiment; by default the one in the config.
+        beside: The artifact folder of a new experiment, for a database without a server.
 
     Raises:
-        ConfigError: The folder is no bundle.
-        BundleError: The bundle was changed, or says of itself that it did not pass.
-        TrackingError: The store cannot be reached, or refuses.
+        ConfigError: The folder is not a bundle.
+        BundleError: The bundle was changed or did not pass its checks.
+        TrackingError: The store cannot be reached or rejects the request.
     """
-    with atomic_dir.locked(parts.whole(folder), wait=True):  # of two at a time each would start a run
+    with atomic_dir.locked(parts.whole(folder), wait=True):  # two uploads would start two runs
         return log_locked(folder, uri, experiment, beside)
 
 
 def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> Logged:
-    """As `log_bundle`, for whoever has locked the folder."""
+    """Does the same as `log_bundle` for a caller that has locked the folder."""
     digests.read_manifest(folder)
     finished = BundleRecord.read(folder)
-    check_possible(finished)  # a version of the registry that others would be held to
+    check_possible(finished)  # later versions are compared with it
     told = build_payload(finished)
     run_id: str | None = None
     client: Any = None
@@ -79,7 +81,7 @@ def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> 
         done = _logged(client, run_id, False, send(client, run_id, told))
         client.set_terminated(run_id)
         return done
-    except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
+    except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own errors, or a signal arrives
         failed = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
             again = shlex.join(["optexport", "upload", str(finished.folder)])
@@ -97,7 +99,7 @@ def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> 
 def _started(client: Any, experiment: str, finished: BundleRecord) -> str:
     manifest = finished.manifest
     origin = run_params.tags(manifest.model.source, manifest.versions, finished.measured.origin)
-    # The tags come with the run, so that it is found again whatever happens next.
+    # The run gets its tags at once, so that a later call can find it.
     return new_run(client, experiment, Path(finished.asked.export.output).name, {**origin, **finished.identity})
 
 

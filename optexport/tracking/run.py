@@ -1,7 +1,7 @@
-"""One run of MLflow's, which starts before the work, and ends with whatever came of it.
+"""An MLflow run that covers the whole work and records its result.
 
-Losing the tracking server must not lose the work: what fails here is remembered, the work goes on, and the failure is
-raised when everything else is done.
+A failure of the tracking server must not lose the work. It is stored, the work continues, and the error is raised at
+the end.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_
 from optexport.tracking.upload import send, send_params
 
 REASON_TAG = "optexport.blame.failure"
-# The environment variable with the id of a run that others are nested under, as those of a batch are.
+# Environment variable with the id of the parent run, for example of a batch.
 PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
-# That with what the runs of an attempt of a batch are known by, so that they can be ended where its process cannot.
+# Environment variable with the attempt of a batch. If its process dies, the batch finds the runs by this value.
 ATTEMPT_VARIABLE = "OPTEXPORT_ATTEMPT"
 ATTEMPT_TAG = "optexport.attempt"
-# Where it is set nothing is tracked: someone else sends the bundle.
+# Environment variable that turns tracking off, because another process uploads the bundle.
 LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
 
@@ -41,10 +41,10 @@ class Tracker:
     """One MLflow run.
 
     Attributes:
-        run_id: Its id; None where it could not be started, or tracking is off.
-        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
-        failure: The first thing that failed; None while all is well.
-        registered: What became of the model in the registry; None where it was not to be registered.
+        run_id: The id of the run; None if it could not be started or tracking is off.
+        page: The URL of the run. Without a server, the command that starts MLflow's UI comes first.
+        failure: The first error of the store, or None.
+        registered: The registration of the model; None if the config does not register it.
     """
 
     def __init__(self, config: TrackingConfig, path: Path, bundle: Path) -> None:
@@ -57,7 +57,11 @@ class Tracker:
         self._bundle = bundle
 
     def start(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Starts the run, and says what is going to be done: nested settings as params, and tags."""
+        """Starts the run and sends its params and tags.
+
+        Args:
+            settings: The nested settings of the run.
+        """
 
         def action() -> None:
             folder = self._path.parent
@@ -71,11 +75,11 @@ class Tracker:
         self._guarded(action)
 
     def send(self) -> None:
-        """Sends the bundle, which is whole by now, and locked: no other run replaces it, and nobody else sends it."""
+        """Sends the bundle, which must be complete and locked against other processes."""
 
         def action() -> None:
             finished = BundleRecord.read(self._bundle)
-            if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
+            if finished.measured.origin.mlflow_run not in (None, self.run_id):  # if a file system has no locks
                 raise BundleError("it is of another run, which has replaced this one's", location=str(self._bundle))
             with self._saying_how_to_go_on():
                 self.registered = send(self._client, str(self.run_id), build_payload(finished))
@@ -83,7 +87,7 @@ class Tracker:
         self._guarded(action)
 
     def end(self, reason: str | None = None) -> None:
-        """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""
+        """Ends the run as FINISHED, or as FAILED if there is a reason or a tracking failure."""
 
         def action() -> None:
             with self._saying_how_to_go_on():
@@ -100,7 +104,7 @@ class Tracker:
             return
         try:
             action()
-        except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
+        except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
             hint = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
             self.failure = store.failure(error, self._config.uri, hint)
 
@@ -117,9 +121,12 @@ class Tracker:
 
 
 def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-    """Starts a run; returns its id. mlflow itself would tag it with the commit of this program, not of the config."""
+    """Starts a run and returns its id.
+
+    mlflow's fluent API is not used: it would tag the run with the commit of this program, not of the config.
+    """
     user = {}
-    with contextlib.suppress(OSError, KeyError):  # a user id that the system does not know, as containers give
+    with contextlib.suppress(OSError, KeyError):  # user ids in containers may have no name
         user["mlflow.user"] = getpass.getuser()
     parent = os.environ.get(PARENT_VARIABLE)
     nested = {"mlflow.parentRunId": parent} if parent else {}
@@ -134,40 +141,42 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
 
     try:
         made = str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
-    except KeyboardInterrupt as interrupt:  # the server may have made it, and nobody here would know its id
+    # The server may have created the run; look for it, because its id is unknown here.
+    except KeyboardInterrupt as interrupt:
         with contextlib.suppress(Exception), store.hastily():
             if (found := started()) is not None:
                 give_up(client, found.info.run_id, reason_of(interrupt))
         raise
-    if not made:  # which the bundle would be said to be sent to for ever
+    if not made:  # an empty id would pass as a run
         raise ConnectionError("what answers is no MLflow: it made a run that has no id")
     return made
 
 
 def reason_of(error: BaseException) -> str:
-    """What a run is said to have failed for."""
+    """Returns the failure reason of a run."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:
-    """Marks a run as FAILED, as far as the store answers: what is known to have failed is the failure that counts."""
+    """Marks a run as FAILED. Errors of the store are ignored in favor of the original failure."""
     with contextlib.suppress(Exception), store.hastily():
         client.set_terminated(run_id, "FAILED")
         client.set_tag(run_id, REASON_TAG, redact_error(reason)[:5000])
 
 
 def end_left(client: Any, experiment: str, bundle: Path) -> None:
-    """Marks the run of an earlier bundle as FAILED if it is still RUNNING and no process uploads to it.
+    """Marks a leftover RUNNING run of the previous bundle as FAILED.
 
-    Such a run lost its store or was killed. `optexport upload` still completes it as long as the bundle exists. An
-    upload locks the bundle, and the run names its folder, because a copy may be uploaded elsewhere. An error here does
-    not fail the next run.
+    Its upload failed, or its process was killed. `optexport upload` can still complete it while the bundle exists.
+
+    A process that sends a bundle locks its folder. A tag of the run identifies that folder, because a copy may be sent
+    from elsewhere. Errors are ignored, because they must not fail the next run.
     """
     with (
         contextlib.suppress(Exception),
         store.hastily(),
         atomic_dir.locked(parts.whole(bundle), wait=False) as free,
-        # Had once more only where the file system knows no locks, so that nothing tells who sends.
+        # A second lock succeeds only on a file system without locks. Then another process may be sending the bundle.
         atomic_dir.locked(parts.whole(bundle), wait=False) as again,
     ):
         if not free or again:
@@ -181,14 +190,14 @@ def end_left(client: Any, experiment: str, bundle: Path) -> None:
 def tracking(
     config: TrackingConfig, path: Path, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
 ) -> Iterator[Tracker]:
-    """Starts a run, and ends it as FINISHED or as FAILED, as the block ends.
+    """Starts a run, and ends it as FINISHED or FAILED when the block ends.
 
-    What could not be tracked is in `Tracker.failure`; nothing is raised for it, since the work itself may be good.
+    Tracking errors are stored in `Tracker.failure` and not raised, because the work itself may have succeeded.
 
     Args:
-        path: The config's, which a relative path in the URI is taken from.
-        bundle: The folder that the work leaves.
-        settings: The config as it is resolved; the run's params.
+        path: The path of the config. A relative path in the tracking URI starts at its folder.
+        bundle: The output folder.
+        settings: The resolved config, for the run's params.
     """
     tracker = Tracker(config, path, bundle)
     try:

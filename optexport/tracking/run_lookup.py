@@ -1,4 +1,4 @@
-"""The run that a bundle was sent to, or is to be, and from which folder."""
+"""The MLflow run of a bundle, and the folder that the bundle is sent from."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from optexport.tracking.bundle_record import RUN_TAG, BundleRecord
 
-# Another one for each call that starts a run, by which it is found where the answer was lost.
+# Tag with a unique value per call, to find a run whose creation was not answered.
 START_TAG = "optexport.start"
-# Of a run: the folder that a bundle was last sent from, which is locked as long as it is sent.
+# Tag with the folder that the bundle was last sent from. The folder is locked during an upload.
 FOLDER_TAG = "optexport.folder"
 
 
 def run_of(client: Any, experiment: str, finished: BundleRecord) -> Any:
-    """The run that was started for the bundle, or that it was sent to before; None where there is none.
+    """Returns the run that was started for a bundle or received it before, or None.
 
-    Whoever writes a bundle may name any run in it: one that holds another bundle, or none of ours, is not believed.
+    The author of a bundle may name any run. A run of another bundle or another program is ignored.
     """
     from mlflow.exceptions import MlflowException
 
     if (known := finished.measured.origin.mlflow_run) is not None:
         try:
             run = client.get_run(known)
-        except MlflowException as error:  # it is that of another store
+        except MlflowException as error:  # the run belongs to another store
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         else:
@@ -33,11 +33,11 @@ def run_of(client: Any, experiment: str, finished: BundleRecord) -> Any:
             if run.info.lifecycle_stage == "active" and (waits or held == finished.identity[RUN_TAG]):
                 return run
     found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
-    # Two where an answer was lost on the way, and the run was started again.
+    # There are two if an answer was lost and the run was started again.
     return next((run for run in found if run.info.status == "FINISHED"), found[0] if found else None)
 
 
 def folder_of(bundle: Path) -> str:
-    """What tells a folder from its copies, here and elsewhere."""
+    """Returns an identifier that differs between a folder and its copies."""
     lies = bundle.stat()
     return f"{platform.node()}:{lies.st_dev}:{lies.st_ino}"

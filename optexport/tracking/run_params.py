@@ -1,4 +1,4 @@
-"""What a run is told of a bundle, as the names and numbers that MLflow takes."""
+"""Params, metrics and tags of a run, with names and values that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optexport.tracking.bundle_record import BundleRecord
 T = TypeVar("T")
 
 _LONGEST_PARAM = 500
-# What MLflow takes in the name of a param. Those of metrics have no spaces and colons here.
+# MLflow's limits for the names of params. Metric names here also exclude spaces and colons.
 _LONGEST_NAME = 250
 _PARAM_CHARACTERS, _METRIC_CHARACTERS = r"\w.\-/: ", r"\w.\-/"
 _GIT_TAGS = {
@@ -29,7 +29,7 @@ _TIMED = {"p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak
 
 
 def tags(source: str, versions: Mapping[str, str], origin: Origin) -> dict[str, str]:
-    """What a run says of where its bundle comes from."""
+    """Returns the tags that describe the origin of a bundle."""
     named = {"mlflow.source.name": "optexport", "mlflow.source.type": "LOCAL", "source": source}
     part = {} if origin.part is None else {"part": origin.part}
     commit = {tag: origin.git[key] for key, tag in _GIT_TAGS.items() if key in origin.git}
@@ -37,7 +37,10 @@ def tags(source: str, versions: Mapping[str, str], origin: Origin) -> dict[str, 
 
 
 def params(values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested settings as flat params; long ones are cut, the whole config being an artifact anyway."""
+    """Flattens nested settings into params.
+
+    Long values are cut, because the full config is an artifact of the run.
+    """
     return _named(dict(_flat(values)), _PARAM_CHARACTERS)
 
 
@@ -51,7 +54,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def metrics(finished: BundleRecord) -> dict[str, float]:
-    """All numbers of a bundle."""
+    """Returns all numbers of a bundle as metrics."""
     manifest, measured = finished.manifest, finished.measured
     found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
     for transformation in manifest.transformations:
@@ -80,9 +83,10 @@ def metrics(finished: BundleRecord) -> dict[str, float]:
 
 
 def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
-    """The graph's size and the changes rule by rule: name, value and step, which is the rule's place in the order.
+    """Yields the graph size and the changes per rule as name, value and step.
 
-    Where files carry different rules, a name begins with the formats that share a graph.
+    The step is the position of the rule. If variants apply different rules, a name starts with the formats of its
+    variant.
     """
     position: dict[str, int] = {}
     for transformation in manifest.transformations:
@@ -119,11 +123,7 @@ def _times(bench: BenchRecord) -> Iterator[tuple[str, float]]:
 
 
 def _named(values: Mapping[str, T], characters: str) -> dict[str, T]:
-    """Values by names that MLflow takes, each by one of its own: those of a model or a config may hold anything.
-
-    Args:
-        characters: What a name may hold, as in a set of a regular expression; also, no part of a path may be only dots.
-    """
+    """Replaces invalid characters in the names of values and keeps the names unique."""
 
     def taken(name: str) -> str:
         return "/".join(part for part in re.sub(f"[^{characters}]+", "_", name).split("/") if part.strip("."))

@@ -1,4 +1,4 @@
-"""Where MLflow keeps what it is given: an embedded database or a server, and how long one is waited for."""
+"""Access to the MLflow store, a database or a server, with short timeouts."""
 
 from __future__ import annotations
 
@@ -26,54 +26,57 @@ from optexport.tracking import postgresql
 T = TypeVar("T")
 
 _SQLITE = "sqlite:///"
-# In characters: what answers may be no server of MLflow's, and say it with a page.
+# In characters. Another program may answer in place of MLflow's server, with a whole page.
 _LONGEST = 500
-# What MLflow's server says where it is called by a name that is neither localhost's nor a private address.
+# Error of MLflow's server for a host name that is neither localhost nor a private address.
 _FOREIGN_HOST = "Invalid Host header"
-# What SQLite says of a file that it cannot open or write, beside one that others write at the time.
+# Error of MLflow for an unknown run, and of SQLite for a file that it cannot open or write.
 _NO_RUN = re.compile("Run (?:with id=|')\\w+'? not found")
 _NO_FILE = re.compile("unable to open|readonly")
-# What a database says of a row that another process has written meanwhile.
+# Errors of databases for a row that another process has written in the meantime.
 _TAKEN = re.compile("UniqueViolation|UNIQUE constraint|duplicate key|Duplicate entry")
-# A table that MLflow makes as it changes another, and that a killed program leaves.
+# Temporary table of an MLflow migration. It remains if the process is killed.
 _CUT_OFF = "table _alembic_tmp"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-# What the drivers of databases call the seconds that they wait for a server to take a connection.
+# Names of the connection timeout, in seconds, in each database driver.
 _IN_TIME = {
     **dict.fromkeys(("psycopg", "mysqldb", "pymysql", "mysqlconnector"), "connect_timeout"),
     "pg8000": "timeout",
 }
 
-# mlflow waits minutes for a server that is down. A user's own setting stays.
+# By default mlflow waits minutes for a server that is down. Settings of the user take precedence.
 _TRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _PATIENCE = {
     _TRIES: "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    # A server may ask for an hour.
+    # Otherwise a server may request a delay of an hour.
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
 }
 _HASTE = {**_PATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 def import_mlflow() -> Any:
-    """mlflow, which calls nobody, prints nothing and waits less than it would."""
+    """Imports mlflow with telemetry and output turned off and with short timeouts."""
     telemetry.off()
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # It prints the address of a run, password and all, into what may be our JSON.
+    # mlflow prints the URL of a run, including a password, to stdout, which may carry JSON output.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     for name, value in _PATIENCE.items():
         os.environ.setdefault(name, value)
     import mlflow
     import mlflow.onnx
 
-    # It prints tracebacks of errors that it raises as well.
+    # mlflow logs tracebacks of errors that it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return mlflow
 
 
 @contextlib.contextmanager
 def hastily() -> Iterator[None]:
-    """Within it a server has seconds to answer: for small questions, and where the last one was not answered."""
+    """Shortens the server timeout to 5 seconds within the block.
+
+    This suits small requests, and requests to a server that has just failed to answer.
+    """
     ours = [name for name, value in _PATIENCE.items() if os.environ.get(name) == value]
     os.environ.update({name: _HASTE[name] for name in ours})
     try:
@@ -83,21 +86,25 @@ def hastily() -> Iterator[None]:
 
 
 def made_once(make: Callable[[], T], find: Callable[[], T | None], drop: Callable[[T], object] | None = None) -> T:
-    """What is made by one call to a server, where a second call would make another.
+    """Creates an object on a server only once, even if the answer is lost.
 
-    mlflow sends again what was not answered. Here it is looked for instead: it may have been made, and only the answer
-    lost.
+    mlflow repeats a request without an answer, which may create a second object. This function searches for the first
+    object instead.
 
     Args:
-        find: Gives what the call made, or an older one; None where there is none.
-        drop: Removes what was made where an older one is found afterwards, which then counts: a call of a program that
-            was ended may have been answered meanwhile. Without it nothing is looked for.
+        make: Creates the object and returns it, or its id.
+        find: Returns the new object or an older one that serves the same purpose, or None.
+        drop: Removes the new object if `find` returns an older one afterwards. A request of a killed process may have
+            created that one. The default skips this second search.
+
+    Returns:
+        The object that counts: the older one if there are two.
     """
     made = _made(make, find)
     first = made if drop is None else find()
     if drop is None or first is None or first == made:
         return made
-    with contextlib.suppress(Exception):  # who may make something need not be allowed to remove it
+    with contextlib.suppress(Exception):  # a user with the right to create may lack the right to delete
         drop(made)
     return first
 
@@ -107,12 +114,12 @@ def _made(make: Callable[[], T], find: Callable[[], T | None]) -> T:
     os.environ[_TRIES] = "0"
     try:
         return make()
-    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
         os.environ[_TRIES] = tries
         try:
             with hastily():
                 found = find()
-        except Exception:  # what failed first says more
+        except Exception:  # the first error is more informative
             raise error from None
         if found is None:
             raise
@@ -122,10 +129,10 @@ def _made(make: Callable[[], T], find: Callable[[], T | None]) -> T:
 
 
 def open_store(uri: str, folder: Path) -> Any:
-    """An `MlflowClient` of the store, which from now on is also that of mlflow's own functions.
+    """Returns an `MlflowClient` of the store and makes it the default store of mlflow.
 
     Args:
-        folder: What a relative path in the URI is taken from.
+        folder: The start of a relative path in the URI.
     """
     mlflow = import_mlflow()
     uri = resolved_uri(uri, folder)
@@ -142,12 +149,12 @@ def open_store(uri: str, folder: Path) -> Any:
 
 
 def check_not_new(uri: str, folder: Path) -> None:
-    """Checks that a store of which something is asked is none that would only be made.
+    """Checks that a store is not a SQLite database that MLflow would only create now.
 
-    One whose folder is not there may be on a disk that is not there now.
+    The check passes if the folder is missing, because its disk may not be mounted.
 
     Raises:
-        ConfigError: It is a database that is not there.
+        ConfigError: The database does not exist.
     """
     if not (uri := resolved_uri(uri, folder)).startswith(_SQLITE):
         return
@@ -158,17 +165,18 @@ def check_not_new(uri: str, folder: Path) -> None:
 
 
 def _make_tables(mlflow: Any, uri: str) -> None:
-    """Has mlflow make a new database under another name: what a signal leaves of one, it never goes on with."""
+    """Creates a new database under a temporary name, as MLflow cannot repair a partial one."""
     database = _database(uri).resolve()
     drafts = f".{database.name}.partial-"
-    for left in database.parent.glob(f"{glob.escape(drafts)}*"):  # of a program that was killed
+    for left in database.parent.glob(f"{glob.escape(drafts)}*"):  # drafts of killed processes
         shutil.rmtree(left, ignore_errors=True)
-    if not _is_new(database) or "%" in uri:  # of which mlflow makes folders by two names
+    if not _is_new(database) or "%" in uri:  # mlflow then uses two different folder names
         return
     with tempfile.TemporaryDirectory(prefix=drafts, dir=database.parent) as folder:
         draft = Path(folder) / database.name
         mlflow.MlflowClient(f"{_SQLITE}{draft}{''.join(uri.partition('?')[1:])}")
-        with contextlib.suppress(OSError):  # as of a file that is mounted, which mlflow has to make where it is
+        # A mounted file cannot be replaced; mlflow then creates the tables in place.
+        with contextlib.suppress(OSError):
             if _is_new(database):
                 draft.replace(database)
 
@@ -178,12 +186,12 @@ def _is_new(database: Path) -> bool:
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
-    """The id of an experiment, which is made where it is not there yet."""
+    """Returns the id of an experiment; creates the experiment if needed."""
     with hastily():
         found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    # A database has no server to say where files go: beside it, not wherever the program is called.
+    # Without a server, artifacts go next to the database and not into the working directory.
     uri = client.tracking_uri
     if uri.startswith(_SQLITE):
         folder = _database(uri).parent
@@ -197,7 +205,7 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
 
 
 def resolved_uri(uri: str, folder: Path) -> str:
-    """A tracking URI whose relative SQLite path is taken from a folder: the config's, as all paths are."""
+    """Resolves a relative SQLite path in a tracking URI, starting at the config's folder."""
     path = uri.removeprefix(_SQLITE)
     if path == uri or path.startswith("/"):
         return uri
@@ -205,19 +213,19 @@ def resolved_uri(uri: str, folder: Path) -> str:
 
 
 def page(uri: str, experiment: str, run_id: str) -> str:
-    """The address of a run in MLflow's own page, after the command that serves it where no server does."""
+    """Returns the URL of a run, after the command that starts MLflow's UI if there is no server."""
     path = f"#/experiments/{experiment}/runs/{run_id}"
     if uri.startswith("http"):
         return f"{redact(uri).replace('//***@', '//').rstrip('/')}/{path}"
-    # The program may have been called by its path, from an environment that the shell does not know.
+    # The virtual environment may not be active in the user's shell.
     program = shutil.which("mlflow") or str(Path(sys.executable).with_name("mlflow"))
     return f"{shlex.join([program, 'ui', '--backend-store-uri', redact(uri)])}\nhttp://127.0.0.1:5000/{path}"
 
 
 def failure(error: Exception, uri: str, hint: str) -> TrackingError:
-    """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
+    """Converts an error of a store to a `TrackingError`."""
     raised = _of_driver(error)
-    # Neither holds a secret that the cut could lay bare.
+    # Neither text contains a secret, so a cut cannot expose one.
     said = error.message if isinstance(error, TrackingError) else f"{type(raised).__name__}: {first_line(raised)}"
     told = TrackingError(said[:_LONGEST], location=f"tracking.uri: {uri}", hint=hint)
     told.__cause__ = error
@@ -225,7 +233,7 @@ def failure(error: Exception, uri: str, hint: str) -> TrackingError:
 
 
 def _of_driver(error: Exception) -> BaseException:
-    """What the driver of a database raised, which SQLAlchemy puts its own words before; else the error itself."""
+    """Returns the database driver's error that SQLAlchemy wraps, or else the error itself."""
     for raised in (error, error.__cause__):
         if isinstance(driver := getattr(raised, "orig", None), Exception):
             return driver
@@ -233,7 +241,7 @@ def _of_driver(error: Exception) -> BaseException:
 
 
 def when(error: Exception) -> str:
-    """When it is worth to ask a store again that has failed, as the beginning of a sentence."""
+    """Returns the condition for another attempt, as the start of a sentence."""
     if isinstance(error, TrackingError):
         return "When the store keeps what it is sent"
     if _FOREIGN_HOST in str(error):
@@ -259,27 +267,27 @@ def when(error: Exception) -> str:
 
 
 def _status(error: Exception) -> int | None:
-    """The status that a server of the web answered with; None where it did not."""
+    """Returns the HTTP status of an error, or None."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()  # type: ignore[no-untyped-call]
-    else:  # of requests, where files are sent
+    else:  # an error of requests, which uploads files
         status = getattr(getattr(error, "response", None), "status_code", None)
     return None if status is None else int(status)
 
 
 def _database(uri: str) -> Path:
-    """The file of an embedded database."""
+    """Returns the path of a SQLite database."""
     return Path(unquote(uri.removeprefix(_SQLITE).partition("?")[0]))
 
 
 def _check_database(uri: str) -> None:
-    """Raises at once where mlflow would try for two minutes to open a database that it cannot."""
+    """Opens the database once, because mlflow would try for two minutes before it fails."""
     if uri.startswith(_SQLITE):
         with contextlib.closing(sqlite3.connect(_database(uri), isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
-            database.execute("CREATE TABLE optexport_may_write (number)")  # which tells of a file that is read-only
+            database.execute("CREATE TABLE optexport_may_write (number)")  # fails if the file is read-only
             database.execute("ROLLBACK")
     elif uri.startswith(_DATABASES):
         import sqlalchemy

@@ -1,4 +1,4 @@
-"""What a bundle compared, changed and measured, as tables for MLflow's page."""
+"""Tables of changes, parity and latency for MLflow's page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Table = Mapping[str, Sequence[Any]]
 
 
 def tables(finished: BundleRecord) -> dict[str, Table]:
-    """Columns and rows by the name of the file; none where there is nothing to tell."""
+    """Returns tables with columns and rows by file name; an empty table is omitted."""
     found = {
         "transformed_nodes.json": _changes(finished.manifest),
         "parity.json": _parity(finished.manifest),
@@ -27,7 +27,7 @@ def _changes(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
         [t.rule, node, change.target, ", ".join(change.replaced), ", ".join(t.formats)]
         for t in manifest.transformations
         for change in t.changes
-        for node in change.nodes or [""]  # of nodes that were only taken away there is none
+        for node in change.nodes or [""]  # a change that only removes nodes has none
     ]
 
 

@@ -1,4 +1,4 @@
-"""Sends a bundle to a run: all that MLflow is told of it. What was sent before may be sent again, and is there once."""
+"""Upload of a bundle to an MLflow run. A repeated upload creates no duplicates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optexport.tracking.run_lookup import FOLDER_TAG, folder_of
 
 
 def send(client: Any, run_id: str, told: RunPayload) -> Registered | None:
-    """Sends a whole bundle; says what became of it in the registry, if the config names one."""
+    """Sends a complete bundle and returns its registration, if the config names a model."""
     from mlflow.entities import Metric, RunTag
     from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
@@ -29,7 +29,7 @@ def send(client: Any, run_id: str, told: RunPayload) -> Registered | None:
     send_params(client, run_id, told.params)
     client.log_inputs(run_id, told.datasets)
     model_id = None if told.model is None else logged_model(client, run_id, told.model, finished)
-    # MLflow knows a metric of a run that comes twice, and not one of a model.
+    # MLflow removes duplicate metrics of a run, but not of a logged model.
     known = set() if model_id is None else {(m.key, m.step) for m in client.get_logged_model(model_id).metrics or ()}
     client.log_batch(
         run_id,
@@ -44,7 +44,7 @@ def send(client: Any, run_id: str, told: RunPayload) -> Registered | None:
         for name, content in (*told.tables.items(), *told.others.items()):
             (shown / name).write_bytes(content)
         client.log_artifacts(run_id, location)
-        # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
+        # MLflow's page finds tables by this tag. `log_table` would append to an existing table.
         listed = [{"path": name, "type": "table"} for name in told.tables]
         client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(listed))
         client.log_artifacts(run_id, str(finished.folder), BUNDLE)
@@ -55,20 +55,16 @@ def send(client: Any, run_id: str, told: RunPayload) -> Registered | None:
 
 
 def _check_unchanged(finished: BundleRecord) -> None:
-    """Checks that what was sent file by file is the bundle that was read before, where file systems know no locks too.
-
-    Raises:
-        BundleError: It was changed, or another one has taken its place.
-    """
+    """Checks that the bundle did not change during the upload, for file systems without locks."""
     digests.read_manifest(finished.folder)
     if BundleRecord.read(finished.folder).identity != finished.identity:
         raise BundleError("another one took its place while it was sent", location=str(finished.folder))
 
 
 def send_params(client: Any, run_id: str, params: Mapping[str, str]) -> None:
-    """Sends params, but for those that the run has.
+    """Sends the params that the run does not have.
 
-    Tuning may have settled on other rules than the run started with, and MLflow lets no param change.
+    Tuning may select other rules after the start of the run, and MLflow does not allow a param to change.
     """
     from mlflow.entities import Param
 
@@ -77,7 +73,7 @@ def send_params(client: Any, run_id: str, params: Mapping[str, str]) -> None:
 
 
 def registered(client: Any, run_id: str, told: RunPayload) -> Registered | None:
-    """Registers the model of a run that holds the whole bundle, unless that was done before."""
+    """Registers the model of a run with a complete bundle, unless that is already done."""
     asked = told.finished.asked.registering
     if asked is None:
         return None

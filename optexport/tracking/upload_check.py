@@ -1,4 +1,7 @@
-"""Whether files that were sent are there: what answers in place of a server may take all and keep none."""
+"""Checks that uploaded files are in the store.
+
+A proxy or another server may accept all files and store none.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ _SHOWN = 4
 
 
 def check(listed: Callable[[str | None], Iterable[Any]], folder: Path, place: str = "") -> None:
-    """Compares what a store lists with a folder that was sent to it: names, and sizes in bytes where it knows them.
+    """Compares the files in a store with the uploaded folder, by name and size in bytes.
+
+    The size is compared only if the store reports it.
 
     Args:
-        listed: Gives MLflow's files of a path in the store, which is asked for once a folder.
-        folder: What was sent; all that is in it.
-        place: The path in the store that it was sent to; by default its root.
+        listed: Returns MLflow's file entries at a path of the store. It is called once per folder.
+        folder: The uploaded folder.
+        place: The path of the upload in the store; by default its root.
 
     Raises:
-        TrackingError: A file is missing, or has another size.
+        TrackingError: A file is missing or has another size.
     """
     wrong = []
     for where in sorted({path.parent for path in folder.rglob("*") if path.is_file()}):
