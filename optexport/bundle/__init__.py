@@ -1,1 +1,1 @@
-"""What a run leaves behind: files under one name, whole or not at all, that say of themselves what they are."""
+"""Bundles: self-describing output folders, written completely or not at all."""

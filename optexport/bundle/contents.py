@@ -1,4 +1,4 @@
-"""The bundle: what a run writes into it beside the exported files, and reads again."""
+"""Documents of a bundle: manifest, measurements and stored reference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_output(output: Path) -> None:
-    """Checks that a bundle may be written to a place, before any work is done for it.
+    """Checks that a bundle can be written to a path, before any work starts.
 
     Raises:
-        ConfigError: Something else is there, or nothing can be written there.
+        ConfigError: The path contains something else, or is not writable.
     """
     check_place(output)
     try:
@@ -33,19 +33,19 @@ def check_output(output: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest; the last file of a bundle but for the measurements."""
+    """Writes the manifest, after all other files except the measurements."""
     digest_json.write(folder / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
 
 
 def write_measurements(folder: Path, measurements: Mapping[str, Any]) -> None:
-    """Writes what may differ between two equal runs, tied to the manifest beside it."""
+    """Writes the values that differ between equal runs, with the digest of the manifest."""
     digest_json.write(
         folder / MEASUREMENTS, {**measurements, "manifest": digest_json.read(folder / MANIFEST)["digest"]}
     )
 
 
 def read_reference_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a stored reference, by their keys ``<case>.<part>.<name>``.
+    """Reads the tensors of a stored reference, with keys ``<case>.<part>.<name>``.
 
     Raises:
         BundleError: The file is damaged.
@@ -60,10 +60,10 @@ def read_reference_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_traced_inputs(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Reads the inputs that the model was traced with, which are those of the first stored case.
+    """Reads the inputs of the trace, which are the inputs of the first stored case.
 
     Raises:
-        BundleError: The file is damaged or lacks one of the inputs.
+        BundleError: The file is damaged or lacks an input.
     """
     tensors = read_reference_tensors(path)
     try:

@@ -1,4 +1,7 @@
-"""JSON documents that carry their own digest, in one canonical form: a changed byte anywhere shows."""
+"""JSON documents in a canonical form that contain their own digest.
+
+A change of any byte is detected.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from optexport.errors import BundleError, unreadable
 
 M = TypeVar("M", bound=BaseModel)
 
-# In bytes; the manifest of MiniLM has 40,000. Read, a document of brackets alone takes 25 times as much memory.
+# In bytes; the manifest of MiniLM has 40,000. Parsing a file of nested brackets takes 25 times its size in memory.
 LARGEST = 32 << 20
 _MEND = "The bundle was changed after it was written: get it again, or export it again."
 
@@ -25,13 +28,13 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a document that `write` wrote.
+    """Reads a document written by `write`.
 
     Raises:
-        BundleError: It is missing, is not JSON, or is not byte for byte what was written.
+        BundleError: The file is missing, is not JSON, or differs from what `write` wrote.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # a read from a pipe would block
             raise BundleError("it is no file", location=str(path), hint=_MEND)
         if path.stat().st_size > LARGEST:
             raise BundleError(f"it is larger than {LARGEST} bytes", location=str(path), hint=_MEND)
@@ -53,13 +56,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
-    """A document in the form that it has to have.
+    """Validates a document against a pydantic model.
 
     Args:
-        path: The file that it was read from.
+        path: The path of the document, for the error.
 
     Raises:
-        BundleError: It is of another form.
+        BundleError: The document does not match the model.
     """
     try:
         return model.model_validate(document)

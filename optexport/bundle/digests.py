@@ -1,4 +1,4 @@
-"""The files of a bundle: their digests, and the check that a folder holds these and no others. Needs no torch."""
+"""File digests of a bundle, and checks that its files match the manifest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINK = "Remove it; and get the bundle again, if it stands for a file of its own
 
 
 def file_records(folder: Path) -> list[FileRecord]:
-    """Path, size and digest of every file that a manifest vouches for."""
+    """Returns path, size in bytes and digest of every file that belongs into the manifest."""
     return [
         FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=sha256(path))
         for path in sorted(folder.rglob("*"))
@@ -25,19 +25,19 @@ def file_records(folder: Path) -> list[FileRecord]:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
-    """Reads and checks the manifest, and that the bundle holds its files and no others, unchanged.
+    """Reads the manifest and checks that the bundle contains exactly its files, unchanged.
 
     Args:
-        report: Whether to check the report too; not where it is to be written again.
+        report: False skips the report, for example before it is written again.
 
     Raises:
-        ConfigError: The folder is no bundle.
+        ConfigError: The folder is not a bundle.
         BundleError: A file is missing, added or changed.
     """
     manifest = manifest_of_files(folder)
@@ -46,12 +46,12 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
 
 
 def manifest_of_files(folder: Path) -> Manifest:
-    """Reads the manifest of a folder that holds nothing but files and folders, which may have been changed.
+    """Reads the manifest and checks the structure of a folder, but no digests of files.
 
     Raises:
-        ConfigError: The folder is no bundle, or its path is not UTF-8.
-        BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere, or an
-            ONNX file keeps its weights elsewhere.
+        ConfigError: The folder is not a bundle, or its path is not UTF-8.
+        BundleError: The folder contains a link or a special file. Or the manifest was changed or names a file outside.
+            Or an ONNX file stores weights in an unexpected file.
     """
     atomic_dir.recover(folder)
     if not folder.is_dir():
@@ -73,7 +73,8 @@ def manifest_of_files(folder: Path) -> Manifest:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in listed:
             raise BundleError(f"it names {name!r}, which is no file of the bundle", location=str(folder / MANIFEST))
     for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
-        if name.endswith(tuple(SUFFIXES.values())):  # which nobody would check, and somebody might use
+        # Such a file would be used without a check.
+        if name.endswith(tuple(SUFFIXES.values())):
             raise BundleError("it is a model's file, and none of the manifest's", location=str(folder / name))
     for artifact in manifest.artifacts:
         if artifact.format == "onnx" and (folder / artifact.path).is_file():
@@ -82,10 +83,10 @@ def manifest_of_files(folder: Path) -> Manifest:
 
 
 def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) -> None:
-    """Checks that a folder holds the files of its manifest and no others, unchanged.
+    """Checks that a folder contains exactly the files of its manifest, unchanged.
 
     Args:
-        report: As for `read_manifest`.
+        report: As in `read_manifest`.
 
     Raises:
         BundleError: A file is missing, added or changed.
@@ -107,10 +108,10 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
 
 
 def manifest_alone(folder: Path) -> Manifest:
-    """Reads the manifest, and checks no other file.
+    """Reads the manifest without checking any other file.
 
     Raises:
-        BundleError: It is missing, was changed, or is of another version or form.
+        BundleError: The manifest is missing, was changed, or has another version or schema.
     """
     document = digest_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != 1:
@@ -123,10 +124,10 @@ def manifest_alone(folder: Path) -> Manifest:
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Checks that a file is the one that a manifest vouches for.
+    """Checks a file against its record in the manifest.
 
     Raises:
-        BundleError: It is missing, or was changed.
+        BundleError: The file is missing or was changed.
     """
     try:
         if not path.is_file():
@@ -138,10 +139,9 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 def _check_report(folder: Path, digest: object) -> None:
-    """Checks the report against the measurements, which it is made of; bundles of earlier versions have none.
+    """Checks the report against its digest in the measurements.
 
-    Args:
-        digest: Those of two, where a program was killed while one took the other's place.
+    The digest is missing in older bundles. It is a list of two if a process was killed while it replaced the report.
     """
     path = folder / REPORT
     try:

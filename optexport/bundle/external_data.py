@@ -1,4 +1,4 @@
-"""The files that an ONNX file keeps its weights in. Needs no torch, and onnx only where there are such."""
+"""External weight files of an ONNX file. Needs no torch, and onnx only if there are any."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _KEY = "location"
 
 
 def locations(model: Any) -> set[str]:
-    """The paths, as the model writes them, of the files that hold weights of an ``onnx.ModelProto``."""
+    """Returns the paths of external weight files, as an ``onnx.ModelProto`` states them."""
     return {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == _KEY}
 
 
 def check_locations(path: Path) -> None:
-    """Checks that the weights of an ONNX file lie in itself, or in ``<path>.data``, where bundles keep them.
+    """Checks that an ONNX file stores its weights in itself or in ``<path>.data``.
 
-    In another file no digest might tell of a change, and whoever compares two bundles might not look there.
+    A change of another file may escape the digests, and a comparison of two bundles may miss it.
 
     Raises:
-        BundleError: They do not, or it cannot be read where they lie.
+        BundleError: The weights are elsewhere, or the file cannot be parsed.
     """
     try:
         if not _holds(path, _KEY.encode()):
-            return  # which spares reading the structure of large files
+            return  # avoids parsing a large file
     except OSError as error:
         raise unreadable(error, path) from error
     try:
         import onnx
 
         found = locations(onnx.load_model(path, load_external_data=False))
-    except Exception as error:  # protobuf's errors share no base class with those of files
+    except Exception as error:  # errors of protobuf and of files share no base class
         raise BundleError(f"where its weights are cannot be read: {first_line(error)}", location=str(path)) from error
     if elsewhere := sorted(found - {f"{path.name}.data"}):
         raise BundleError(f"it keeps weights in {elsewhere[0]!r}, and no bundle does", location=str(path))
@@ -49,7 +49,7 @@ def _holds(path: Path, text: bytes) -> bool:
 
 
 def _tensors(message: Any) -> Iterator[Any]:
-    """The tensors anywhere in a message of ONNX: in graphs within graphs, functions, attributes, sparse tensors."""
+    """Yields all tensors in an ONNX message, including subgraphs, functions and attributes."""
     for field, value in message.ListFields():
         if field.message_type is not None:
             for inner in value if field.is_repeated else [value]:

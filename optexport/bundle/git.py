@@ -1,4 +1,4 @@
-"""Which commit of which repository a folder is at."""
+"""Git commit, branch and repository of a folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from optexport.redaction import redact
 
 
 def checkout(folder: Path) -> dict[str, str]:
-    """The ``commit``, ``branch`` and ``repository`` that a folder is in; else what CI says; what nobody knows is not
-    there."""
+    """Returns the known ones of ``commit``, ``branch`` and ``repository`` of a folder.
+
+    Without git, the commit and the branch come from the variables of GitHub and GitLab CI.
+    """
 
     def ask(*command: str) -> str | None:
-        # A container works in a folder of another user's, which git would otherwise not look at.
+        # In a container the folder often belongs to another user, and git then refuses to read it.
         git = ["git", "-c", "safe.directory=*", "-C", str(folder)]
         try:
             done = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
@@ -29,7 +31,7 @@ def checkout(folder: Path) -> dict[str, str]:
     branch = ask("rev-parse", "--abbrev-ref", "HEAD")
     found = {
         "commit": ask("rev-parse", "HEAD") or told("GITHUB_SHA", "CI_COMMIT_SHA"),
-        # CI checks a commit out, not a branch.
+        # CI checks out a commit and not a branch.
         "branch": (branch if branch != "HEAD" else None) or told("GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
         "repository": redact(remote) if remote else None,
     }

@@ -1,6 +1,6 @@
-"""Where a run writes: where a bundle may be, what lies beside it, and what must not be written over.
+"""Names and paths of a run's output, and checks that protect other files from it.
 
-Told without importing torch, and without writing anything.
+Needs no torch and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
 REFERENCE = "reference.safetensors"
 REPORT = "report.html"
-# Says how the parts of a generative model, each a bundle of its own, belong together.
+# Describes how the parts of a generative model, each of them a bundle, work together.
 GENERATION = "generation.json"
 SIGNATURE = "bundle.sig"
 STATEMENT = "provenance.json"
 SBOM = "sbom.cdx.json"
-# What signing adds to a folder.
+# Files that signing adds to a folder.
 SIGNED = (SIGNATURE, STATEMENT, SBOM)
-# What a manifest does not vouch for: itself, what may differ between two equal runs, what is made of both, and what
-# signing adds.
+# Files that the manifest does not list: itself, the values that differ between equal runs, the report made from both,
+# and the files of a signature.
 UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
 
-# What a system answers that takes no more of a file: a full disk, a quota, and a limit on how large a file may be.
+# Errors for no space to write: full disk, exceeded quota, exceeded file size limit.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# And one that opens no more of them.
+# Errors for too many open files.
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
-# In bytes: where the beginning of a file says what it is.
+# In bytes: the start of a file, which identifies its type.
 _BEGINNING = 4096
 
 
 def beside(output: Path, what: str) -> Path:
-    """What lies beside an output: its "baseline", or what a "failure" of its proof left."""
+    """Returns the path of an output's "baseline", or of its "failure" after a failed check."""
     return output.with_name(f"{output.name}-{what}")
 
 
 def kept(output: Path) -> tuple[Path, ...]:
-    """The folders that a run with this output may write, replace or remove."""
+    """Returns the folders that a run with this output may write, replace or remove."""
     return tuple(
         location for each in (output, beside(output, "baseline")) for location in (each, beside(each, "failure"))
     )
 
 
 def as_path(given: object, name: str) -> Path:
-    """A path that was given in Python, where it may be anything.
+    """Converts an argument of the Python API to a path.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The argument is not a path.
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str) or "\0" in path:
@@ -64,10 +64,10 @@ def as_path(given: object, name: str) -> Path:
 
 
 def check_utf8(folder: Path) -> None:
-    """Checks that the libraries that are not written in Python can read and write files in a folder.
+    """Checks that a folder's path is UTF-8, because native libraries require it.
 
     Raises:
-        ConfigError: Its path is not UTF-8.
+        ConfigError: The path is not UTF-8.
     """
     path = os.path.abspath(folder)
     if path != path.encode("utf-8", "replace").decode("utf-8"):
@@ -79,25 +79,30 @@ def check_utf8(folder: Path) -> None:
 
 
 def cache() -> Path | None:
-    """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
+    """Returns the folder of the cache, or None if the cache is off.
+
+    The folder is ``OPTEXPORT_CACHE``, by default ``optexport`` in the user's cache folder. An empty variable turns the
+    cache off.
+    """
     named = os.environ.get("OPTEXPORT_CACHE")
     try:
         if named is not None:
             return Path(named).expanduser().absolute() if named else None
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user id that the system does not know, as containers give
+    except RuntimeError:  # user ids in containers may have no home folder
         return None
     return Path(caches) / "optexport"
 
 
 def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: bool = True) -> None:
-    """Checks that what an option names does not lie in a folder, or over a file, that must stay as it is.
+    """Checks that the path of an option does not overlap protected paths or a bundle.
 
     Args:
-        is_file: Whether a file is named, which cannot lie where a folder has to be either.
+        places: The protected files and folders.
+        is_file: True if the option names a file. A file cannot take the path of a folder either.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The path overlaps one of them.
     """
     named = path.resolve()
     if is_file and named.is_dir():
@@ -114,17 +119,18 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
 
 
 def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: str) -> None:
-    """Checks that a file that is to be written is new, empty, or such a one already.
+    """Checks that an output file is new, empty, or an earlier output of the same kind.
 
-    Any other may be what a run reads, a model's weights among them, or the database of its tracking.
+    Any other file may be an input of the run, such as the weights, or the tracking database.
 
     Args:
-        form: What such a file begins with.
+        form: A pattern that matches the start of such an output.
+        what: The name of this kind of file, for the error.
 
     Raises:
-        ConfigError: It is another, or cannot be read.
+        ConfigError: The file is of another kind or cannot be read.
     """
-    if not path.is_file():  # a pipe, as of a shell, would be waited for
+    if not path.is_file():  # a read from a pipe, for example of a shell, would block
         return
     try:
         with path.open("rb") as file:
@@ -136,10 +142,10 @@ def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: s
 
 
 def check_place(output: Path) -> None:
-    """Checks that a bundle may be written to a place, as far as can be told without writing there.
+    """Checks that a bundle can be written to a path, without writing there.
 
     Raises:
-        ConfigError: Something else is there, or nothing can be written there.
+        ConfigError: The path contains something else, or is not writable.
     """
     try:
         check_replaceable(output)
@@ -155,21 +161,22 @@ def check_place(output: Path) -> None:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(f"{existing} takes no files of this user")
         with contextlib.suppress(FileNotFoundError):
-            os.lstat(existing / f"{output.name}{'-' * 24}")  # room for the name that it bears until it is whole
+            # The temporary name of an unfinished bundle is this long.
+            os.lstat(existing / f"{output.name}{'-' * 24}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"nothing can be written there: {error}", location=f"export.output: {output}") from error
 
 
 def _bundle_around(path: Path) -> Path | None:
-    """The bundle that a place lies in."""
+    """Returns the bundle that contains a path, or None."""
     around = path.parents
     return next((at for at in around if (at / GENERATION).is_file() or _vouched_for(at / MANIFEST) is not None), None)
 
 
 def _vouched_for(manifest: Path) -> list[PurePosixPath] | None:
-    """The paths of the files in a manifest; None where it is none."""
+    """Returns the file paths in a manifest, or None if it is not a manifest."""
     try:
-        if not manifest.is_file():  # a pipe would be waited for
+        if not manifest.is_file():  # a read from a pipe would block
             return None
         document = json.loads(manifest.read_bytes())
         _ = document["manifest_version"], document["digest"]
@@ -179,10 +186,10 @@ def _vouched_for(manifest: Path) -> list[PurePosixPath] | None:
 
 
 def check_replaceable(output: Path) -> None:
-    """Only an empty folder, or a bundle, may be replaced.
+    """Checks that an output is absent, an empty folder or a bundle.
 
     Raises:
-        ConfigError: Something else is there.
+        ConfigError: The path contains something else.
     """
     if not output.exists() and not output.is_symlink():
         return

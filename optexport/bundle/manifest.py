@@ -1,7 +1,7 @@
-"""What a bundle says of itself: a versioned document with a published JSON schema.
+"""The manifest: a versioned document that describes a bundle, with a JSON schema.
 
-Only relative paths stand in it, and nothing that differs between two equal runs; times and hosts are in
-``measurements.json``. Neither this module nor what it imports needs torch.
+It contains relative paths only and nothing that differs between equal runs. Times and hosts are in
+``measurements.json``. This module and its imports need no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ VERSION: Literal[1] = 1
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
 
-# Sizes and counts: what 64 bits hold, so that whoever computes with them gets no overflow.
+# Sizes and counts of up to 64 bits, so that a reader's arithmetic does not overflow.
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-# The distance from 1 to the next number.
+# Machine epsilon: the distance from 1 to the next larger number.
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-# What the files of each format are called.
+# File suffix of each format.
 SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
-# How far two values are apart.
+# Distance between two values.
 Distance = Annotated[float, Field(ge=0)]
 
 
@@ -33,7 +33,14 @@ class _Record(BaseModel):
 
 
 class ModelRecord(_Record):
-    """Where the model came from. ``weights_sha256`` is over names, dtypes, shapes and bytes of its state_dict."""
+    """Origin of the model.
+
+    Attributes:
+        source: The source in the config.
+        revision: The revision of the source; null if it has none.
+        class_name: The class of the model, with its module.
+        weights_sha256: The SHA-256 of names, dtypes, shapes and bytes in the state_dict.
+    """
 
     source: str
     revision: str | None
@@ -42,14 +49,14 @@ class ModelRecord(_Record):
 
 
 class DimRecord(_Record):
-    """The sizes that a dynamic dimension may take; no upper end where ``max`` is null."""
+    """Sizes that a dynamic dimension may take; ``max`` is null without an upper limit."""
 
     min: Count
     max: Count | None
 
 
 class TensorRecord(_Record):
-    """An input or output. A shape holds sizes, and expressions of dynamic dimensions."""
+    """An input or output. The shape contains sizes and expressions of dynamic dimensions."""
 
     name: str
     dtype: str
@@ -57,7 +64,13 @@ class TensorRecord(_Record):
 
 
 class ChangeRecord(_Record):
-    """The nodes that stand in the graph now, what they call, and the nodes that they replaced."""
+    """A change of the graph by a rule.
+
+    Attributes:
+        nodes: The new nodes.
+        target: The target that the new nodes call.
+        replaced: The nodes that they replaced.
+    """
 
     nodes: list[str]
     target: str
@@ -65,14 +78,27 @@ class ChangeRecord(_Record):
 
 
 class NearMissRecord(_Record):
-    """A node that a rule nearly matched, and why it was left alone."""
+    """A skip: a node that a rule almost matched, with the reason."""
 
     node: str
     reason: str
 
 
 class TransformationRecord(_Record):
-    """One transformation, as it was applied to the graph of some formats; none are named where there is one graph."""
+    """A transformation that was applied to the graph of a variant.
+
+    Attributes:
+        formats: The formats of the variant; empty if all formats share one graph.
+        rule: The name of the transformation.
+        options: Its options.
+        signature: The signature of the transformation.
+        preserves_computation: True if the transformation preserves the computation.
+        reversible: True if the transformation can be undone.
+        nodes_before: The number of nodes before the transformation.
+        nodes_after: The number of nodes after the transformation.
+        changes: The changes of the graph.
+        near_misses: The skips.
+    """
 
     formats: list[str] = []
     rule: str
@@ -87,8 +113,14 @@ class TransformationRecord(_Record):
 
 
 class CaseRecord(_Record):
-    """How one output compares at one case, with why it fails if it does. No limit is null where only NaN, shape and
-    dtype are checked, no distance where none could be measured."""
+    """Parity of one output in one case.
+
+    Attributes:
+        case: The name of the case.
+        distance: The distance; null if it could not be measured.
+        limit: The limit; null if only NaN, shape and dtype are checked.
+        failure: The reason of a failure; null if the output passes.
+    """
 
     case: str
     distance: Distance | None
@@ -97,11 +129,22 @@ class CaseRecord(_Record):
 
 
 class OutputRecord(_Record):
-    """How near one output is, at one place; distances are from float64 unless atol or rtol was set.
+    """Parity of one output of a target.
 
-    ``multiple`` is the distance as a multiple of the floor, null where the floor is zero; ``step`` the distance from
-    the place that it was made from; ``tolerance`` the absolute tolerance against the original itself that would just
-    have passed. Null stands for a distance that could not be measured.
+    Distances are from float64, unless atol or rtol is set. A distance is null if it could not be measured.
+
+    Attributes:
+        output: The name of the output.
+        max_abs: The largest absolute distance in ordinary cases.
+        max_rel: The largest relative distance in ordinary cases. The divisor is the reference's element, or a millionth
+            of the largest one if that is more.
+        cosine: The smallest cosine similarity in a case.
+        multiple: The distance divided by the noise floor; null if the noise floor is zero.
+        step: The distance from the target that this one was made from.
+        argmax_agreement: The share of positions with the same largest element along the last axis.
+        tolerance: The smallest absolute tolerance against the original itself that would pass.
+        worst_case: The case with the largest absolute distance.
+        cases: The result of each case, including extreme cases.
     """
 
     output: str
@@ -117,10 +160,17 @@ class OutputRecord(_Record):
 
 
 class GateRecord(_Record):
-    """What the config demands of decisions: the least value of a measure on an output, null where a metric gets all.
+    """A gate: the minimum of a metric that the config requires.
 
-    ``slack`` is how far rounding alone may move a value: what it can change is forgiven. ``cases`` are those that
-    count; ``real`` says whether they are the user's data.
+    Attributes:
+        measure: The name of the metric.
+        output: The output; null if the metric receives all outputs.
+        min: The minimum.
+        k: The number of largest elements that the metric compares.
+        classes: True if the channels of a mask are classes that exclude each other.
+        slack: The largest change of a value by rounding alone. Differences that it can explain are ignored.
+        cases: The cases that count.
+        real: True if these cases are the user's data.
     """
 
     measure: str
@@ -134,7 +184,14 @@ class GateRecord(_Record):
 
 
 class CaseDecisionRecord(_Record):
-    """What a measure gives at one case: the sum of its values, the smallest, null of none, and how many there are."""
+    """Values of a metric in one case.
+
+    Attributes:
+        case: The name of the case.
+        total: The sum of the values.
+        smallest: The smallest value; null if the case has none.
+        count: The number of values.
+    """
 
     case: str
     total: float
@@ -143,9 +200,20 @@ class CaseDecisionRecord(_Record):
 
 
 class DecisionRecord(_Record):
-    """One measure at one place: the value that its gate is on, the mean of what was counted, and its 95 % interval.
+    """Result of a metric at a target.
 
-    Null stands for the value of nothing, and for the interval where there is none.
+    Attributes:
+        measure: The name of the metric.
+        output: The output; null if the metric receives all outputs.
+        value: The value that the gate compares: a share, a mean, or the smallest cosine. It is null without data.
+        mean: The mean of all values; null without data.
+        low: The lower end of the 95 % interval of the mean; null without an interval.
+        high: The upper end of the 95 % interval of the mean; null without an interval.
+        count: The number of positions, sequences, rows, masks or cases.
+        ties: The number of those that agree only because rounding alone can explain their change.
+        min: The minimum of the gate.
+        failure: The reason of a failure; null if the gate passes.
+        cases: The values of each case.
     """
 
     measure: str
@@ -162,9 +230,14 @@ class DecisionRecord(_Record):
 
 
 class TargetRecord(_Record):
-    """Parity at one place: the original, the transformed graph, or a file in its runtime.
+    """Parity of a target: the original, the transformed graph, or a file in its runtime.
 
-    ``precision`` is what it was lowered to: then the gates on decisions stand in for limits on distances.
+    Attributes:
+        target: The name of the target.
+        made_from: The name of the target that this one was made from.
+        outputs: The result of each output.
+        decisions: The result of each metric.
+        precision: The lower precision of the target, or null. Gates on metrics then replace limits on distances.
     """
 
     target: str
@@ -175,15 +248,20 @@ class TargetRecord(_Record):
 
     @property
     def title(self) -> str:
-        """The place, and its precision where that is not the original's."""
+        """Returns the target's name, with its precision if that is lower than the original's."""
         return self.target if self.precision is None else f"{self.target} ({self.precision})"
 
 
 class ToleranceRecord(_Record):
-    """The noise floor of an output, and how far from the reference it may be.
+    """Noise floor and tolerance of an output.
 
-    ``extremes`` holds the limits of extreme cases, null where only NaN, shape and dtype are checked. ``largest`` is the
-    largest magnitude of the original's finite values in the other cases; null of a bundle that does not tell.
+    Attributes:
+        floor: The noise floor.
+        limit: The largest distance from the reference that passes.
+        atol: The absolute tolerance in the config.
+        rtol: The relative tolerance in the config.
+        extremes: The limits of extreme cases; null if only NaN, shape and dtype are checked.
+        largest: The largest magnitude of the original's finite values in the other cases; null in older bundles.
     """
 
     floor: float
@@ -195,18 +273,26 @@ class ToleranceRecord(_Record):
 
     @property
     def fixed(self) -> bool:
-        """Whether a tolerance is given, and distances are from the original in its own precision."""
+        """Returns True if the config sets a tolerance.
+
+        Distances are then from the original in its own precision.
+        """
         return self.atol is not None or self.rtol is not None
 
 
 class ParityRecord(_Record):
-    """The proof: the one document that every report is made from.
+    """Result of the parity check. All reports are made from it.
 
-    ``ways`` says how else the original was run for its floor; ``fallback`` why float64 could not be had, where not.
-
-    ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there, and
-    ``left_out`` cases that were not checked, with the reason, or how much of the data was. ``extreme_cases`` are those
-    of values unlike data, on which no gate counts.
+    Attributes:
+        cases: The names of the cases.
+        bounds: The noise floor and tolerance of each output.
+        ways: The other ways of running the original that contribute to the noise floor.
+        fallback: The reason for a missing float64 reference, or null.
+        unguided: The outputs and cases that are compared with the original itself, because float64 is unsuitable.
+        left_out: The cases that were not checked, with the reason, or the share of the data that was checked.
+        gates: The gates on metrics.
+        targets: The result of each target.
+        extreme_cases: The cases with values unlike real data, which gates ignore.
     """
 
     cases: list[str]
@@ -221,7 +307,10 @@ class ParityRecord(_Record):
 
     @property
     def compared_with(self) -> str:
-        """What distances are from, in words: float64, but of outputs that a tolerance is given for."""
+        """Returns a description of the reference.
+
+        The reference is in float64, except for outputs with a tolerance in the config.
+        """
         fixed = [name for name, bound in self.bounds.items() if bound.fixed]
         if self.fallback is not None or len(fixed) == len(self.bounds):
             return "the original in its own precision"
@@ -229,7 +318,7 @@ class ParityRecord(_Record):
 
 
 class GateValueRecord(_Record):
-    """What a gate is on, and the least value that passes; null where it could not be measured."""
+    """Value and minimum of a gate; the value is null if it could not be measured."""
 
     measure: str
     output: str | None
@@ -238,10 +327,12 @@ class GateValueRecord(_Record):
 
 
 class LayerRecord(_Record):
-    """A layer that can be lowered, or a module with all such layers in it.
+    """A layer that can have a lower precision, or a module with all such layers in it.
 
-    ``kept`` says why it stayed in float32, null where it was lowered; ``alone`` what the gates are on when nothing
-    else is lowered, empty where that was not measured.
+    Attributes:
+        layer: The name of the layer or module.
+        kept: The reason for keeping the layer in float32; null if it has the lower precision.
+        alone: The gate values with only this layer in the lower precision; empty if not measured.
     """
 
     layer: str
@@ -250,11 +341,16 @@ class LayerRecord(_Record):
 
 
 class PrecisionRecord(_Record):
-    """To what a file was lowered, and what of it.
+    """The lower precision of a file.
 
-    ``lowered`` is what the gates are on with all layers lowered that the config does not keep, ``chosen`` with the
-    layers that were. Both, and those of single layers, are of the cases that the gates count, in the graph or with ONNX
-    Runtime's optimisations; what the file itself gives stands in the parity of its places.
+    Gate values here are of the cases that gates count. They are measured in the graph or with ONNX Runtime's
+    optimizations. Values of the file itself are in the parity of its targets.
+
+    Attributes:
+        precision: The precision.
+        layers: The layers that can have this precision.
+        lowered: The gate values with the lower precision in all layers that the config does not exclude.
+        chosen: The gate values with the final selection of layers.
     """
 
     precision: Literal["int8", "int8-blocks", "int8-static", "bfloat16", "float16"]
@@ -264,15 +360,20 @@ class PrecisionRecord(_Record):
 
     @property
     def but_asked_for(self) -> str:
-        """What stands between "all" and "lowered" of what ``lowered`` is of."""
+        """Returns the words between "all" and "lowered" that describe the layers of `lowered`."""
         return "but those asked for " if any(layer.kept == "asked for" for layer in self.layers) else ""
 
 
 class ArtifactRecord(_Record):
-    """One exported model, and the passes that were applied to its file, whether or not they found work.
+    """An exported model file.
 
-    ``fixed_shape`` says why it works at the traced shape only, where it does. ``precision`` is null where the file is
-    of the model's own. ``device`` is the one that it was made for, and proven on.
+    Attributes:
+        format: The format of the file.
+        path: The path of the file in the bundle.
+        device: The device that the file was exported for and checked on.
+        fixed_shape: The reason if the file works at the traced shape only, or null.
+        passes: The format passes of the file, including those that changed nothing.
+        precision: The lower precision; null if the file has the model's own precision.
     """
 
     format: Literal["torchscript", "onnx", "pt2"]
@@ -284,21 +385,25 @@ class ArtifactRecord(_Record):
 
     @model_validator(mode="after")
     def _opened_as_what_it_is(self) -> ArtifactRecord:
-        """By its name alone others open a file, and would not check it as what it is for them."""
+        """Checks the suffix, because other programs select the format by it."""
         if not self.path.endswith(SUFFIXES[self.format]):
             raise ValueError(f"a file of {self.format} is not called {PurePosixPath(self.path).name!r}")
         return self
 
 
 class ApplicationRecord(_Record):
-    """What a person uses the model for, and what lies in ``preprocessor/`` that turns texts or images into its inputs.
+    """Task of the model and its preprocessing.
 
-    ``outputs`` says what the files give of classes: logits; probabilities of all in their place, or labels of the
-    likeliest, as indices, with their probabilities. ``scores`` then says what made these.
-
-    ``task`` is named as the hub names its pipelines; null where nothing tells. ``labels`` are those of the classes, in
-    the order of the logits; ``scores`` says what makes scores of these, null where they are the result themselves.
-    ``prompt`` stands before every text. ``missing`` says why a tokenizer or processor that the source has is not here.
+    Attributes:
+        task: The task, named as in the hub's pipelines; null if unknown.
+        labels: The labels of the classes, in the order of the logits.
+        scores: The function that turns logits into scores; null if the outputs are the result themselves.
+        preprocessors: The parts in ``preprocessor/`` that turn texts or images into inputs.
+        prompt: The text that precedes every input text.
+        missing: The reasons for each tokenizer or processor of the source that is not in the bundle.
+        outputs: The form of the result. ``logits`` are unnormalized, ``probabilities`` cover all classes, and
+            ``labels`` are indices of the likeliest classes with their probabilities. For the last two, ``scores`` names
+            the function that the files apply.
     """
 
     task: str | None
@@ -311,7 +416,13 @@ class ApplicationRecord(_Record):
 
 
 class FileRecord(_Record):
-    """One file of the bundle."""
+    """A file of the bundle.
+
+    Attributes:
+        path: The relative path.
+        size: The size in bytes.
+        sha256: The SHA-256 in hexadecimal.
+    """
 
     path: str
     size: Count
@@ -319,14 +430,30 @@ class FileRecord(_Record):
 
 
 class Manifest(_Record):
-    """The whole document; ``digest`` is the SHA-256 of the document without it.
+    """The whole manifest.
 
-    ``constants`` are the arguments that the files do not take, with what they were when the model was traced.
-
-    ``nodes_after`` is that of the first artifact's graph. ``application`` is null in bundles that do not tell.
-
-    ``undone`` names the last transformations, which were undone on a copy and gave back the graph before them, to the
-    bit: the trace itself where they are all that changed it.
+    Attributes:
+        manifest_version: The version of the schema.
+        optexport_version: The version of optexport.
+        config: The resolved config, without secrets and absolute paths.
+        versions: The versions of Python and of packages.
+        model: The origin of the model.
+        inputs: The inputs.
+        constants: The arguments that the files do not take, with their values in the trace.
+        outputs: The outputs.
+        dims: The dynamic dimensions.
+        fixed_axes: The axes of inputs that the model fixes to one size, although the config does not.
+        nodes_before: The number of nodes after the trace.
+        nodes_after: The number of nodes in the graph of the first artifact.
+        transformations: The transformations.
+        undone: The last transformations that were undone on a copy, which restored the graph before them bit by bit.
+            That graph is the trace itself if they made all changes.
+        parity: The result of the parity check.
+        reference_cases: The cases in ``reference.safetensors``.
+        artifacts: The exported files.
+        application: The task of the model; null in older bundles.
+        files: The files of the bundle with their digests.
+        digest: The SHA-256 of the document without this field.
     """
 
     manifest_version: Literal[1] = VERSION
@@ -353,7 +480,7 @@ class Manifest(_Record):
     @field_validator("artifacts")
     @classmethod
     def _one_of_a_format(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
-        """Of two, one would be checked and another used."""
+        """Checks that formats are unique, because a second file could be used without a check."""
         if len({artifact.format for artifact in artifacts}) < len(artifacts):
             raise ValueError("two files are of one format")
         return artifacts
@@ -367,7 +494,10 @@ class Manifest(_Record):
 
     @property
     def few_digits(self) -> list[str]:
-        """Of each output whose floor leaves fewer than half the digits of its dtype, how far away float64 is."""
+        """Returns the outputs whose noise floor leaves fewer than half the digits of their dtype.
+
+        Each entry contains the noise floor and the largest value.
+        """
         found = []
         for output in self.outputs:
             bound, epsilon = self.parity.bounds[output.name], _EPSILONS.get(output.dtype)
@@ -377,7 +507,7 @@ class Manifest(_Record):
 
     @property
     def only_zeros(self) -> list[str]:
-        """The outputs of floating point that were nothing but zeros, or empty, on all ordinary batches."""
+        """Returns the floating-point outputs that were zero or empty in all ordinary cases."""
         bounds = self.parity.bounds
         return [
             output.name for output in self.outputs if output.dtype in _EPSILONS and bounds[output.name].largest == 0
@@ -385,7 +515,7 @@ class Manifest(_Record):
 
     @property
     def ungated(self) -> list[str]:
-        """The outputs of which nothing is demanded where a file is of lower precision: no gate, and no tolerance."""
+        """Returns the float outputs without a gate or a tolerance, for files of lower precision."""
         gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds
         real = [output.name for output in self.outputs if "float" in output.dtype]
         free = [name for name in real if not bounds[name].fixed]
@@ -393,7 +523,7 @@ class Manifest(_Record):
 
 
 def json_schema() -> dict[str, Any]:
-    """The document's JSON schema, as it is published in the package."""
+    """Returns the JSON schema of the manifest, as published in the package."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
 
 

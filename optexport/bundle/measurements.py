@@ -1,4 +1,4 @@
-"""What ``measurements.json`` holds. Of a bundle of an earlier version parts may be missing."""
+"""The schema of ``measurements.json``. Bundles of earlier versions may lack some parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ class _Record(BaseModel):
 
 
 class MeasuredFile(_Record):
-    """A file that was measured: its name among all, its size in bytes, and whether it is part of the bundle."""
+    """A benchmarked file.
+
+    Attributes:
+        name: The name of the file.
+        format: The format of the file.
+        bytes: The size in bytes.
+        proven: True if the file is part of the bundle.
+    """
 
     name: str
     format: str
@@ -26,7 +33,21 @@ class MeasuredFile(_Record):
 
 
 class FigureRecord(_Record):
-    """What a file takes at one shape; the interval is that of the median turn, at 95 %, null of too few rounds."""
+    """Benchmark of a file at one shape.
+
+    Attributes:
+        artifact: The name of the file.
+        format: The format of the file.
+        shape: The shape of the inputs.
+        p50_ms: The median time of a call, in milliseconds.
+        p90_ms: The 90th percentile, in milliseconds.
+        p99_ms: The 99th percentile, in milliseconds.
+        low_ms: The lower end of the 95 % interval of the median turn; null after too few rounds.
+        high_ms: The upper end of the 95 % interval of the median turn; null after too few rounds.
+        rows_per_second: The throughput.
+        load_seconds: The time to load the file, in seconds.
+        peak_memory_bytes: The peak memory of the process, in bytes.
+    """
 
     artifact: str
     format: str
@@ -42,7 +63,7 @@ class FigureRecord(_Record):
 
 
 class ComparisonRecord(_Record):
-    """How many times as fast one file is as another at one shape, with its 95 % interval."""
+    """Speedup of a file over a baseline at one shape, with its 95 % interval."""
 
     artifact: str
     baseline: str
@@ -54,7 +75,7 @@ class ComparisonRecord(_Record):
 
 
 class BenchRecord(_Record):
-    """All that was measured of the files of a run."""
+    """All benchmarks of a run's files."""
 
     threads: Count
     rounds: Count
@@ -65,18 +86,18 @@ class BenchRecord(_Record):
 
     @property
     def shapes(self) -> list[str]:
-        """The shapes that were measured, in that order."""
+        """Returns the shapes in the order of their measurement."""
         return list(dict.fromkeys(figure.shape for figure in self.figures))
 
 
 class Origin(_Record):
-    """What a bundle was made of, as far as there is any: bundles that were made in memory have none of it.
+    """Origin of a bundle; empty for a bundle that was made in memory.
 
     Attributes:
         git: The commit, branch and repository of the config.
-        part: Of a generative model.
-        lock_sha256: The digest of the lock that it was held to.
-        mlflow_run: The id of the run that was started for it.
+        part: The part of a generative model.
+        lock_sha256: The digest of the lockfile that the run used.
+        mlflow_run: The id of the run that was started for the bundle.
     """
 
     git: dict[str, str] = {}
@@ -86,12 +107,12 @@ class Origin(_Record):
 
 
 class Measured(_Record):
-    """When, on what machine, how long each stage took, and what was measured of the files.
+    """Measurements of a run: date, machine, duration of each stage, and benchmarks.
 
     Attributes:
-        manifest: The digest of the manifest that it belongs to.
-        date: As ISO 8601 writes it.
-        seconds: By stage.
+        manifest: The digest of the bundle's manifest.
+        date: The date in ISO 8601 format.
+        seconds: The duration of each stage, in seconds.
     """
 
     manifest: str
@@ -112,6 +133,6 @@ def read_measured(folder: Path) -> Measured:
     """Reads the measurements of a bundle.
 
     Raises:
-        BundleError: They are missing, damaged, or of another form.
+        BundleError: The measurements are missing, damaged, or have another schema.
     """
     return digest_json.validated(Measured, digest_json.read(folder / MEASUREMENTS), folder / MEASUREMENTS)

@@ -1,4 +1,4 @@
-"""What a folder holds: one bundle, or the parts of a generative model, each a bundle of its own. Needs no torch."""
+"""Folders of one bundle, or of the parts of a generative model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Token = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 
 
 class _Tokens(BaseModel):
-    """What a generative model's document says besides, as far as generating goes by it."""
+    """Token ids in ``generation.json`` that control generation."""
 
     version: Literal[1]
     start: _Token | None
@@ -28,10 +28,12 @@ class _Tokens(BaseModel):
 
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:
-    """The manifest of a bundle, or of each part of a generative model, by its folder; all files are checked.
+    """Reads the manifest of each bundle in a folder, by path, and checks all files.
+
+    The folder is a bundle, or a generative model with one bundle per part.
 
     Raises:
-        ConfigError: The folder is neither.
+        ConfigError: The folder is neither of them.
         BundleError: A file is missing, added or changed.
     """
     atomic_dir.recover(folder)
@@ -41,13 +43,16 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
 
 
 def whole(bundle: Path) -> Path:
-    """The folder that appears and is replaced as one with a bundle: its own, or that of the model it is a part of."""
+    """Returns the folder that is written and replaced together with a bundle.
+
+    That is the folder of the generative model if the bundle is a part of one, and otherwise the bundle.
+    """
     around = bundle.resolve().parent
     return around if (around / GENERATION).is_file() else bundle
 
 
 def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
-    """Reads what says how parts belong together, and the manifest of each; all files are checked.
+    """Reads ``generation.json`` and the manifest of each part, and checks all files.
 
     Raises:
         BundleError: A file is missing, added or changed.

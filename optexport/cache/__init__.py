@@ -1,1 +1,1 @@
-"""What is kept between runs, by content: a second run, and one that goes on after it was killed, take it from there."""
+"""The cache of results between runs. It speeds up repeated and interrupted runs."""

@@ -1,4 +1,4 @@
-"""What has a say in every result, whatever the model: this package's code, versions, threads and the processor."""
+"""Environment fields that are part of every cache key: code, versions, threads, processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optexport._utils.platform import machine, usable_cores
 
 
 def surroundings() -> dict[str, Any]:
-    """As JSON holds it: what two runs must have in common for a result of one to be that of the other."""
+    """Returns the environment as JSON values. Results are shared by equal environments only."""
     return {
         **_of_process(),
         "threads": torch.get_num_threads(),
@@ -25,7 +25,7 @@ def surroundings() -> dict[str, Any]:
 @functools.cache
 def _of_process() -> dict[str, Any]:
     code = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # while it is developed the version stands still
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # during development the version does not change
         code.update(path.read_bytes())
     instructions = torch.backends.cpu.get_cpu_capability()
     return {**versions(), **machine(), "instructions": instructions, "code": code.hexdigest()}

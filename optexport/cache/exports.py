@@ -1,4 +1,4 @@
-"""Exported files that are kept, under a digest of the graph that they are made of and of how."""
+"""Cache of exported files. The key covers the graph and the options of the export."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from optexport.exporters.writer import Writer
 def export(
     writer: Writer, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None
 ) -> tuple[ArtifactRecord, bool]:
-    """Writes a file, or takes the one that an earlier run wrote of the same graph; tells whether it did.
+    """Writes an exported file, or copies it from the cache.
 
-    Files of large models are not kept, and those of graphs that call what is not known by its name.
+    The cache skips large models and graphs with unknown functions.
+
+    Returns:
+        The record of the file, and True if it comes from the cache.
 
     Raises:
-        ExportError: The graph cannot be written in that format.
+        ExportError: The graph cannot be written in this format.
     """
     entry = _name(writer, file_format, passes, opset)
     if entry is not None and (kept := store.read(entry)) is not None:
@@ -44,7 +47,7 @@ def export(
 
 
 def _copied(place: Path, names: Sequence[str], folder: Path) -> bool:
-    """Whether all files of an entry could be copied: another run may remove it at any moment, to make room."""
+    """Copies the files of an entry; returns False if another run removes the entry meanwhile."""
     try:
         for name in names:
             shutil.copyfile(place / name, folder / name)
@@ -56,12 +59,12 @@ def _copied(place: Path, names: Sequence[str], folder: Path) -> bool:
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:
-    """A digest of a graph with its weights; None where nothing is kept of it."""
+    """Returns a digest of a graph and its weights, or None if the cache does not apply."""
     return keys.of_graph(graph_module) if store.enabled() and not memory.is_large(graph_module) else None
 
 
 def of_file(path: Path) -> str | None:
-    """A digest of an exported file; None where nothing is kept."""
+    """Returns a digest of an exported file, or None if the cache is off."""
     return keys.of_file(path) if store.enabled() else None
 
 

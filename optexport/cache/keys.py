@@ -1,4 +1,4 @@
-"""Digests of tensors, graphs and files: of all of them that has a say in what is made of them."""
+"""Digests of tensors, graphs and files, for cache keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from optexport._utils.tensors import bytes_of
 from optexport.bundle.digests import sha256
 
-# Whose functions and modules are known by their names, given the versions of the packages.
+# Packages with functions and modules that are identified by name, given the versions of the packages.
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins", "optexport")
 _PLAIN = (
     int,
@@ -32,7 +32,7 @@ _PLAIN = (
 
 
 def of_tensors(groups: Iterable[Mapping[str, torch.Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes."""
+    """Returns the SHA-256 of names, dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for group in groups:
         for name, tensor in group.items():
@@ -42,19 +42,20 @@ def of_tensors(groups: Iterable[Mapping[str, torch.Tensor]]) -> str:
 
 
 def of_file(path: Path) -> str:
-    """SHA-256 of a file, and of those that bear its name with more at its end, as weights beside an ONNX file do."""
+    """Returns the SHA-256 of a file and its companions, such as external ONNX weights."""
     return hashlib.sha256(" ".join(sha256(each) for each in files_of(path)).encode()).hexdigest()
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, and those that belong to it."""
+    """Returns a file and its companions, whose names start with the file's name."""
     return [each for each in sorted(path.parent.glob(f"{path.name}*")) if each.is_file()]
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:
-    """SHA-256 of a graph with its weights; None where it calls what is not known by its name, as a plugin's function.
+    """Returns the SHA-256 of a graph and its weights, or None if a function is unknown.
 
-    Where its nodes come from, which exporters write down, is part of it.
+    A function is unknown if its name does not identify it, for example one of a plugin. The digest includes the source
+    location of nodes, because exporters write it into their files.
     """
     found = hashlib.sha256()
     try:
@@ -66,7 +67,7 @@ def of_graph(graph_module: fx.GraphModule) -> str | None:
 
 
 class _UnknownError(Exception):
-    """A name does not tell what this is."""
+    """An object that its name does not identify."""
 
 
 def _said(graph_module: fx.GraphModule) -> Iterator[object]:
@@ -109,7 +110,7 @@ def _of_attribute(name: str, value: object, seen: dict[tuple[int, ...], str]) ->
     if value.layout is torch.strided:
         yield value.stride()
         place = (value.data_ptr(), *value.shape, *value.stride())
-        if value.numel() and seen.setdefault(place, name) != name:  # which of them share their memory
+        if value.numel() and seen.setdefault(place, name) != name:  # shared memory is part of the digest
             yield seen[place]
             return
     yield _bytes(value)
@@ -141,5 +142,5 @@ def _leaf(value: object) -> str:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    dense = dense.resolve_conj().resolve_neg()  # views that are computed as they are read have no bytes of their own
+    dense = dense.resolve_conj().resolve_neg()  # lazy conjugates and negatives have no separate bytes
     return bytes_of(dense.cpu()).numpy().data

@@ -1,4 +1,4 @@
-"""A digest of what a model computes: of its traced graph, and of the code that it is of."""
+"""Digest of a model's computation, from its traced graph and its code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from optexport.cache.imported_modules import KNOWN, code_beside_packages, code_o
 
 
 def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
-    """SHA-256 of a graph with its weights, and of its model's code; None where nothing is kept, or names do not do.
+    """Returns the SHA-256 of a graph, its weights and the model's code, or None.
 
-    The graph holds every number that the model computes with, wherever that is from. The code may tell more: what it
-    does in another dtype than the traced one. A helper may lie anywhere: all that was imported has a say but for
-    installed packages.
+    The result is None if the cache is off or the graph calls an unknown function.
+
+    The graph contains every number of the computation. The code can add more, such as its behavior in a dtype that was
+    not traced. It may import helpers from anywhere, so all imported code counts, except installed packages.
 
     Args:
-        model: What was traced.
+        model: The traced model.
     """
     if not store.enabled() or (graph := keys.of_graph(graph_module)) is None:
         return None
-    # All that was imported from where a package lies is its code, whichever of its modules is asked for.
+    # The digest covers all imported modules of a package, so one module per package is enough.
     modules = {name.partition(".")[0]: name for name in sorted({type(part).__module__ for part in model.modules()})}
     code = {package: code_of(name) for package, name in modules.items() if package not in KNOWN}
     digests = [graph, code, code_beside_packages()]

@@ -1,4 +1,4 @@
-"""Results that are kept: tensors by name for each of several cases, with notes that JSON can hold."""
+"""Cached results: named tensors for each of several cases, with notes in JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FILE = "results.safetensors"
 
 
 def read(entry: str) -> tuple[list[dict[str, torch.Tensor]], Any] | None:
-    """The tensors by case, and the notes, that are kept under a name; None where there are none."""
+    """Returns the tensors by case and the notes of an entry, or None if it is missing."""
     if (kept := store.read(entry)) is None:
         return None
     folder, (count, notes) = kept
     try:
         tensors = load_file(folder / _FILE)
-    except (OSError, SafetensorError):  # another run has removed it since
+    except (OSError, SafetensorError):  # another run has removed the entry
         return None
     cases: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for key, tensor in tensors.items():
@@ -32,13 +32,13 @@ def read(entry: str) -> tuple[list[dict[str, torch.Tensor]], Any] | None:
 
 
 def write(entry: str, cases: Sequence[Mapping[str, torch.Tensor]], notes: Any = None) -> None:
-    """Keeps tensors by case, and notes."""
+    """Stores tensors by case, and notes."""
 
     def fill(folder: Path) -> None:
         named = {f"{index}.{name}": tensor for index, each in enumerate(cases) for name, tensor in each.items()}
         try:
             save_file({key: tensor.detach().clone().contiguous() for key, tensor in named.items()}, folder / _FILE)
-        except SafetensorError as error:  # which is how it tells of a full disk
+        except SafetensorError as error:  # also raised for a full disk
             raise OSError(str(error)) from error
 
     size = sum(tensor.nbytes for each in cases for tensor in each.values())

@@ -213,7 +213,10 @@ def resolved_uri(uri: str, folder: Path) -> str:
 
 
 def page(uri: str, experiment: str, run_id: str) -> str:
-    """Returns the URL of a run, after the command that starts MLflow's UI if there is no server."""
+    """Returns the URL of a run.
+
+    Without a server, the command that starts MLflow's UI comes first.
+    """
     path = f"#/experiments/{experiment}/runs/{run_id}"
     if uri.startswith("http"):
         return f"{redact(uri).replace('//***@', '//').rstrip('/')}/{path}"

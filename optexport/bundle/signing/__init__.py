@@ -1,10 +1,10 @@
-"""Signing: what a folder holds is signed by a key, with a statement of where it comes from and what was installed.
+"""Signatures of bundles, with a statement of origin and a list of installed packages.
 
-The one door to ``model_signing``, ``cyclonedx`` and ``in_toto_attestation``, optional packages: their extra is
+Only this package imports ``model_signing``, ``cyclonedx`` and ``in_toto_attestation``. They belong to the extra
 ``trust``. Needs no torch.
 
 Raises:
-    ConfigError: On import, where one of them is missing.
+    ConfigError: On import, if one of them is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys to sign with and to check with: pairs on an elliptic curve, in PEM, without a password."""
+"""Elliptic-curve keys for signing and checking: PEM files without a password."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from optexport.errors import ConfigError
 
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
-# More than any key has: a model's file that is named by mistake is not read.
+# Larger than any key, so that a model's file, named by mistake, is not read in full.
 _LONGEST = 1 << 20
 _MEND = (
     "A pair is made by: openssl ecparam -name prime256v1 -genkey -noout -out private.pem; "
@@ -21,10 +21,10 @@ _MEND = (
 
 
 def check_private(path: Path, folder: Path) -> None:
-    """Checks that a file holds a private key that signs, and does not lie in the folder that it is to sign.
+    """Checks that a file contains a usable private key and is not in the signed folder.
 
     Raises:
-        ConfigError: It holds none, or lies there.
+        ConfigError: The file contains no usable private key, or is in the folder.
     """
     content = _read(path)
     try:
@@ -43,10 +43,10 @@ def check_private(path: Path, folder: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """The SHA-256, in hexadecimal, of the public key that a file holds, by which a signature names it.
+    """Returns the SHA-256 of a public key, in hexadecimal, as signatures refer to it.
 
     Raises:
-        ConfigError: It holds no public key, or one of another kind.
+        ConfigError: The file contains no public key, or one of another kind.
     """
     content = _read(path)
     try:
@@ -65,7 +65,7 @@ def _read(path: Path) -> bytes:
     try:
         if not path.exists():
             raise _refused(path, "there is no such file")
-        if not path.is_file():  # a pipe gives its content once, and it is read twice
+        if not path.is_file():  # the file is read twice, which a pipe does not allow
             raise _refused(path, "it is no file")
         with path.open("rb") as file:
             content = file.read(_LONGEST)

@@ -1,4 +1,4 @@
-"""What was installed where a bundle was made, as a CycloneDX document."""
+"""The installed packages as a CycloneDX software bill of materials (SBOM)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SCHEMA = SchemaVersion.V1_6
 
 
 def check_environment(manifest: Manifest) -> None:
-    """Checks that what is installed here made the bundle, as far as its manifest tells.
+    """Checks that the installed versions are those in the manifest.
 
     Raises:
-        ConfigError: A version is another one; all are named.
+        ConfigError: Some versions differ; the message lists all of them.
     """
     here = {name: _version(name) for name in manifest.versions}
     if differing := [name for name in here if here[name] != manifest.versions[name]]:
@@ -39,7 +39,7 @@ def check_environment(manifest: Manifest) -> None:
 
 
 def make(manifest: Manifest) -> str:
-    """The packages of this environment, with their licences where they say them in SPDX, and what needs what."""
+    """Returns an SBOM of this environment: packages, SPDX licenses and dependencies."""
     model = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         name=manifest.model.source,
@@ -55,9 +55,9 @@ def make(manifest: Manifest) -> str:
     )
     found: dict[str, importlib.metadata.Distribution] = {}
     for package in filter(_whole, importlib.metadata.distributions()):
-        found.setdefault(canonicalize_name(package.name), package)  # of two by one name Python imports the first
+        found.setdefault(canonicalize_name(package.name), package)  # Python imports the first of two with one name
     known = {name: _component(name, package.version, _licence(package)) for name, package in sorted(found.items())}
-    # It may run from a folder, of which nothing is installed.
+    # optexport may run from a folder without being installed.
     own = known["optexport"] = _component("optexport", __version__, "Apache-2.0")
     bom = Bom(components=[python, *known.values()])
     bom.metadata.component = model
@@ -80,24 +80,24 @@ def _component(name: str, version: str, expression: str | None) -> Component:
 
 
 def _whole(package: importlib.metadata.Distribution) -> bool:
-    """Whether it is more than the folder that a removal which broke off has left."""
+    """Returns False for the leftover folder of an incomplete uninstall."""
     try:
         return "Name" in package.metadata and "Version" in package.metadata
-    except FileNotFoundError:  # so says importlib_metadata, which stands in for Python's own once it is imported
+    except FileNotFoundError:  # raised by importlib_metadata, which replaces Python's own finder once it is imported
         return False
 
 
 def _licence(package: importlib.metadata.Distribution) -> str | None:
-    """The licence of a package as an expression of SPDX; None where its authors do not say it so."""
+    """Returns the SPDX license expression of a package, or None if it states none."""
     return next(iter(package.metadata.get_all("License-Expression") or ()), None)
 
 
 def _needed(requirements: Iterable[str]) -> Iterator[str]:
-    """The names of the packages that one needs here, without its extras."""
+    """Yields the names of the packages required here, without extras."""
     for text in requirements:
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:  # as old packages may write them
+        except InvalidRequirement:  # old packages may contain such requirements
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield canonicalize_name(requirement.name)

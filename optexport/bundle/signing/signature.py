@@ -1,4 +1,4 @@
-"""Signs all files of a folder, and checks that they are those that were signed."""
+"""Signatures over all files of a folder: signing and checking."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from optexport.bundle.signing import keys, sbom, statement
 from optexport.errors import BundleError, ConfigError, OptexportError, first_line, on_one_line, unreadable
 
 _SHOWN = 5
-# In bytes: that of 50,000 files. What is read before anyone knows whose it is has not to fill the memory.
+# In bytes: the size for 50,000 files. Before the check the file is untrusted, so its size is limited.
 _LARGEST = 16 << 20
 _AGAIN = "Get it again; or, where it is yours and right, sign it again: optexport sign BUNDLE --key KEY"
-# What the signature says of itself, besides files: that it is of all of them, and no links among them.
+# Properties of a signature over all files, without links, as `model_signing` records them.
 _WHOLE = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
 
 
 class _Hashing(hashing.Config):
-    """Hashes all files of a folder but the signature itself, and keeps what it found: SHA-256 by path."""
+    """Hashes all files of a folder except the signature, and stores the SHA-256 by path."""
 
     found: dict[str, str] | None = None
 
     def hash(self, model_path: hashing.PathLike, *, files_to_hash: Iterable[hashing.PathLike] | None = None) -> Any:
-        """As the library does, which calls it once a signature is known to be the key's.
+        """Hashes files. The library calls this method after it has verified the signature itself.
 
         Args:
-            files_to_hash: The files that were signed, of which some may be gone; None where all are to be.
+            files_to_hash: The signed files, including missing ones; None for all files in the folder.
         """
         try:
             there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
@@ -54,18 +54,18 @@ def _hashing() -> _Hashing:
 
 
 def sign(folder: Path, key: Path) -> None:
-    """Writes SBOM, statement and signature into a folder, in place of earlier ones.
+    """Writes the SBOM, the statement and the signature, and replaces earlier ones.
 
-    A bundle is checked first, as far as its digests go; its files are not run. A generative model is signed as a whole:
-    one signature, over the files of all parts.
+    The digests of the bundle are checked first; its models are not run. A generative model gets one signature for the
+    files of all its parts.
 
     Args:
         folder: A bundle, or a folder of parts.
-        key: The file of a private key.
+        key: The path of the private key.
 
     Raises:
-        ConfigError: The key cannot sign or lies in the folder, which is no bundle or cannot be written to, or it was
-            made with other versions than those that are installed.
+        ConfigError: The key is unusable or in the folder, the folder is not a bundle or not writable, or the installed
+            versions differ from the bundle's.
         BundleError: A file of the bundle is missing, added or changed.
     """
     folder = folder.resolve()
@@ -78,7 +78,7 @@ def sign(folder: Path, key: Path) -> None:
     files[SBOM] = hashlib.sha256(installed.encode()).hexdigest()
     told = statement.make(folder, bundles, files)
     try:
-        for name in SIGNED:  # the signature first, so that there is never one of what is no more
+        for name in SIGNED:  # first, because a signature must not outlive the signed files
             (folder / name).unlink(missing_ok=True)
         (folder / SBOM).write_bytes(installed.encode())
         (folder / STATEMENT).write_bytes(told.encode())
@@ -91,22 +91,23 @@ def sign(folder: Path, key: Path) -> None:
 
 
 def check(folder: Path, key: Path) -> dict[Path, Manifest]:
-    """Checks the signature of a folder, that its files are those that were signed, and the statement.
+    """Checks the signature of a folder, its files and its statement.
 
     Args:
-        key: The file of the public key.
+        folder: A bundle, or a folder of parts.
+        key: The path of the public key.
 
     Returns:
-        The manifest of the bundle, or of each part of a generative model, by its folder.
+        The manifest of the bundle, or of each part of a generative model, by folder.
 
     Raises:
-        ConfigError: The key cannot check, or the folder is no bundle.
-        BundleError: There is no signature, another key made it, or a file is missing, added or changed.
+        ConfigError: The key is unusable, or the folder is not a bundle.
+        BundleError: The signature is missing or by another key, or a file is missing, added or changed.
     """
     folder = folder.resolve()
     fingerprint = keys.fingerprint(key)
     if not (folder / SIGNATURE).exists() and not any((folder / name).exists() for name in (MANIFEST, GENERATION)):
-        read_bundles(folder)  # says that it is none
+        read_bundles(folder)  # raises the error for a folder without a bundle
     there = _files(folder)
     signed, found = _verified(folder, key, fingerprint)
     told = dict.fromkeys(there - signed.keys() - {SIGNATURE}, "added")
@@ -120,11 +121,7 @@ def check(folder: Path, key: Path) -> dict[Path, Manifest]:
 
 
 def _files(folder: Path) -> set[str]:
-    """The paths of all files in a folder, as seen from there.
-
-    Raises:
-        BundleError: There is a link, or what is neither file nor folder.
-    """
+    """Returns the relative paths of all files in a folder; rejects links and special files."""
     names = set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -136,42 +133,35 @@ def _files(folder: Path) -> set[str]:
 
 
 def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], dict[str, str]]:
-    """What was signed, once it is known that the key signed it, and what is there: SHA-256 by path.
-
-    Raises:
-        BundleError: There is no signature, it was changed, or another key made it.
-        ConfigError: This user may not read one of the files.
-    """
+    """Verifies the signature and returns the SHA-256 by path, as signed and as found."""
     payload, made_with = _read(folder / SIGNATURE)
     if made_with != fingerprint:
         raise BundleError(f"another key than that of {key} made it", location=str(folder / SIGNATURE), hint=_AGAIN)
     hashed = _hashing()
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
-        config.set_ignore_unsigned_files(True)  # which are told by their names, however large they are
+        config.set_ignore_unsigned_files(True)  # `check` reports them by name without hashing them
         config.verify(folder, folder / SIGNATURE)
     except OptexportError:
         raise
-    except Exception as error:  # the library, pydantic and cryptography each raise their own
-        # Where files were hashed the signature is the key's; which of them are others is told by name.
+    except Exception as error:  # the library, pydantic and cryptography each raise their own errors
+        # If files were hashed, the signature is valid and only files differ. `check` then reports them by name.
         if hashed.found is None:
             raise BundleError(
                 f"it is not the key's: {first_line(error)}", location=str(folder / SIGNATURE), hint=_AGAIN
             ) from error
     assert hashed.found is not None
     predicate = json.loads(payload).get("predicate", {})
-    if predicate.get("serialization") != _WHOLE:  # a key may have signed with other tools, and less
+    if predicate.get("serialization") != _WHOLE:  # another tool may have signed only some files with this key
         raise BundleError("it is not of the whole folder", location=str(folder / SIGNATURE), hint=_AGAIN)
     return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hashed.found
 
 
 def _read(path: Path) -> tuple[bytes, str]:
-    """What a signature says that it signs, and the fingerprint of the key that it names; neither is checked yet.
+    """Reads the payload and the key fingerprint of a signature without verifying them.
 
-    Only the payload is signed; all around it has to be as it was written, or a changed byte there would pass.
-
-    Raises:
-        BundleError: It is missing, or not as the library writes it.
+    The signature covers the payload only. The rest must equal what the library writes, or a changed byte there would go
+    unnoticed.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -202,7 +192,7 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 
 def _not_signed(folder: Path, told: Mapping[str, str]) -> BundleError:
-    """The error that names files which are not those that were signed."""
+    """Returns the error that lists files which differ from the signed ones."""
     lines = [f"\n  {on_one_line(name)} was {what}" for name, what in sorted(told.items())]
     more = f"\n  and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
     rewritten = {Path(name).name for name in told} <= {REPORT, MEASUREMENTS} and set(told.values()) == {"changed"}

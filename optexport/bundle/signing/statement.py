@@ -1,4 +1,4 @@
-"""Where a bundle comes from: an in-toto statement with a SLSA provenance, of what the bundle says of itself."""
+"""The origin of a bundle as an in-toto statement with SLSA provenance."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from optexport.bundle.measurements import read_measured
 from optexport.errors import BundleError
 
 PREDICATE = "https://slsa.dev/provenance/v1"
-# What the parameters mean: those of a config, as its page tells them.
+# Build type: the external parameters have the meaning that the config page documents.
 BUILD = "urn:optexport:run:v1"
 
 
 def make(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> str:
-    """A statement of files, by the manifests and measurements of the bundles that hold them.
+    """Returns the statement for files, based on the manifests and measurements of bundles.
 
     Args:
-        folder: What paths of files are relative to.
-        bundles: Manifests by folder; of a generative model those of all parts.
-        files: SHA-256 by path.
+        folder: The folder that paths of files are relative to.
+        bundles: The manifests by folder; several for a generative model.
+        files: The SHA-256 by path.
 
     Raises:
-        BundleError: The measurements of a bundle are of another form.
+        BundleError: The measurements of a bundle have another schema.
     """
     try:
         document = _document(folder, bundles, files)
@@ -44,13 +44,13 @@ def make(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str
 
 
 def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> None:
-    """Checks that the statement in a folder is one, and is of these files and models.
+    """Checks that the statement in a folder is valid and covers these files and models.
 
     Args:
-        files: SHA-256 by path, of all that it has to be of.
+        files: The SHA-256 by path of all files that the statement must cover.
 
     Raises:
-        BundleError: It is not.
+        BundleError: The statement is missing, invalid, or of other files or models.
     """
     try:
         document = json.loads((folder / STATEMENT).read_text(encoding="utf-8"))
@@ -101,11 +101,7 @@ def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str
 
 
 def _parse(document: Any) -> None:
-    """Reads a document as in-toto publishes its form.
-
-    Raises:
-        ValueError: It has not that form, as a whole or in its predicate; so does `json_format.ParseError`.
-    """
+    """Validates a document against the published in-toto and SLSA schemas."""
     if not isinstance(document, dict) or document.get("predicateType") != PREDICATE:
         raise ValueError(f"its predicate is not {PREDICATE}")
     Statement.copy_from_pb(json_format.ParseDict(document, StatementMessage())).validate()
@@ -118,7 +114,7 @@ def _models(folder: Path, bundles: Mapping[Path, Manifest]) -> Iterator[dict[str
         told = {"source": model.source, "class": model.class_name}
         told |= {} if model.revision is None else {"revision": model.revision}
         told |= {} if location == folder else {"part": location.name}
-        # No digest of a file: of names, dtypes, shapes and bytes of its state_dict.
+        # This is a digest of the state_dict's names, dtypes, shapes and bytes, and not of a file.
         yield {"name": "model", "digest": {"weightsSha256": model.weights_sha256}, "annotations": told}
 
 
