@@ -16,7 +16,7 @@ _LINK = "Remove it; and get the bundle again, if it stands for a file of its own
 
 
 def file_records(folder: Path) -> list[FileRecord]:
-    """Returns path, size in bytes and digest of every file that belongs into the manifest."""
+    """Returns path, size in bytes and digest of every file that a manifest lists."""
     return [
         FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=sha256(path))
         for path in sorted(folder.rglob("*"))
@@ -50,8 +50,8 @@ def manifest_of_files(folder: Path) -> Manifest:
 
     Raises:
         ConfigError: The folder is not a bundle, or its path is not UTF-8.
-        BundleError: The folder contains a link or a special file. Or the manifest was changed or names a file outside.
-            Or an ONNX file stores weights in an unexpected file.
+        BundleError: The folder contains a link or a special file, the manifest is invalid or names a file outside, or
+            an ONNX file stores weights elsewhere.
     """
     atomic_dir.recover(folder)
     if not folder.is_dir():

@@ -188,7 +188,7 @@ class CaseDecisionRecord(_Record):
 
     Attributes:
         case: The name of the case.
-        total: The sum of the values.
+        total: The sum of the values; for a share, the number that agree.
         smallest: The smallest value; null if the case has none.
         count: The number of values.
     """

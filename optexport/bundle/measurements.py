@@ -46,7 +46,7 @@ class FigureRecord(_Record):
         high_ms: The upper end of the 95 % interval of the median turn; null after too few rounds.
         rows_per_second: The throughput.
         load_seconds: The time to load the file, in seconds.
-        peak_memory_bytes: The peak memory of the process, in bytes.
+        peak_memory_bytes: The peak resident memory minus that before loading, in bytes; null if unknown.
     """
 
     artifact: str
