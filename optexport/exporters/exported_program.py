@@ -1,4 +1,4 @@
-"""The graph as an ``ExportedProgram`` again: the ``.pt2`` file, and the ground that the other formats start from."""
+"""Exports a graph as an ``ExportedProgram``, for ``.pt2`` and the other formats."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ from optexport.tracing.shapes.size_guards import drop_own_exclusions
 
 
 def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
-    """Returns the same graph with tensors in, in the signature's order, and a plain tuple of tensors out.
+    """Returns the same graph with inputs in the signature's order and a flat tuple of outputs.
 
-    A file whose output is a class of transformers could not be loaded without transformers. An output that repeats
-    another, or hands an input through, becomes a tensor of its own, since formats with named outputs need one each.
+    A file with a transformers class as output does not load without transformers. An output that repeats another output
+    or an input is cloned, because formats with named outputs need separate tensors.
+
+    Args:
+        graph_module: Not changed.
+        signature: Gives the names and the order of the inputs.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(graph_module.graph, {})
@@ -48,7 +52,7 @@ def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModul
 
 
 def _is_tensor(leaf: object) -> TypeGuard[fx.Node]:
-    """Whether an output is a tensor; sizes and constants that a model returns are passed over."""
+    """Returns True if an output is a tensor, not a size or a constant."""
     return isinstance(leaf, fx.Node) and not isinstance(
         leaf.meta.get("val"), (torch.SymInt, torch.SymFloat, int, float)
     )
@@ -57,10 +61,15 @@ def _is_tensor(leaf: object) -> TypeGuard[fx.Node]:
 def to_program(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor]
 ) -> ExportedProgram:
-    """Exports a flat graph, every declared dimension dynamic.
+    """Exports a flat graph with every declared dimension dynamic.
+
+    Args:
+        graph_module: A graph as returned by `flatten`.
+        signature: Names the inputs and their dynamic dimensions.
+        example: Inputs at the traced sizes, by name.
 
     Raises:
-        ExportError: The transformed graph fixes a dimension, or holds what ``torch.export`` cannot take.
+        ExportError: The graph fixes a dimension, or contains something that ``torch.export`` does not support.
     """
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     try:
@@ -72,7 +81,7 @@ def to_program(
             program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
             if not _is_dynamic(program, signature):
                 raise
-    except Exception as error:  # torch.export raises many kinds; each means the same to the user
+    except Exception as error:  # torch.export raises many types of exceptions
         raise ExportError(
             f"torch.export refused the transformed graph: {first_line(error)}",
             location="export",
@@ -84,9 +93,8 @@ def to_program(
     return program
 
 
-# What torch.export says where it solves the conditions on a size that has a name, and finds a single one, or none:
-# wrongly, of linear attention over chunks, and of what is padded to a multiple. Where sizes have no names it solves
-# nothing.
+# Messages of torch.export when its solver allows only one size, or none, for a named dimension. It does so wrongly for
+# linear attention over chunks and for padding to a multiple. It does not solve for unnamed dimensions.
 _UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent", "Constraints violated")
 
 
@@ -98,9 +106,9 @@ def _export(
 
 
 def _attention_of_any_length(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Has torch trace attention as it writes it out, where only running tells how much there is to attend to.
+    """Forces the math backend for attention if its shapes depend on data.
 
-    To choose among its faster kernels it asks whether there is nothing. The graph holds the operator all the same.
+    The faster kernels check for an empty input, which tracing cannot decide. The graph still contains the operator.
     """
     attended = (
         argument.meta.get("val")
@@ -115,7 +123,7 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
-    """Whether no axis was fixed that is dynamic in the signature, nor holds for one size alone."""
+    """Returns True if no dynamic axis of the signature was fixed or limited to one size."""
     single = {symbol for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
     return all(
         isinstance(found, torch.SymInt) and found.node.expr.free_symbols - single
@@ -126,16 +134,17 @@ def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
 
 
 def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
-    """Checks that no range ends below that of the signature: where sizes have no names, torch.export narrows.
+    """Checks that each exported range reaches the signature's maximum.
 
-    It may begin above: while it traces, torch takes every size for 2 or more, of results too.
+    ``torch.export`` narrows ranges of unnamed dimensions. A larger minimum is accepted, because tracing assumes sizes
+    >= 2.
 
     Raises:
-        ExportError: It holds at fewer.
+        ExportError: The maximum of an exported range is below the signature's maximum.
     """
     for spec, placeholder in _inputs(program, signature):
         for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
-            if size not in signature.dims or not isinstance(found, torch.SymInt):  # a sum's are those of its parts
+            if size not in signature.dims or not isinstance(found, torch.SymInt):  # its parts limit a sum
                 continue
             limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
             most = int_oo if dim.max is None else dim.max
@@ -155,9 +164,10 @@ def _inputs(program: ExportedProgram, signature: Signature) -> Iterator[tuple[Te
 
 
 def _widen(program: ExportedProgram, signature: Signature) -> None:
-    """Has an axis begin at its least size, or that of a sum of dimensions at the sum of theirs.
+    """Lowers the minimum of each dynamic axis to the declared minimum.
 
-    While it traces, ``torch.export`` takes every dynamic size for 2 or more; only those that are declared widen again.
+    For a sum of dimensions, this is the sum of their minima. ``torch.export`` assumes sizes >= 2 while it traces. Only
+    declared axes are widened.
     """
     for spec, placeholder in _inputs(program, signature):
         for axis, size in enumerate(spec.shape):
@@ -169,16 +179,16 @@ def _widen(program: ExportedProgram, signature: Signature) -> None:
 
 
 def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) -> None:
-    """Writes a ``.pt2`` file; ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors.
+    """Writes a ``.pt2`` file.
 
-    Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
-    differs from run to run.
+    ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors. The file contains no sample inputs,
+    because running does not need them. It contains no source locations, because they differ between runs.
 
     Args:
-        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
+        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
 
     Raises:
-        ExportError: The graph, or a weight, is of a kind that the format lacks.
+        ExportError: The format does not support the graph or a weight.
         OSError: The disk is full.
     """
     program = copy.copy(torch_passes.lower(program, passes, "pt2"))
@@ -194,7 +204,7 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
             torch.export.save(program, path)
     except OSError:
         raise
-    except Exception as error:  # torch.export raises many kinds
+    except Exception as error:  # torch.export raises many types of exceptions
         raise ExportError(
             f"torch.export.save could not write the graph: {_last_line(error)}",
             location="export.formats: pt2",
@@ -203,6 +213,6 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
 
 
 def _last_line(error: BaseException) -> str:
-    """What went wrong, of a message that holds a traceback; else its first line."""
+    """Returns the last line of a traceback in the message, or else the message's first line."""
     _, _, trace = str(error).partition("Traceback")
     return trace.strip().splitlines()[-1] if trace.strip() else first_line(error)

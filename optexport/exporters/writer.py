@@ -1,4 +1,4 @@
-"""Writes the files of one graph; what several of them are made from is made once."""
+"""Writes the files of one graph and shares the intermediate results between formats."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Writer:
     Args:
         example: Inputs at the traced sizes, on the CPU.
         weights_sha256: Digest of the model's weights, written into ONNX files.
-        applied: What was done to the graph, for what files say of their making.
-        device: Where the files are to run. The graph is on the CPU.
+        applied: Transformations that were applied to the graph, written into ONNX files.
+        device: Device that runs the files. The graph itself is on the CPU.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class Writer:
 
     @cached_property
     def program(self) -> ExportedProgram:
-        """The graph as it was exported again, for ``.pt2`` and TorchScript; ONNX is exported under patches of its own.
+        """Graph exported again for ``.pt2`` and TorchScript.
+
+        ONNX needs a separate export under patches.
 
         Raises:
-            ExportError: ``torch.export`` refuses it.
+            ExportError: ``torch.export`` refuses the graph.
         """
         program = exported_program.to_program(self.flat, self.signature, self.example)
         drop_unfounded(program, self.flat, self.signature, self.example)
@@ -69,13 +71,13 @@ class Writer:
         """Writes a file.
 
         Args:
-            opset: That of an ONNX file; the exporter's own choice by default.
+            opset: Opset of an ONNX file; the exporter chooses one by default.
 
         Raises:
-            ExportError: The graph cannot be written in that format.
+            ExportError: The format does not support the graph.
         """
         path, fixed_shape = folder / _FILES[file_format], None
-        passes = [name for name in of_format(file_format) if name in passes]  # in the order of their application
+        passes = [name for name in of_format(file_format) if name in passes]  # in the order in which they are applied
         if file_format == "pt2":
             exported_program.save(self.program, path, passes=passes)
         elif file_format == "torchscript":
@@ -89,7 +91,7 @@ class Writer:
         )
 
     def metadata(self, passes: Sequence[str]) -> dict[str, Any]:
-        """What an ONNX file says of its own making, in its ``metadata_props``."""
+        """Returns the ``metadata_props`` of an ONNX file, which record how it was written."""
         return {
             "optexport.version": __version__,
             "optexport.weights_sha256": self._weights_sha256,

@@ -1,4 +1,4 @@
-"""Convolutions of images by oneDNN, whose results have their channels last in memory."""
+"""Calls oneDNN for convolutions of images, with results in channels-last memory format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optexport._utils import aten_ops
 aten = torch.ops.aten
 CONVOLUTION = torch.ops.mkldnn._convolution_pointwise.default
 
-# What gives the same numbers however its inputs lie in memory, and lays its result out as they lie.
+# Operators whose numbers do not depend on the memory format, and whose results have their inputs' format.
 _FOLLOWS = {
     *(aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default),
     *(aten.silu.default, aten.gelu.default, aten.mish.default, aten.hardswish.default, aten.hardsigmoid.default),
@@ -27,18 +27,18 @@ _READS_SIZES_ONLY = {aten.sym_size.int, aten._assert_tensor_metadata.default}
 
 
 def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: Sequence[float]) -> set[fx.Node]:
-    """Calls oneDNN for convolutions of float32, in place, and makes what needs the usual layout copy to it.
+    """Calls oneDNN for float32 convolutions, in place, and adds the necessary copies.
 
-    ``aten.conv2d`` computes kernels of 1 x 1 by one thread as a copy and a product of MKL's, and takes the layout of
-    its input; oneDNN is faster where the channels lie last, and gives such a result as soon as the weight lies so.
+    ``aten.conv2d`` computes 1 x 1 kernels with a copy and a single-threaded MKL product, and keeps its input's layout.
+    oneDNN is faster in channels-last format, and returns that format if the weight has it.
 
     Args:
-        weights: The parameters of the program, by the placeholders that stand for them.
-        scalars: What the file's format takes for no numbers.
+        weights: The program's parameters by their placeholders.
+        scalars: Value that the file's format accepts as an empty list of numbers.
 
     Returns:
-        The placeholders of the weights that are to lie with their channels last; none where all was left as it was,
-        because something is changed in place that a copy could part from what reads it.
+        Placeholders of the weights to convert to channels-last format. The set is empty, and the graph unchanged, if a
+        copy could separate an in-place change from its readers.
     """
     if not all(_is_alone(node) for node in graph.nodes if _changes_in_place(node)):
         return set()
@@ -54,14 +54,14 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
 
 
 def raise_again(graph: fx.Graph) -> None:
-    """Puts the operators of torch back, in place."""
+    """Restores the ATen convolutions, in place."""
     for node in graph.find_nodes(op="call_function", target=CONVOLUTION):
         x, weight, bias, padding, stride, dilation, groups, *_ = node.args
         node.target, node.args = aten.conv2d.default, (x, weight, bias, stride, padding, dilation, groups)
 
 
 def _copy_where_needed(graph: fx.Graph, moved: set[fx.Node]) -> None:
-    """Copies what may lie with its channels last, ``moved`` and what follows from it, for all that may need another."""
+    """Inserts contiguous copies of ``moved`` and its followers for readers that may need them."""
     for node in list(graph.nodes):
         read = [given for given in node.all_input_nodes if given in moved]
         if node in moved or not read or node.target in _READS_SIZES_ONLY:
@@ -83,7 +83,7 @@ def _changes_in_place(node: fx.Node) -> bool:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Whether what a node changes in place is read by nothing else, and shares its memory with nothing."""
+    """Returns True if only this node reads the tensor that it changes in place."""
     changed = node.args[0] if node.args else None
     return (
         node.target in _FOLLOWS
@@ -94,9 +94,9 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _fits(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
-    """Whether oneDNN computes a convolution as torch does.
+    """Returns True if oneDNN computes a convolution as torch does.
 
-    It takes batches only, reads a bias that is no plain vector wrongly, and lacks float64.
+    oneDNN takes batches only, misreads a bias that is not a contiguous vector, and lacks float64.
     """
     x, weight, bias, *sizes, _ = aten_ops.arguments(node).values()
     value = weights.get(weight)

@@ -1,4 +1,4 @@
-"""TorchScript, by scripting the ATen graph: every size stays dynamic, as tracing would not leave it."""
+"""Exports TorchScript by scripting the ATen graph, because tracing would fix every size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from optexport.tracing import transformers_exporter
 
 aten = torch.ops.aten
 
-# What an exported graph asserts about its inputs; TorchScript has no schema for them, and computes the same without.
+# Assertions of an exported graph about its inputs. TorchScript has no schema for them; results do not depend on them.
 _ASSERTIONS = (
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -31,13 +31,13 @@ _ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
 )
 
-# What takes the one value of a tensor, of which TorchScript has to be told what number it is.
+# Operators that read a tensor's single value. TorchScript needs the type of the number.
 _SCALARS = (aten.item.default, aten._local_scalar_dense.default)
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-# What turns values into numbers of Python, or into sizes.
+# Operators that turn tensor values into Python numbers or sizes.
 _VALUES = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
 
-# What is computed with sizes, in TorchScript's words.
+# Computations with sizes, and TorchScript's functions for them.
 _SIZES: dict[Any, Callable[..., Any]] = {
     aten.sym_size.int: aten.size,
     torch.sym_float: float,
@@ -60,15 +60,15 @@ def save(
     """Writes a TorchScript file that takes the inputs by name and returns a tuple of tensors.
 
     Args:
-        program: Flat: tensors in, a tuple of tensors out.
-        example: Inputs to trace with, where the graph cannot be scripted.
-        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
+        program: Flat program: tensors in, a tuple of tensors out.
+        example: Inputs for a trace, used if the graph cannot be scripted.
+        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
 
     Returns:
-        None, or, where only a trace could be had, the reason; such a file works at the example's shapes only.
+        None for a scripted file. For a traced file, the reason; such a file accepts only the example's shapes.
 
     Raises:
-        ExportError: It can be neither scripted nor traced.
+        ExportError: The graph can be neither scripted nor traced.
         OSError: The disk is full.
     """
     weights = dict.fromkeys([*program.graph_signature.parameters, *program.graph_signature.buffers])
@@ -82,11 +82,11 @@ def save(
     program = torch_passes.lower(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
-    with transformers_exporter.quiet():  # TorchScript is deprecated, and asked for
+    with transformers_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
         try:
             module = compile_afresh(lambda: torch.jit.script(scriptable(graph_module, signature)))
             reason = None
-        except Exception as error:  # the TorchScript compiler raises many kinds
+        except Exception as error:  # the TorchScript compiler raises many types of exceptions
             reason = first_line(error)
             module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
         if "freeze" in passes:
@@ -97,10 +97,12 @@ def save(
 
 
 def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
-    """The graph as TorchScript reads it: operators without overload names, a plain signature, no assertions.
+    """Returns the graph in a form that TorchScript compiles.
+
+    It has no overload names and no assertions, and returns a flat tuple.
 
     Args:
-        signature: Names the inputs; without it they keep their names.
+        signature: Names the inputs; by default they keep their names.
     """
     graph = fx.Graph()
     output = graph.graph_copy(graph_module.graph, {})
@@ -111,7 +113,7 @@ def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None)
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
             graph.erase_node(node)
-    graph.eliminate_dead_code()  # before the overload goes, which tells what changes its argument in place
+    graph.eliminate_dead_code()  # before the overloads go, because only they mark in-place changes
     for node in graph.nodes:
         if node.target in _SIZES:
             node.target = _SIZES[node.target]
@@ -136,11 +138,11 @@ def _trace(
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", torch.jit._trace.TracerWarning
-            )  # that sizes are fixed is what the reason is for
-            # Once more without dynamic sizes, since what is computed with them cannot be traced.
+            )  # the returned reason reports that sizes are fixed
+            # Export again without dynamic sizes, because torch.jit.trace cannot trace computations with them.
             fixed = torch.export.export(graph_module, (), copy.deepcopy(inputs)).module(check_guards=False)
             module = torch.jit.trace(fixed, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
-    except Exception as error:  # the compiler raises whatever it meets on its way
+    except Exception as error:  # the compiler raises many types of exceptions
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
             location="export.formats: torchscript",

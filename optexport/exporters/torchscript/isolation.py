@@ -1,4 +1,4 @@
-"""TorchScript's compiler without its memory, so that a file tells nothing of the process that wrote it."""
+"""Isolates TorchScript's compiler, so that files do not depend on the process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def compile_afresh(compile_: Callable[[], torch.jit.ScriptModule]) -> torch.jit.ScriptModule:
-    """Scripts or traces a module as if nothing had been compiled in this process before.
+    """Scripts or traces a module with an empty compilation unit.
 
-    torch numbers a class whose name an earlier one has taken, and an attempt that fails leaves a half-made class: both
-    would be seen in the file, and in the next error. What the process compiled before works on, and knows nothing of
-    what is compiled here. For one thread at a time, since torch keeps one compilation unit for all.
+    torch adds a number to a class name that is already taken, and a failed attempt leaves an incomplete class. Both
+    would change the file and the next error. Earlier compiled code still works and cannot access the new code. This
+    function is not thread-safe, because torch has one global compilation unit.
     """
     state: Any = torch.jit._state
     recursive: Any = torch.jit._recursive
@@ -30,11 +30,11 @@ def compile_afresh(compile_: Callable[[], torch.jit.ScriptModule]) -> torch.jit.
 
 
 def _forget_sources(block: Any) -> None:
-    """Takes from every node where in Python it came from: paths, and numbers that fx counts in a process.
+    """Removes Python source locations from every node: paths, and fx's per-process counters.
 
-    An error in the file still shows the line of the file's own code.
+    An error in the file still shows the line of the file's TorchScript code.
     """
-    graph: Any = torch._C.Graph()  # a node lives no longer than its graph
+    graph: Any = torch._C.Graph()  # must stay alive as long as its node
     nowhere = graph.create("prim::Constant")
     returns = block.return_node() if isinstance(block, torch._C.Graph) else block.returnNode()
     for node in (*block.nodes(), returns):

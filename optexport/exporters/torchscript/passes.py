@@ -1,4 +1,4 @@
-"""Lowerings of TorchScript and ``.pt2`` files: other operators for the same numbers, some of them faster."""
+"""Format passes of TorchScript and ``.pt2``: other operators for the same numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ aten = torch.ops.aten
 
 
 def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
-    """Applies the passes of a graph, which are all but ``freeze``, to a copy that shares what weights it can.
+    """Applies the graph's format passes to a copy that shares most weights.
+
+    `freeze` applies to the compiled module instead.
 
     Args:
         program: Not changed.
-        file_format: "torchscript" or "pt2": the one that the copy is written to.
+        file_format: Format of the file to write: "torchscript" or "pt2".
     """
     if not {"onednn-linear", "channels-last"} & set(names) or not torch.backends.mkldnn.is_available():
         return program
     lowered = copy.copy(program)
     lowered._graph_module = copy.copy(program.graph_module)
     lowered._graph_module.graph = copy.deepcopy(program.graph)
-    # TorchScript takes [0.0] for a list of another type, torch.export.save cannot write [].
+    # TorchScript rejects [0.0] as a list of another type, and torch.export.save cannot write [].
     scalars = [] if file_format == "torchscript" else [0.0]
     if "onednn-linear" in names:
         _call_onednn(lowered, scalars)
@@ -39,7 +41,7 @@ def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> E
 
 
 def raise_again(program: ExportedProgram) -> None:
-    """Puts back, in place, the layers that oneDNN was called for, so that a file can be a source again."""
+    """Restores the ATen layers in place of oneDNN calls, so that a file can be a source."""
     graph = program.graph
     channels_last.raise_again(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
@@ -55,13 +57,13 @@ def raise_again(program: ExportedProgram) -> None:
 
 
 def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """Makes the weights of a scripted module constants of its code, and computes what depends on nothing else."""
+    """Turns a scripted module's weights into constants and folds constant expressions."""
     frozen: torch.jit.ScriptModule = torch.jit.freeze(module.eval())
     return frozen
 
 
 def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
-    """Lets convolutions of images give results whose channels lie last in memory."""
+    """Calls oneDNN for convolutions of images, with results in channels-last memory format."""
     parameters, state = program.graph_signature.inputs_to_parameters, dict(program.state_dict)
     weights = {node: weight for node, weight in _weights(program).items() if node.name in parameters}
     for node in channels_last.lay_out(program.graph, weights, scalars):
@@ -70,15 +72,15 @@ def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
     program._state_dict = state
     program._graph_signature = copy.deepcopy(program.graph_signature)
     for spec, returned in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
-        if isinstance(returned, fx.Node):  # which may be a copy that has another name
+        if isinstance(returned, fx.Node):  # may be a copy with another name
             spec.arg.name = returned.name
 
 
 def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
-    """Calls oneDNN for linear layers of float32, and for a GELU that alone uses one.
+    """Calls oneDNN for float32 linear layers, fused with a GELU that is their only user.
 
-    ``aten.linear`` goes to the BLAS that torch is built with: MKL, which is slow on processors that are not Intel's.
-    For bfloat16 it goes to oneDNN already. A ReLU is left alone, since oneDNN's makes 0 of NaN.
+    ``aten.linear`` calls torch's BLAS, usually MKL, which is slow on processors that are not from Intel. It already
+    calls oneDNN for bfloat16. ReLU is not fused, because oneDNN's ReLU turns NaN into 0.
     """
     graph = program.graph
     weights = _weights(program)
@@ -87,17 +89,17 @@ def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
         if not _fits(x, weights.get(weight), bias, weights.get(bias)):
             continue
         last, post = node, ("none", scalars, "")
-        # Right after it, so that nothing between them changes x in place.
+        # The GELU must follow directly, because a node between them could change x in place.
         if list(node.users) == [node.next] and node.next.target is aten.gelu.default:
             last, post = node.next, ("gelu", scalars, node.next.kwargs.get("approximate", "none"))
-        last.target = torch.ops.mkldnn._linear_pointwise.default  # in place: outputs of a program go by their names
+        last.target = torch.ops.mkldnn._linear_pointwise.default  # in place: outputs are found by node name
         last.args, last.kwargs = (x, weight, bias, *post), {}
         if last is not node:
             graph.erase_node(node)
 
 
 def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
-    """The tensors that a program carries, by the placeholders that stand for them."""
+    """Returns the tensors that a program contains, by their placeholders."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     kept = {**program.state_dict, **program.constants}
@@ -111,9 +113,9 @@ def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
 
 
 def _fits(x: fx.Node, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None) -> bool:
-    """Whether oneDNN computes a linear layer as torch does.
+    """Returns True if oneDNN computes a linear layer as torch does.
 
-    It refuses layers without features, reads a bias that is no plain vector wrongly, and lacks float64.
+    oneDNN rejects layers without features, misreads a bias that is not a contiguous vector, and lacks float64.
     """
     return (
         x.meta["val"].dtype == torch.float32
