@@ -1,4 +1,4 @@
-"""The inverse of the error function, which neither ONNX nor ``torch.onnx`` has."""
+"""Inverse of the error function, which ``torch.onnx`` does not convert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import torch
 
-# Of `inverse_of_erf`: numerator and denominator, the highest power first, near 0, towards an end, and next to it.
+# Coefficients of `inverse_of_erf`: numerator and denominator, highest power first, for |x| <= 0.85 and two tails.
 _PERCENTAGE_POINTS = (
     (
         (
@@ -79,10 +79,11 @@ _PERCENTAGE_POINTS = (
 
 
 def inverse_of_erf(x: torch.Tensor) -> torch.Tensor:
-    """The number whose error function is given, in float64, without the error function that ONNX Runtime lacks there.
+    """Computes the inverse of the error function.
 
-    Algorithm AS 241 of Wichura, "The Percentage Points of the Normal Distribution", Applied Statistics 37 (1988): to
-    about 16 digits, three quotients of polynomials.
+    It computes in float64 and casts to the input's dtype. It does not call the error function, which ONNX Runtime lacks
+    in float64. Source: algorithm AS 241 of Wichura, "The Percentage Points of the Normal Distribution", Applied
+    Statistics 37 (1988). Three rational functions give about 16 digits.
     """
     given, x = x.dtype, (x if x.is_floating_point() else x.float()).double()
     half = x / 2

@@ -1,4 +1,4 @@
-"""ONNX, through ``torch.onnx`` under the patches that transformers keeps for it."""
+"""Exports ONNX with ``torch.onnx`` under the patches of transformers."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
-# Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
+# Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
-# What the name of a weight ends with that a file holds transposed.
+# Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
 
 
 def convert(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None = None
 ) -> onnx_ir.Model:
-    """An ONNX model whose inputs, outputs and dynamic axes are named as in the signature.
+    """Converts a graph to an ONNX model with the signature's names and dynamic axes.
 
     Args:
-        graph_module: Flat: tensors in, a tuple of tensors out. Not changed.
+        graph_module: Flat graph: tensors in, a tuple of tensors out. Not changed.
+        example: Inputs at the traced sizes, by name.
+        opset: Opset of the model; ``torch.onnx`` chooses one by default.
 
     Raises:
-        ExportError: The graph holds an operator that ONNX lacks.
+        ExportError: ONNX lacks an operator of the graph, or ``torch.onnx`` writes another opset.
     """
     try:
         with transformers_exporter.onnx_patches(), _cached_torchlib():
             model = _convert(graph_module, signature, example, opset)
     except OptexportError:
         raise
-    except Exception as error:  # torch.onnx wraps whatever went wrong in types of its own
+    except Exception as error:  # torch.onnx wraps errors in several types
         raise ExportError(
             f"torch.onnx could not convert the graph: {root_cause(error)}",
             location="export.formats: onnx",
@@ -76,12 +78,12 @@ def write(
 
     Args:
         model: Not changed.
-        metadata: Written to the model's ``metadata_props``, each value as JSON.
-        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
-        external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
+        metadata: Entries of the model's ``metadata_props``, each value as JSON.
+        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
+        external_data_above: Size in bytes above which the weights go to ``<path>.data``.
 
     Raises:
-        ExportError: A lowering fails, the file does not pass ``onnx.checker``, or it crashes ONNX Runtime.
+        ExportError: A format pass fails, ``onnx.checker`` rejects the file, or the file crashes ONNX Runtime.
     """
     model = onnx_passes.lower(model.clone(), passes)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
@@ -120,7 +122,7 @@ def _convert(
         custom_translation_table=transformers_exporter.onnx_translations(),
         opset_version=opset,
         verbose=False,
-        optimize=False,  # whose rewriting takes a constant of 1e-8 for zero
+        optimize=False,  # its rewriting treats a constant of 1e-8 as zero
     )
     assert converted is not None
     transposed = _transposed_weights(converted.model.graph)
@@ -133,7 +135,7 @@ def _convert(
     max_pool.fix(converted.model)
     sigmoid.fix(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
-    # Metadata of the nodes holds the paths of the machine that built the file.
+    # Node metadata contains paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
 
 
@@ -165,7 +167,7 @@ _read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 
 def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
-    """The products by a weight that is yet to be transposed, and the name of the weight."""
+    """Returns products by a transposed weight, each with the weight's name."""
     found = []
     for node in graph.all_nodes():
         source = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
@@ -176,7 +178,7 @@ def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
 
 
 def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node, str]]) -> None:
-    """Names weights after what they were made of, where they are initializers now, so that a file tells its layers."""
+    """Names folded weights after their sources, so that a file shows its layers."""
     for node, name in weights:
         value = node.inputs[1]
         if value is not None and value.is_initializer() and TRANSPOSED not in (value.name or ""):
@@ -185,9 +187,9 @@ def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node,
 
 
 def _expand_masks(model: onnx_ir.Model) -> None:
-    """Gives masks of Attention a row for each query and a column for each key.
+    """Expands masks of Attention to one row per query and one column per key.
 
-    The operator takes those that are broadcast there; ONNX Runtime 1.31 raises.
+    The operator's specification allows broadcast masks, but ONNX Runtime 1.31 raises.
     """
     for node in list(model.graph.all_nodes()):
         if node.op_type != "Attention" or node.domain or len(node.inputs) < 4 or node.inputs[3] is None:
@@ -207,7 +209,7 @@ def _expand_masks(model: onnx_ir.Model) -> None:
 
 
 def _name_outputs(graph: onnx_ir.Graph, names: Sequence[str]) -> None:
-    """Names the outputs; an inner value that bears such a name already gets another."""
+    """Names the outputs and renames inner values with the same names."""
     outputs = dict(zip(graph.outputs, names, strict=True))
     inner = [value for node in graph.all_nodes() for value in node.outputs] + list(graph.initializers.values())
     for value in inner:

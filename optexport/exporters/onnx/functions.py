@@ -1,7 +1,6 @@
-"""What ONNX lacks, or what is written wrongly as it stands, said with other operators of PyTorch.
+"""Replacements for operators that ONNX lacks or that ``torch.onnx`` converts wrongly.
 
-A graph calls these functions in place of ATen operators while it is exported to ONNX; they compute the same, at any
-size.
+During ONNX export, a graph calls these functions in place of ATen operators. They compute the same results at any size.
 """
 
 from __future__ import annotations
@@ -26,19 +25,26 @@ def attention(
     attend: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default,
     **kw: Any,
 ) -> torch.Tensor:
-    """Attention whose rows without a single key are zeros, as torch's are; ONNX Runtime would make NaN of them.
+    """Computes attention with zeros for rows that mask every key, as torch does.
 
-    Not the patch of transformers, which also zeroes rows whose mask is the smallest number throughout: to torch these
-    attend to all keys alike.
+    ONNX Runtime returns NaN for such rows. transformers' own patch also zeroes rows whose mask is the smallest number
+    throughout, but in torch these rows attend to all keys equally.
+
+    Args:
+        query: Of shape [..., queries, features].
+        key: Of shape [..., keys, features].
+        value: Of shape [..., keys, features].
+        attn_mask: Boolean or additive, broadcastable to [..., queries, keys].
+        attend: Operator that computes attention with an additive mask.
     """
     if attn_mask is None:
         return attend(query, key, value, None, *args, **kw)
-    # Half of the smallest number: a score added to it stays finite, and the operator that opset 23 has leaves out rows
-    # that hold nothing but the smallest.
+    # Half of the smallest number, so that adding a score stays finite. The operator of opset 23 skips rows that
+    # contain only the smallest number.
     low = torch.finfo(query.dtype).min / 2
     if attn_mask.dtype == torch.bool:
         attended = attn_mask.to(query.dtype).amax(dim=-1, keepdim=True)
-        # No row of these is NaN, so that a product will do, which ONNX Runtime computes faster than Where.
+        # No row is NaN here, so a product suffices. ONNX Runtime computes it faster than Where.
         return attend(query, key, value, (~attn_mask).to(query.dtype) * low, *args, **kw) * attended
     finite = attn_mask > float("-inf")
     result = attend(query, key, value, torch.where(finite, attn_mask.clamp(min=low), attn_mask), *args, **kw)
@@ -47,7 +53,7 @@ def attention(
 
 
 def attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
-    """`attention`, of two matrix products and a softmax."""
+    """Computes `attention` with two matrix products and a softmax."""
     return attention(*args, attend=_products, **kw)
 
 
@@ -62,10 +68,10 @@ def _products(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What the operator computes, said so that ONNX Runtime fuses the transpose of the keys into the product.
+    """Computes attention in a form that lets ONNX Runtime fuse the transpose into the product.
 
-    The formula is that of ``torch.nn.functional.scaled_dot_product_attention``'s documentation. ``torch.onnx`` gives
-    the keys three dimensions before it transposes them, which costs a copy of the keys and a dozen nodes of shapes.
+    The formula is in the documentation of ``torch.nn.functional.scaled_dot_product_attention``. ``torch.onnx`` reshapes
+    the keys to three dimensions before it transposes them. This costs a copy of the keys and a dozen shape nodes.
     """
     if is_causal or enable_gqa or dropout_p or isinstance(scale, torch.SymFloat):
         return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
@@ -81,9 +87,12 @@ def _products(
 def running(
     extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's.
+    """Computes a running maximum or minimum, and the index of the last of equal elements.
 
-    The patch of transformers makes the largest number of infinity.
+    The patch of transformers returns another index, and replaces infinity by the largest finite number.
+
+    Args:
+        extreme: ``torch.cummax`` or ``torch.cummin``.
     """
     size = x.shape[dim]
     if x.is_floating_point():
@@ -98,15 +107,15 @@ def running(
 
 
 def angle(x: torch.Tensor) -> torch.Tensor:
-    """The angle of complex numbers; ``torch.onnx`` gives -π for those that are real and below 0."""
+    """Computes the angle of complex numbers; ``torch.onnx`` gives -π for negative real ones."""
     return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
 
 
 def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> torch.Tensor:
-    """``torch.roll``, by any number of steps at any size.
+    """Computes ``torch.roll`` for any shifts and sizes.
 
-    The patch of transformers cuts an axis where the size that is traced says, and cuts none where that is a multiple
-    of the steps.
+    The patch of transformers fixes the split point at the traced size. It skips the roll if that size is a multiple of
+    the shift.
     """
     steps = (shifts,) if isinstance(shifts, int | torch.SymInt) else shifts
     axes = (dims,) if isinstance(dims, int) else dims
@@ -114,14 +123,20 @@ def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[in
         return rolled(x.reshape(-1), steps, 0).reshape(x.shape)
     if all(isinstance(number, int) for number in (*steps, *(x.shape[axis] for axis in axes))):
         same = torch.roll(x, [*steps], [*axes])
-        return same.clone() if same is x else same  # an input that is an output would bear two names
+        return same.clone() if same is x else same  # an output that is an input would have two names
     for step, axis in zip(steps, axes, strict=True):
         x = x.index_select(axis, remainder(torch.arange(x.shape[axis]) - step, x.shape[axis]))
     return x
 
 
 def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
-    """What ``torch.fft.fftshift`` gives, or if it goes back ``ifftshift``; ONNX has steps of known sizes alone."""
+    """Computes ``torch.fft.fftshift``, or ``ifftshift``.
+
+    ONNX supports shifts of known sizes only.
+
+    Args:
+        back: True for ``ifftshift``.
+    """
     axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     for axis in axes:
         middle = x.shape[axis] // 2 if back else (x.shape[axis] + 1) // 2
@@ -130,32 +145,36 @@ def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bo
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The logarithm of a sigmoid, which below -100 ``torch.onnx`` makes minus infinity, as the sigmoid is 0 there."""
+    """Computes the logarithm of a sigmoid.
+
+    ``torch.onnx`` gives minus infinity below -100, because its sigmoid is 0 there.
+    """
     return -functional.softplus(-x)
 
 
 def logaddexp(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The logarithm of a sum of exponentials, which ``torch.onnx`` lets overflow."""
+    """Computes the logarithm of a sum of exponentials, which overflows in ``torch.onnx``."""
     apart = torch.maximum(x, y) + functional.softplus(-(x - y).abs())
-    return torch.where(x == y, x + math.log(2), apart)  # the difference of two infinities is none
+    return torch.where(x == y, x + math.log(2), apart)  # the difference of two infinities is NaN
 
 
 def logaddexp2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The same, to the base of 2."""
+    """Computes `logaddexp` to base 2."""
     return logaddexp(x * math.log(2), y * math.log(2)) / math.log(2)
 
 
 def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
-    """A division; of fractions that is rounded down, what torch gives: of -7 by 0.7 -11, where the quotient is -10.
+    """Divides, with torch's rounding.
 
-    That of whole numbers ``torch.onnx`` makes in float32, in which 1,699,999,199 by 3,600 is one hour more.
+    For floats rounded down, torch gives -11 for -7 / 0.7, although the quotient in floats is -10. ``torch.onnx``
+    divides integers in float32, so that 1,699,999,199 // 3,600 is too large by one.
     """
     is_fraction = _is_fraction(x, y)
     if rounding_mode is None or (is_fraction and rounding_mode != "floor"):
         return torch.div(x, y, rounding_mode=rounding_mode)
     x, y = _alike(x, y)
     if not is_fraction:
-        dtype, x, y = x.dtype, x.long(), y.long()  # ONNX Runtime divides no smaller ones
+        dtype, x, y = x.dtype, x.long(), y.long()  # ONNX Runtime does not divide smaller integers
         whole: torch.Tensor = aten.floor_divide.default(x, y)
         if rounding_mode == "trunc":
             whole = whole + ((torch.remainder(x, y) != 0) & ((x < 0) != (y < 0))).long()
@@ -166,9 +185,9 @@ def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> tor
 
 
 def remainder(x: Any, y: Any) -> torch.Tensor:
-    """What a division that is rounded down leaves; of fractions exactly.
+    """Computes the remainder of a division that rounds down, exactly for floats.
 
-    ``torch.onnx`` subtracts a rounded product: of 60,000 by 6.2831855 it is off by 0.003.
+    ``torch.onnx`` subtracts a rounded product, so that 60,000 % 6.2831855 has an error of 0.003.
     """
     is_fraction = _is_fraction(x, y)
     x, y = _alike(x, y)
@@ -179,7 +198,10 @@ def remainder(x: Any, y: Any) -> torch.Tensor:
 
 
 def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
-    """What a division that is rounded towards zero leaves; ONNX Runtime computes that of whole numbers in float64."""
+    """Computes the remainder of a division that rounds towards zero.
+
+    ONNX Runtime computes it in float64 for integers.
+    """
     if _is_fraction(x, y):
         return aten.fmod.Tensor(*_alike(x, y))  # type: ignore[no-any-return]
     x, y = _alike(x, y)
@@ -188,7 +210,10 @@ def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
 
 
 def rounded(operator: Any, x: torch.Tensor) -> torch.Tensor:
-    """A rounding to whole numbers, which leaves those alone; ONNX has none of them."""
+    """Applies a rounding operator to floats and copies integers.
+
+    ONNX has no rounding operators for integers.
+    """
     return operator(x) if x.is_floating_point() else x.clone()
 
 
@@ -197,7 +222,7 @@ def _is_fraction(*operands: Any) -> bool:
 
 
 def _alike(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two operands, of which one may be a number, as tensors of the type of what is computed of them."""
+    """Converts two operands, tensors or numbers, to tensors of the result's dtype."""
     dtype = torch.result_type(x, y)
     first, second = (v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=dtype) for v in (x, y))
     return first.to(dtype), second.to(dtype)
@@ -206,9 +231,9 @@ def _alike(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def scattered(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
-    """``torch.scatter_reduce``, with the means that ONNX lacks, and extremes that are infinite.
+    """Computes ``torch.scatter_reduce``, with means and with infinite extremes.
 
-    Of a mean ``torch.onnx`` writes the last element.
+    ONNX has no mean here; ``torch.onnx`` writes the last element instead.
     """
     if reduce != "mean" and (include_self or not x.is_floating_point()):
         return aten.scatter_reduce.two(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
@@ -223,9 +248,10 @@ def scattered(
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
-    """What ``torch.histc`` counts: what lies outside of the range in no bin, its upper end in the last.
+    """Computes ``torch.histc``.
 
-    The patch of transformers counts the former at the ends.
+    Values outside the range are not counted, and the upper end counts in the last bin. The patch of transformers counts
+    values outside the range in the first and the last bin.
     """
     x = x.reshape(-1)
     least, most = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
@@ -236,15 +262,18 @@ def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0)
 
 
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The elements of a source, in order, where a mask says so.
+    """Writes the source's elements, in order, to the places that a mask selects.
 
-    The patch of transformers reads the source for places outside of the mask too, and the source may be empty.
+    The patch of transformers also reads the source for unselected places, and fails if the source is empty.
     """
     return x.masked_scatter(mask, torch.cat([source.reshape(-1), source.new_zeros(1)]))
 
 
 def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.Tensor:
-    """Takes axes away of which it is known that their size is 1; ONNX refuses any other, which torch leaves alone."""
+    """Removes axes whose size is known to be 1.
+
+    ONNX fails on an axis of another size, which torch ignores.
+    """
     every = range(x.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
     single = [axis for axis in every if x.dim() and isinstance(x.shape[axis], int) and x.shape[axis] == 1]
     return x.squeeze(single) if single else x.clone()
@@ -253,10 +282,11 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
 def nearest(
     upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, factors: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Nearest neighbours, of the places that torch reads: the whole part of ``i * before / after`` in float32.
+    """Upsamples to nearest neighbours with torch's indices.
 
-    ONNX Runtime divides by ``after / before``: of 14 made 4 the third place is 6 to it, and 7 to torch. Where a size is
-    a multiple of the one before they agree. By a factor of 1.3 it makes 3 of 3 by copying them, and torch does not.
+    An index is ``int(i * before / after)`` in float32. ONNX Runtime divides by ``after / before``. From size 14 to 4,
+    it reads index 6 for the third element, and torch reads 7. Both agree if the new size is a multiple of the old one.
+    From size 3 with a factor of 1.3, ONNX Runtime copies the input, unlike torch.
     """
     before = x.shape[2:]
     if sizes is None:
@@ -279,9 +309,12 @@ def nearest(
 
 
 def average_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
-    """An adaptive average over the last axes, one size for each.
+    """Computes an adaptive average over the last axes.
 
-    What torch makes of the operator holds for the sizes that it was traced with, and says nothing of others.
+    torch's own decomposition is valid only for the traced sizes.
+
+    Args:
+        sizes: Output size of each of the last axes.
     """
     axes = range(-len(sizes), 0)
     if _are_one(sizes):
@@ -299,7 +332,14 @@ def average_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
 
 
 def largest_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """An adaptive maximum over the last axes, one size for each; and the place of each in these axes laid flat."""
+    """Computes an adaptive maximum over the last axes.
+
+    Args:
+        sizes: Output size of each of the last axes.
+
+    Returns:
+        The maxima, and the index of each in the flattened last axes.
+    """
     if len(sizes) > 1 and (_are_one(sizes) or _are_even(x, sizes)):
         operator = aten.adaptive_max_pool2d if len(sizes) == 2 else aten.adaptive_max_pool3d
         return operator.default(x, sizes)  # type: ignore[no-any-return]
@@ -321,23 +361,23 @@ def _are_one(sizes: Sequence[Any]) -> bool:
 
 
 def _are_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
-    """Whether it is known that all windows are as wide as each other, and do not overlap."""
+    """Returns True if all windows are known to have the same width and not to overlap."""
     pairs = list(zip(x.shape[-len(sizes) :], sizes, strict=True))
     return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
 
 
 def _windows(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the windows of an axis start and end, each of shape [size, 1], and the steps of the widest."""
+    """Returns starts and ends of an axis's windows, shaped [size, 1], and steps of the widest."""
     each = torch.arange(size)[:, None]
     return each * n // size, ((each + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)
 
 
 def _cut(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
-    """Parts an axis into two: that of the windows, and after it that of the places in each."""
+    """Replaces an axis by two: one for the windows, and one for the elements of each."""
     found: torch.Tensor = x.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
     return found
 
 
 def _before(axis: int, windows: torch.Tensor) -> torch.Tensor:
-    """What is known of windows, given the axes that come after theirs."""
+    """Appends axes of size 1, so that windows broadcast with the axes after theirs."""
     return windows.reshape(*windows.shape, *[1] * (-1 - axis))

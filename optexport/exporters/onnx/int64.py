@@ -1,8 +1,8 @@
-"""The larger of two int64, and what is like it, which ONNX Runtime misreads, said with other operators.
+"""Fixes int64 operators that ONNX Runtime computes wrongly, such as Max.
 
-Its kernels for the CPU compare the halves of a number apart, the lower one as if it had a sign: of 3,000,000,000 and 5
-version 1.31 takes 5 for the larger, and of two time stamps in milliseconds maybe the earlier for the later. Those of
-Less, Greater and ArgMax are right.
+The CPU kernels of version 1.31 compare the two halves of a number separately, and treat the lower half as signed. They
+return 5 as the larger of 3,000,000,000 and 5, and may confuse timestamps in milliseconds. Less, Greater and ArgMax are
+correct.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _Build = Callable[[onnx_ir.tape.Tape, onnx_ir.Node], Any]
 
 
 def fix(model: onnx_ir.Model) -> None:
-    """Has every Max, Min, Clip, Sign, ReduceMax and ReduceMin of int64 give what torch gives, in place.
+    """Replaces int64 operators by others that compute torch's results, in place.
 
-    And Relu, which the runtime has for no int64.
+    They are Max, Min, Clip, Sign, ReduceMax and ReduceMin. Relu is replaced too, because ONNX Runtime lacks it for
+    int64.
     """
     for node in list(model.graph.all_nodes()):
         build = None if node.domain else _BUILT.get(node.op_type)
@@ -35,7 +36,7 @@ def fix(model: onnx_ir.Model) -> None:
 
 
 def _picked(operator: str, tape: onnx_ir.tape.Tape, x: Any, y: Any) -> Any:
-    """Of each pair that of which the comparison is true; the first where there is no second."""
+    """Selects x or y by a comparison of the two; returns x if y is missing."""
     return x if y is None else tape.op("Where", [tape.op(operator, [x, y]), x, y])
 
 
@@ -62,7 +63,7 @@ def _zero(tape: onnx_ir.tape.Tape) -> Any:
 
 
 def _along_axes(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
-    """What lies where ArgMax or ArgMin says, of one axis after the other; None where the axes are not known."""
+    """Gathers by ArgMax or ArgMin along each axis; returns None if the axes are unknown."""
     x, axes = node.inputs[0], _axes(node)
     if axes is None:
         return None

@@ -1,4 +1,4 @@
-"""Maxima over windows that ONNX Runtime computes otherwise than torch, said with more nodes."""
+"""Fixes MaxPool nodes that ONNX Runtime computes differently from torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import numpy as np
 import onnx_ir
 
-# What these give is finite, but for what overflows.
+# Operators with a finite result, except on overflow.
 _FINITE = frozenset(
     {
         *("Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization", "InstanceNormalization"),
         *("GroupNormalization", "LayerNormalization", "Relu", "Clip", "Sigmoid", "HardSigmoid", "Tanh", "Softmax"),
     }
 )
-# What these give is finite where all that they are given is.
+# Operators with a finite result if all their inputs are finite.
 _HANDING_ON = frozenset(
     {
         *("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Split", "Slice", "Pad", "Transpose", "Reshape"),
@@ -25,7 +25,7 @@ _HANDING_ON = frozenset(
 
 
 def fix(model: onnx_ir.Model) -> None:
-    """Has every MaxPool give what torch gives, in place."""
+    """Makes every MaxPool compute torch's result, in place."""
     for node in list(model.graph.all_nodes()):
         if node.op_type == "MaxPool" and not node.domain:
             _pad_before(node)
@@ -34,10 +34,10 @@ def fix(model: onnx_ir.Model) -> None:
 
 
 def _pad_before(node: onnx_ir.Node) -> None:
-    """Names the axes of a Pad before a MaxPool, all of them.
+    """Adds the input of axes to a Pad before a MaxPool.
 
-    ONNX Runtime 1.31 makes one MaxPool of the two, which pads with minus infinity where the Pad does with zeros, but
-    leaves a Pad that names its axes alone.
+    ONNX Runtime 1.31 fuses Pad and MaxPool and then pads with minus infinity instead of zeros. It does not fuse a Pad
+    that names its axes.
     """
     pad = node.inputs[0].producer() if node.inputs[0] is not None else None
     padded = pad.inputs[0] if pad is not None and pad.op_type == "Pad" and len(pad.inputs) < 4 else None
@@ -52,9 +52,9 @@ def _pad_before(node: onnx_ir.Node) -> None:
 
 
 def _keep_infinity(node: onnx_ir.Node) -> None:
-    """Gives minus infinity for a window that holds nothing else, for which ONNX Runtime 1.31 gives -3.4e38.
+    """Returns minus infinity for windows of minus infinity; ONNX Runtime 1.31 gives -3.4e38.
 
-    With the indices, which are another kernel, it gives infinity too, and takes 60 times as long.
+    A MaxPool with indices uses another kernel that gives minus infinity, but takes 60 times as long.
     """
     x, largest = node.inputs[0], node.outputs[0]
     if x is None or x.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
@@ -76,7 +76,7 @@ def _keep_infinity(node: onnx_ir.Node) -> None:
 
 
 def _is_finite(value: onnx_ir.Value | None) -> bool:
-    """Whether nothing that a value is computed of may be minus infinity, so far as the operators tell."""
+    """Returns True if the operators show that a value never contains minus infinity."""
     waiting, seen = [value], set[onnx_ir.Value]()
     while waiting:
         value = waiting.pop()
@@ -94,7 +94,7 @@ def _is_finite(value: onnx_ir.Value | None) -> bool:
     return True
 
 
-# Whose other inputs are sizes and places.
+# Only the first input holds values; the others are sizes and indices.
 _BY_THE_FIRST = frozenset({"Split", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Resize"})
 
 

@@ -1,4 +1,4 @@
-"""Lowerings of ONNX files: other operators for the same numbers, of which ONNX Runtime runs some faster."""
+"""Format passes of ONNX: other operators for the same numbers, some of them faster."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx import transformers_exporter
 
-# What the patterns of onnxscript take for zero.
+# onnxscript's patterns treat numbers up to this one as zero.
 _TAKEN_FOR_ZERO = 1e-8
 
 
 def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies passes of the file, in the order of `optexport.config.format_passes.LOWERINGS` whatever
-    that of the names.
+    """Applies format passes in the order of `optexport.config.format_passes.LOWERINGS`.
+
+    The order of the names does not matter.
 
     Args:
-        model: It may be changed; names of inputs and outputs stay.
+        model: May be changed; the names of inputs and outputs stay.
 
     Raises:
-        ExportError: A package that does it fails.
+        ExportError: A package that implements a format pass fails.
     """
     for name, apply in _PASSES.items():
         if name in names:
@@ -34,15 +35,16 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
 
 
 def opset(names: Sequence[str], asked: int | None) -> int | None:
-    """The opset to export with: the one that is asked for, or else one that has what the passes write."""
+    """Returns the requested opset, or by default one that the format passes can use."""
     return ATTENTION_OPSET if asked is None and "attention" in names else asked
 
 
 def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
-    """``LayerNormalization(Add(x, y))`` becomes ``LayerNormalization(Sum(x, y))``, where neither is a constant.
+    """Replaces ``Add`` before LayerNormalization by ``Sum``, unless an operand is constant.
 
-    ONNX Runtime 1.31 makes SkipLayerNormalization of the former when it opens a file; its kernel for the CPU takes 4.8
-    ns an element, LayerNormalization's 0.6 (AMD EPYC, one thread, `python -m tests.benchmarks.profiling`).
+    ONNX Runtime 1.31 fuses Add and LayerNormalization into SkipLayerNormalization when it opens a file. The fused CPU
+    kernel takes 4.8 ns per element, and LayerNormalization 0.6 (AMD EPYC, one thread, `python -m
+    tests.benchmarks.profiling`).
     """
     for norm in model.graph.all_nodes():
         add = _producer(norm.inputs[0], "Add") if _is(norm, "LayerNormalization") else None
@@ -52,7 +54,7 @@ def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
 
 
 def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
-    """``Add(MatMul(x, W), b)`` becomes Reshape, Gemm and Reshape, where x has three dimensions or more."""
+    """Replaces ``Add(MatMul(x, W), b)`` by Reshape, Gemm and Reshape if x is at least 3-D."""
     for add in list(model.graph.all_nodes()):
         if not _is(add, "Add"):
             continue
@@ -73,11 +75,11 @@ def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
 
 
 def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
-    """What computes a product by a weight plus a bias by one Gemm; nothing where the product is no such."""
+    """Returns nodes that compute a product and a bias by one Gemm; empty if they do not fit."""
     (x, weight), product = matmul.inputs, matmul.outputs[0]
     if len(product.uses()) > 1 or product.is_graph_output():
         return []
-    transpose = _producer(weight, "Transpose")  # a weight that several layers share
+    transpose = _producer(weight, "Transpose")  # left unfolded if several layers share the weight
     if transpose is not None:
         if transpose.attributes.get_ints("perm", (1, 0)) != (1, 0):
             return []
@@ -100,22 +102,23 @@ def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[on
         tape.op("Reshape", [result, integers([*leading, columns])])
     else:
         sizes = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": -1}), integers([columns])], {"axis": 0})
-        tape.op("Reshape", [result, sizes], {"allowzero": 1})  # a size of 0 is that of an empty batch
+        tape.op("Reshape", [result, sizes], {"allowzero": 1})  # keeps the size 0 of an empty batch
     return list(tape.nodes)
 
 
 def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
     """Fuses operators into ONNX Runtime's own for its CPU provider.
 
-    Left as it is: a file with a number that onnxscript's patterns take for zero, and one that would call an operator
-    that the standard's domain lacks (SimplifiedLayerNormalization), which onnx.checker refuses.
+    Returns the model unchanged in two cases. In the first, it contains a number that onnxscript's patterns treat as
+    zero. In the second, fusing adds an operator that the standard domain lacks (SimplifiedLayerNormalization), which
+    onnx.checker rejects.
     """
     if any(_holds_tiny(tensor) for tensor in _constants(model)):
         return model
     fused = model.clone()
     try:
         transformers_exporter.fuse_for_onnxruntime(fused)
-    except Exception as error:  # rewriting raises whatever it meets
+    except Exception as error:  # rewriting raises many types of exceptions
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
             location="pass transformers-fusions",
@@ -123,7 +126,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
         ) from error
     if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
         return model
-    ClearMetadataAndDocStringPass()(fused)  # it writes down which of its functions made a node
+    ClearMetadataAndDocStringPass()(fused)  # the fusions record the name of the function that made a node
     return fused
 
 
@@ -133,12 +136,12 @@ def _constants(model: onnx_ir.Model) -> list[onnx_ir.TensorProtocol]:
 
 
 def _holds_tiny(tensor: onnx_ir.TensorProtocol) -> bool:
-    """Whether a tensor is a single number that is no zero, though nearly so."""
+    """Returns True if a tensor is a single nonzero number that patterns treat as zero."""
     return tensor.size == 1 and bool(0 < np.abs(tensor.numpy().astype(np.float64)).item() <= _TAKEN_FOR_ZERO)
 
 
 def _producer(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
-    """The node that computes a value, where it is one of that type."""
+    """Returns the node that computes a value, or None if it has another type."""
     node = value.producer() if value is not None else None
     return node if node is not None and _is(node, op_type) else None
 
@@ -148,7 +151,7 @@ def _is(node: onnx_ir.Node, op_type: str) -> bool:
 
 
 def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
-    """The shape of a value that the file holds; None of any other."""
+    """Returns the shape of a constant, or None for any other value."""
     return None if value is None or value.const_value is None else tuple(value.const_value.shape.numpy())
 
 

@@ -1,7 +1,7 @@
-"""Opens an ONNX file in a process of its own, where ONNX Runtime is known to crash rather than to raise.
+"""Opens an ONNX file in a separate process, because ONNX Runtime may crash.
 
-For a float16 model with an embedding before a bidirectional LSTM, ONNX Runtime 1.31 ends its process by a segmentation
-fault as it opens the file. Nothing can be told, nor a draft be removed, by a process that is gone.
+ONNX Runtime 1.31 crashes with a segmentation fault when it opens a float16 model with an embedding before a
+bidirectional LSTM. A crashed process can neither report the error nor remove the draft.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from optexport.errors import ExportError
 
 _RISKY = frozenset({"LSTM", "GRU", "RNN"})
-# What is refused with an exception is refused again where the file is opened to be proven, and told there.
+# Exceptions are ignored here, because the parity check opens the file again and reports them.
 _OPEN = """
 import contextlib, sys
 import onnxruntime
@@ -29,22 +29,24 @@ for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
 
 
 def check_opens(path: Path, operators: Iterable[str]) -> None:
-    """Checks that ONNX Runtime does not crash as it opens a file; only a file with risky operators, to save time.
+    """Checks that ONNX Runtime does not crash when it opens a file.
+
+    Files without risky operators are not opened, to save time.
 
     Args:
-        operators: The types of the file's nodes.
+        operators: Types of the file's nodes.
 
     Raises:
-        ExportError: It does.
+        ExportError: ONNX Runtime crashes.
     """
     if _RISKY.isdisjoint(operators):
         return
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _OPEN, str(path)],  # nothing is imported from where we are called
+        [sys.executable, "-P", "-c", _OPEN, str(path)],  # -P: no imports from the current folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # an interrupt from the terminal comes to us alone, and we end it
+        start_new_session=True,  # Ctrl-C reaches only this process, which ends the child
     )
     try:
         code = process.wait()

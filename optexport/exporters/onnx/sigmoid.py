@@ -1,4 +1,4 @@
-"""Sigmoids that ONNX Runtime computes with fewer digits than torch, said with more nodes."""
+"""Fixes Sigmoid nodes that ONNX Runtime computes with fewer digits than torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import onnx_ir
 
 
 def fix(model: onnx_ir.Model) -> None:
-    """Has every Sigmoid but that of a SiLU keep the digits of small results, in place.
+    """Makes every Sigmoid keep the digits of small results, in place, except in a SiLU.
 
-    In float32 ONNX Runtime 1.31 is off by up to 1.7e-7 however small the result is: by a part in 400 at -10, and below
-    -18 it gives 0. Written out it is as exact as torch's. Of ``x * sigmoid(x)`` the small results are as near as those
-    of others; of a product with anything else a logarithm or a quotient may yet be taken.
+    In float32, ONNX Runtime 1.31 has an absolute error of up to 1.7e-7 for results of any size. The relative error is
+    1/400 at -10, and the result is 0 below -18. The expanded form is as accurate as torch's Sigmoid. In ``x *
+    sigmoid(x)`` the absolute error is as small as elsewhere. Any other product may be the input of a logarithm or a
+    quotient.
     """
     for node in list(model.graph.all_nodes()):
         if node.op_type == "Sigmoid" and not node.domain and not _is_of_silu(node):
@@ -28,7 +29,10 @@ def _is_of_silu(node: onnx_ir.Node) -> bool:
 
 
 def _write_out(node: onnx_ir.Node) -> None:
-    """``1 / (1 + exp(-x))``: of large negative numbers the exponential is infinite, and the result 0."""
+    """Replaces a Sigmoid by ``1 / (1 + exp(-x))``.
+
+    For large negative numbers, the exponential is infinite and the result is 0.
+    """
     x, result = node.inputs[0], node.outputs[0]
     if x is None or x.dtype != onnx_ir.DataType.FLOAT:
         return

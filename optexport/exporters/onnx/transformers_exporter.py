@@ -1,6 +1,6 @@
-"""The only file that calls ``transformers.exporters`` to write ONNX.
+"""Wraps ``transformers.exporters`` for ONNX; no other file calls it for this format.
 
-Its authors call it experimental: adapt to a new version of transformers here and in
+transformers calls that package experimental. Adapt to new versions here and in
 `optexport.tracing.transformers_exporter`.
 """
 

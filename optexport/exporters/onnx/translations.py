@@ -1,7 +1,7 @@
-"""ATen operators as operators of ONNX, where ``torch.onnx`` writes them inexactly or wrongly.
+"""Translations of ATen operators that ``torch.onnx`` converts inexactly or wrongly.
 
-Attributes of operators, as the slope of LeakyRelu or the epsilon of LayerNormalization, are float32 in ONNX itself, and
-stay inexact in float64.
+ONNX stores operator attributes as float32, for example LeakyRelu's slope and LayerNormalization's epsilon. They stay
+inexact in float64.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from onnxscript.function_libs.torch_lib.ops import core
 from onnxscript.onnx_opset import opset18
 
 aten = torch.ops.aten
-op: Any = opset18  # whose types are those of ONNX's own values
+op: Any = opset18  # Any, because its functions also accept onnx_ir values
 
 
 def exactly(translate: Callable[..., Any]) -> Callable[..., Any]:
-    """A translation that takes numbers of Python for float64 where its result is.
+    """Wraps a translation so that Python floats become float64 if the result is float64.
 
-    Of ``x * 0.1`` in float64 ``torch.onnx`` makes a product with 0.10000000149: a number of Python has no type, and is
-    made float32 before it is cast.
+    ``torch.onnx`` converts ``x * 0.1`` in float64 to a product with 0.10000000149. A Python float has no dtype, and
+    becomes float32 before it is cast.
     """
 
     @functools.wraps(translate)
@@ -39,7 +39,7 @@ def exactly(translate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_int64(index: Any) -> Any:
-    """An index as ONNX takes it; None as it is."""
+    """Casts an int32 index to int64, as ONNX requires; returns anything else unchanged."""
     if index is None or index.dtype != onnx_ir.DataType.INT32:
         return index
     cast = op.Cast(index, to=onnx_ir.DataType.INT64)
@@ -52,7 +52,10 @@ def _of(number: float, dtype: onnx_ir.DataType) -> Any:
 
 
 def _atan2(y: Any, x: Any) -> Any:
-    """The angle of a point, by the signs of its zeros too; on the left where y is 0 ``torch.onnx`` gives -π for π."""
+    """Computes the angle of a point, with respect to the signs of zeros.
+
+    For y = 0 and negative x, ``torch.onnx`` gives -π instead of π.
+    """
     zero, one, pi = (_of(number, y.dtype) for number in (0.0, 1.0, math.pi))
     is_below, is_left = (op.Or(op.Less(v, zero), op.Less(op.Div(one, v), zero)) for v in (y, x))
     is_nowhere = op.And(op.Equal(y, zero), op.Equal(x, zero))
@@ -61,9 +64,9 @@ def _atan2(y: Any, x: Any) -> Any:
 
 
 def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """The elements of a diagonal alone.
+    """Gathers the elements of a diagonal.
 
-    ``torch.onnx`` multiplies by 0 what lies beside it, and sums: of an infinite number anywhere it makes NaN.
+    ``torch.onnx`` multiplies all other elements by 0 and sums, which gives NaN if an element is infinite.
     """
     axes = list(range(len(x.shape)))
     last = [axes[dim1], axes[dim2]]

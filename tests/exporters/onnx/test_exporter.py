@@ -17,6 +17,7 @@ from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
+from optexport.exporters.onnx import transformers_exporter
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
