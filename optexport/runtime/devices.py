@@ -1,6 +1,6 @@
-"""Where the exported files run: on the CPU, or by CUDA on a card of NVIDIA's; and whether that can be had here.
+"""Selects and checks the device for exported files: the CPU, or an NVIDIA GPU with CUDA.
 
-Imports neither torch nor ONNX Runtime before it needs them.
+This module imports torch and ONNX Runtime only in functions that need them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from optexport.errors import DeviceError
 
 Device = Literal["cpu", "cuda"]
 
-# In the order in which ONNX Runtime asks them for each operator. Of itself it computes float32 on a card in TF32, which
-# keeps 10 of the 23 bits of the fraction.
+# Providers in the order in which ONNX Runtime tries them for each operator. By default it computes float32 on a GPU in
+# TF32, which has 10 instead of 23 fraction bits.
 _PROVIDERS: dict[Device, list[Any]] = {
     "cpu": ["CPUExecutionProvider"],
     "cuda": [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"],
@@ -31,7 +31,7 @@ _MEND_ONNX = (
 
 
 def check(device: Device, formats: Collection[str], location: str) -> None:
-    """Checks that a model, and files of these formats, can be run on a device here.
+    """Checks that a model, and files of these formats, can run on a device here.
 
     Raises:
         DeviceError: They cannot.
@@ -42,7 +42,7 @@ def check(device: Device, formats: Collection[str], location: str) -> None:
 
 
 def check_torch(device: Device, location: str) -> None:
-    """Checks that torch can run what is made for a device.
+    """Checks that torch can run on a device here.
 
     Raises:
         DeviceError: It cannot.
@@ -66,35 +66,38 @@ def _check_onnx_runtime(device: Device, location: str) -> None:
 
 
 def onnx_session(path: Path, options: Any, device: Device) -> Any:
-    """Opens an ONNX file in ONNX Runtime, on the device that is asked for and on no other.
+    """Opens an ONNX file in ONNX Runtime on the requested device, without fallback.
 
-    Operators for which a card has no kernel still run on the CPU, as do computations with sizes: so ONNX Runtime
-    shares out a graph. A session that lies on the CPU as a whole is refused.
+    ONNX Runtime still runs operators without a GPU kernel, and computations with sizes, on the CPU. A session that is
+    entirely on the CPU raises an error if a GPU was requested.
 
     Args:
         options: An ``onnxruntime.SessionOptions``.
 
     Raises:
         DeviceError: The device is not available.
-        Exception: ONNX Runtime refuses the file; it raises many kinds.
+        Exception: ONNX Runtime rejects the file; it raises many types.
     """
     import onnxruntime
 
     _check_onnx_runtime(device, path.name)
     if device == "cuda":
-        with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
-            onnxruntime.preload_dlls()  # of the packages that torch brings
+        with contextlib.redirect_stdout(sys.stderr):  # preload_dlls prints missing libraries
+            onnxruntime.preload_dlls()  # from the packages that torch installs
     session = onnxruntime.InferenceSession(path, options, providers=_PROVIDERS[device])
-    session.disable_fallback()  # to the CPU, when a run fails
+    session.disable_fallback()  # no switch to the CPU after a failed run
     check_session(session.get_providers(), device, path.name)
     return session
 
 
 def check_session(providers: Sequence[str], device: Device, location: str) -> None:
-    """Refuses a session that ONNX Runtime has put on the CPU, as it does where it cannot load its CUDA provider.
+    """Checks that ONNX Runtime loaded its CUDA provider, and did not fall back to the CPU.
+
+    Args:
+        providers: Providers of the session.
 
     Raises:
-        DeviceError: It has.
+        DeviceError: It did not load the provider.
     """
     if device == "cuda" and providers[:1] != [_CUDA]:
         raise DeviceError(
@@ -105,13 +108,19 @@ def check_session(providers: Sequence[str], device: Device, location: str) -> No
 
 
 def set_float32_precision(wanted: Sequence[str] = ("ieee", "ieee", "ieee")) -> list[str]:
-    """Sets how torch computes products, convolutions and recurrent layers of float32 on a card; returns how it did.
+    """Sets torch's precision for float32 matrix products, convolutions and recurrent layers.
 
-    Convolutions and recurrent layers are in TF32 by default.
+    It applies to GPUs. torch's default is TF32 for convolutions and recurrent layers.
+
+    Args:
+        wanted: Values of ``fp32_precision`` for these three, in this order.
+
+    Returns:
+        The previous values, in the same order.
     """
     import torch
 
-    cudnn: Any = torch.backends.cudnn  # a module in the place of which torch puts an object
+    cudnn: Any = torch.backends.cudnn  # torch replaces this module by an object
     settings = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [setting.fp32_precision for setting in settings]
     for setting, value in zip(settings, wanted, strict=True):
@@ -121,7 +130,7 @@ def set_float32_precision(wanted: Sequence[str] = ("ieee", "ieee", "ieee")) -> l
 
 @contextlib.contextmanager
 def whole_float32(device: Device) -> Iterator[None]:
-    """Within it torch computes float32 without TF32 on a card; a caller's own setting is put back at its end."""
+    """Turns off TF32 on a GPU in a ``with`` block, and then restores the previous setting."""
     if device == "cpu":
         yield
         return
@@ -133,7 +142,7 @@ def whole_float32(device: Device) -> Iterator[None]:
 
 
 def described(device: Device) -> str:
-    """A device in words, with the name of the card: ``cuda (NVIDIA H200)``."""
+    """Returns a description of a device, with the name of the GPU: ``cuda (NVIDIA H200)``."""
     if device == "cpu":
         return device
     import torch

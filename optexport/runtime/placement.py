@@ -1,4 +1,4 @@
-"""Moves models and programs, which are loaded and traced on the CPU, to the device that files are made for."""
+"""Moves models and programs from the CPU to the device of the exported files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from optexport.runtime.devices import Device
 
 
 def program_to(program: ExportedProgram, device: Device) -> ExportedProgram:
-    """Moves a program, in place: its weights, and the devices that stand in its graph."""
+    """Moves a program's weights, and the devices in its graph, to a device, in place."""
     moved = move_to_device_pass(program, device)
-    _write_device(moved.graph_module, torch.device(device))  # where the pass leaves its name
+    _write_device(moved.graph_module, torch.device(device))  # the pass leaves some device arguments unchanged
     return moved
 
 
 def model_to(model: nn.Module, device: Device) -> nn.Module:
-    """A copy of a model on a device, and of the devices that stand in it as far as it is a graph."""
-    # Each tensor by itself: a copy of one on the CPU copies all that lies in its memory, of a mapped file all weights.
+    """Returns a copy of a model on a device; devices in graphs change too."""
+    # Copy each tensor separately: deepcopy copies the whole storage, which is all weights for a memory-mapped file.
     there: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter):
@@ -30,14 +30,14 @@ def model_to(model: nn.Module, device: Device) -> nn.Module:
             is_parameter = isinstance(tensor, nn.Parameter)
             there[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
-        moved = copy.deepcopy(model, dict(there)).to(device)  # the latter for TorchScript, and other kinds of tensors
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecated its own way to copy output trees
+        moved = copy.deepcopy(model, dict(there)).to(device)  # .to for TorchScript and other tensor types
     _write_device(moved, torch.device(device))
     return moved
 
 
 def _write_device(module: nn.Module, device: torch.device) -> None:
-    """Has every operator of the graphs in a module that names a device name this one."""
+    """Replaces every device in the graphs of a module."""
     for graph_module in module.modules():
         if not isinstance(graph_module, fx.GraphModule):
             continue

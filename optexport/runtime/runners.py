@@ -1,4 +1,4 @@
-"""Runs exported files, each in its own runtime. Needs neither transformers nor the original model."""
+"""Runs exported files in their own runtimes, without transformers or the original model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import; a user's setting has precedence
 import onnxruntime
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -30,11 +30,14 @@ Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 def open_file(
     path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
 ) -> Iterator[tuple[str, Run]]:
-    """Opens an exported file in each way that it is proven, one after the other.
+    """Opens an exported file in each target's way, one after the other.
+
+    Yields:
+        The target's name, and a function that runs the file.
 
     Raises:
-        ExportError: As for `ways_to_open`, and so the other.
-        DeviceError: There is no such device here.
+        ExportError: The runtime rejects the file.
+        DeviceError: The device is not available.
     """
     for target, opened in ways_to_open(path, file_format, outputs, device):
         yield target, opened()
@@ -43,13 +46,16 @@ def open_file(
 def ways_to_open(
     path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
 ) -> list[tuple[str, Callable[[], Run]]]:
-    """Each way in which an exported file is proven: the place's name, and what opens the file and tells how to run it.
+    """Lists the targets of an exported file.
 
-    The latter raises ExportError where the runtime refuses the file, whose folder is not named: a draft is gone when
-    that is read; and DeviceError where there is no such device here.
+    The function that opens a file raises ExportError if the runtime rejects the file, and DeviceError if the device is
+    not available. Its errors do not name the folder, because a draft's folder no longer exists when a user reads them.
 
     Args:
-        device: The one that the file was made for. What runs it there takes tensors of the CPU, and gives such.
+        device: Device that the file was written for. Inputs and outputs of a run are always on the CPU.
+
+    Returns:
+        The name of each target, and a function that opens the file and returns a function that runs it.
     """
     ways: list[tuple[str, Callable[[], Run]]] = []
     match file_format:
@@ -81,16 +87,16 @@ def open_onnx(
     """Opens an ONNX file in ONNX Runtime.
 
     Args:
-        outputs: The names of its outputs.
-        optimised: Whether with the runtime's graph optimisations, as in production, or with none.
-        level: How far it goes with them.
+        outputs: Names of the file's outputs.
+        optimised: True for graph optimisations as in production, False for none.
+        level: Level of the optimisations.
 
     Raises:
-        ExportError: The runtime refuses the file.
-        DeviceError: It cannot run it on that device here.
+        ExportError: The runtime rejects the file.
+        DeviceError: The runtime cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it refuses, it raises too
+    options.log_severity_level = 4  # errors are raised anyway
     options.graph_optimization_level = getattr(
         onnxruntime.GraphOptimizationLevel, level if optimised else "ORT_DISABLE_ALL"
     )
@@ -116,11 +122,11 @@ def open_onnx(
 
 @as_in_a_new_process()
 def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
-    """Opens a TorchScript file, after checking that it does nothing but compute.
+    """Opens a TorchScript file, after checking that it only computes.
 
     Raises:
-        SourceError: It does more, or cannot be loaded.
-        DeviceError: There is no such device here.
+        SourceError: The file does more than compute, or does not load.
+        DeviceError: The device is not available.
     """
     devices.check_torch(device, path.name)
     with warnings.catch_warnings():
@@ -131,11 +137,11 @@ def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu")
 
 @as_in_a_new_process()
 def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
-    """Opens a ``.pt2`` file, after checking that it holds no code.
+    """Opens a ``.pt2`` file, after checking that it contains no code.
 
     Raises:
-        SourceError: It holds what could run code, or cannot be loaded.
-        DeviceError: There is no such device here.
+        SourceError: The file contains something that could run code, or does not load.
+        DeviceError: The device is not available.
     """
     devices.check_torch(device, path.name)
     return _runner(archives.pt2_module(path), outputs, device)

@@ -1,1 +1,1 @@
-"""Inputs and outputs of a model: names, dtypes, axes, and how they are passed."""
+"""Inputs and outputs of a model: names, dtypes, axes and call arguments."""

@@ -1,7 +1,7 @@
-"""What a model is called with: tensors by flat names, constants, and the nesting that ``forward`` takes them in.
+"""Maps nested call arguments of a model to flat tensor names and constants.
 
 ``forward(x, states=(h, c), features={"pitch": p}, reverse=False)`` takes the tensors ``x``, ``states.0``, ``states.1``
-and ``features.pitch``. Everything after it knows flat names only; the constants are part of what is exported.
+and ``features.pitch``. All other code uses flat names only; constants are part of the exported graph.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Constant = bool | int | float | str | torch.Tensor
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a model, with the name of a tensor in each tensor's place.
+    """Arguments of a model, with a name in place of each tensor.
 
     Attributes:
-        leaves: Of the arguments, flattened: the name of a tensor, or a constant.
-        spec: What they are the leaves of: a tuple of positional arguments, and a dict of those by keyword.
-        constants: What is fixed, by name. None, which most often stands for what is left out, is not among them.
+        leaves: Flattened arguments; each leaf is the name of a tensor, or a constant.
+        spec: Structure of the leaves: a tuple of positional arguments and a dict of keyword arguments.
+        constants: Fixed values by name, without None, which usually stands for an omitted argument.
     """
 
     leaves: tuple[_Slot | Constant | None, ...]
@@ -39,19 +39,23 @@ class Arguments:
     constants: Mapping[str, Constant]
 
     def filled(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments and those by keyword, with tensors by the names that Python takes in their places."""
+        """Returns positional and keyword arguments with tensors in their places.
+
+        Args:
+            tensors: Tensors by the names that `as_argument` returns.
+        """
         leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else _own(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names."""
+        """Names of the tensors, in their order."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)]
 
 
 def _own(constant: Constant | None) -> Constant | None:
-    """The constant for one call: a model may write to what it is given, also while it is traced."""
+    """Returns a copy of a constant, because a model may write to its arguments."""
     if not isinstance(constant, torch.Tensor):
         return constant
     with outside_of_traces():
@@ -60,7 +64,7 @@ def _own(constant: Constant | None) -> Constant | None:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor."""
+    """Place of a tensor."""
 
     name: str
 
@@ -70,17 +74,16 @@ class _Slot:
 
 
 def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor], Arguments | None]:
-    """The tensors in a model's arguments by flat names, and where they belong.
+    """Returns the tensors in a model's arguments by flat names, and their places.
 
     Args:
-        inputs: Arguments by name, a tuple of them in order, or a single tensor; in any nesting of dicts, lists and
-            tuples.
+        inputs: Arguments by name, a tuple of them in order, or a single tensor. Dicts, lists and tuples may be nested.
 
     Returns:
-        The tensors; None for what the model can be called with by these names as it is.
+        The tensors, and their places. The places are None if the model accepts the tensors by these names directly.
 
     Raises:
-        ConfigError: There is no tensor, an argument too many, or something that is neither a tensor nor a constant.
+        ConfigError: The arguments contain no tensors, are too many, or contain a value of another type.
     """
     signature = call_signature(model)
     parameters = signature.parameters
@@ -111,7 +114,7 @@ def _flattened(
     bound: inspect.BoundArguments, parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[dict[str, torch.Tensor], Arguments]:
     named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():  # what **kwargs gathers has names of its own
+    for name, value in bound.arguments.items():  # arguments in **kwargs already have names
         named |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     leaves, _ = pytree.tree_flatten_with_path(named)
     names: list[str] = []
@@ -147,23 +150,25 @@ def _flattened(
 
 
 def as_constants(settings: Mapping[str, Any]) -> dict[str, Constant]:
-    """Constants as a config says them: what it lists is a tensor, int64 of whole numbers and float32 of others."""
+    """Returns the constants of a config; lists become int64 or float32 tensors."""
     return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def unused_argument(name: str, taken: Iterable[str]) -> str:
-    """The name, or with a number behind it the first that is not taken, also as an argument of Python."""
+    """Returns the name, with a number if it is taken, also as a Python argument."""
     return name if as_argument(name) not in (known := {as_argument(t) for t in taken}) else unused(name, known)
 
 
 def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: Container[str]) -> dict[str, Any]:
-    """Arguments of which only flat names are known: ``states.0`` is the first of a tuple, ``features.x`` in a dict.
+    """Builds nested arguments from flat names.
+
+    ``states.0`` is the first element of a tuple, and ``features.x`` is an entry of a dict.
 
     Returns:
-        The arguments by name, with a tensor's own name in its place.
+        The arguments by name, with a placeholder for each tensor.
 
     Raises:
-        ConfigError: Some do not fit together, such as ``states.0`` and ``states.2``, or ``x`` and ``x.0``.
+        ConfigError: Names do not fit together, such as ``states.0`` and ``states.2``, or ``x`` and ``x.0``.
     """
     tree: dict[str, Any] = {}
     for name in (*names, *constants):
@@ -180,7 +185,7 @@ def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: 
 
 
 def _sequences(value: Any, place: str) -> Any:
-    """The same with dicts of 0, 1, 2 as tuples."""
+    """Replaces dicts with keys 0, 1, 2 by tuples."""
     if not isinstance(value, dict):
         return value
     made = {key: _sequences(inner, f"{place}.{key}") for key, inner in value.items()}
@@ -192,13 +197,13 @@ def _sequences(value: Any, place: str) -> Any:
 
 
 def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str, Constant]) -> Arguments | None:
-    """Where tensors and constants belong, of which only flat names are known.
+    """Finds the places of tensors and constants from their flat names.
 
     Returns:
-        None for what the model can be called with by these names as it is.
+        The places, or None if the model accepts the tensors by these names directly.
 
     Raises:
-        ConfigError: They do not fit together, or the model does not take them.
+        ConfigError: Names do not fit together, or the model does not take them.
     """
     if not constants and all("." not in name for name in names):
         return None
@@ -221,7 +226,7 @@ def _title(model: nn.Module) -> str:
 
 
 class _TakesTensors(nn.Module):
-    """What a model's class is joined with, so that it takes tensors by flat names."""
+    """Mixin for a model's class that makes it take tensors by flat names."""
 
     _arguments: Arguments
 
@@ -231,7 +236,7 @@ class _TakesTensors(nn.Module):
 
 
 class _Calls(nn.Module):
-    """A module that calls one whose class cannot be joined with another."""
+    """Module that calls a model whose class cannot be combined with the mixin."""
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         super().__init__()
@@ -244,7 +249,7 @@ class _Calls(nn.Module):
 
 
 def plain(graph_module: fx.GraphModule, name: str = "GraphModule") -> nn.Module:
-    """A graph's code as an ordinary module, which is traced like any other; it shares all that the graph reads."""
+    """Returns a graph's code as an ordinary module that shares weights and submodules."""
     cls = type(name, (nn.Module,), {"forward": type(graph_module).forward})
     made: nn.Module = nn.Module.__new__(cls)
     made.__dict__.update({key: value for key, value in vars(graph_module).items() if key not in ("_graph", "_code")})
@@ -252,11 +257,11 @@ def plain(graph_module: fx.GraphModule, name: str = "GraphModule") -> nn.Module:
 
 
 def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
-    """The model as one that takes tensors by flat names, as Python can write them, and nothing else.
+    """Returns the model as a module that takes only tensors, by flat names in Python's form.
 
-    It shares all of the model, which is not changed, under the same paths.
+    The module shares all parts of the model under the same paths. The model does not change.
     """
-    if isinstance(model, fx.GraphModule):  # whose class is its own, made anew with each copy
+    if isinstance(model, fx.GraphModule):  # each copy of a GraphModule gets a new class
         model = plain(model)
     cls = type(model)
     taken = isinstance(vars(model).get("_arguments"), Arguments)
@@ -270,7 +275,12 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
 
 
 def holding(model: nn.Module, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model with some of the tensors that it takes held to values, as one that takes the others alone."""
+    """Returns the model with some input tensors fixed to values.
+
+    Args:
+        names: Names of all inputs.
+        held: Fixed values by input name.
+    """
     if not held:
         return model
     arguments = vars(model).get("_arguments")
@@ -278,27 +288,27 @@ def holding(model: nn.Module, names: Sequence[str], held: Mapping[str, torch.Ten
         arguments = arguments_of(model, names, {})
     if arguments is None:
         found = arguments_of(model, [name for name in names if name not in held], held)
-        assert found is not None  # there are constants
+        assert found is not None  # not None, because held is not empty
         return taking_tensors(model, found)
     leaves = tuple(held.get(leaf.name, leaf) if isinstance(leaf, _Slot) else leaf for leaf in arguments.leaves)
     return taking_tensors(model, Arguments(leaves, arguments.spec, {**arguments.constants, **held}))
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are a part of a model, by the names of the inputs in whose places they stand."""
+    """Returns the tensors that are fixed in a model, by input name."""
     arguments = vars(model).get("_arguments")
     constants = arguments.constants if isinstance(arguments, Arguments) else {}
     return {name: value for name, value in constants.items() if isinstance(value, torch.Tensor)}
 
 
 def _subclass(cls: type[nn.Module], bases: tuple[type[nn.Module], ...], arguments: Arguments) -> type[nn.Module]:
-    """A class that goes by the name of a model's, and says of its forward which tensors it takes."""
+    """Creates a subclass with the model's class name and a signature of flat tensor names."""
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
 
     def forward(self: Any, /, **tensors: torch.Tensor) -> Any:
         return bases[0].forward(self, **tensors)
 
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may carry one
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may have one
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
     return type(cls.__name__, bases, names)

@@ -1,4 +1,4 @@
-"""The dtypes that an input may have: those that torch computes with, and all files of a bundle hold."""
+"""Dtypes that inputs may have, because torch and all files of a bundle support them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(batch: Mapping[str, torch.Tensor], location: str) -> None:
     """Checks the dtypes of inputs.
 
     Raises:
-        ConfigError: There is one that is not taken.
+        ConfigError: A dtype is not supported.
     """
     for name, tensor in batch.items():
         if tensor.dtype in _TAKEN:

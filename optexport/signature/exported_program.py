@@ -1,4 +1,4 @@
-"""What an exported program is called with: the names of its tensors, and what was constant when it was exported."""
+"""Arguments of an exported program: the names of its tensors, and its constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optexport.signature.signature import as_argument, path_name
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a program's arguments: its placeholder, its place as ``states.0``, and what it is fixed to."""
+    """Leaf of a program's arguments: placeholder, name such as ``states.0``, and fixed value."""
 
     placeholder: str
     name: str
@@ -45,7 +45,7 @@ def _leaves(program: ExportedProgram) -> list[_Leaf]:
 
 
 def _common_name(argument: Any) -> str:
-    """The name of an argument, of the names that ``torch.export`` gave the placeholders for its leaves."""
+    """Returns an argument's name, derived from the placeholder name of its first leaf."""
     leaves, _ = pytree.tree_flatten_with_path(argument)
     path, spec = leaves[0] if leaves else ((), None)
     name = "" if spec is None else str(spec.arg.name)
@@ -53,15 +53,18 @@ def _common_name(argument: Any) -> str:
 
 
 def tensor_inputs(program: ExportedProgram) -> dict[str, str]:
-    """The names of the tensors that a program takes, by their placeholders, in their order."""
+    """Returns the names of a program's input tensors by placeholder, in their order."""
     return {leaf.placeholder: leaf.name for leaf in _leaves(program) if not leaf.is_constant}
 
 
 def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that each tensor, by name, has as many axes as the program takes.
+    """Checks that each tensor has as many axes as the program expects.
+
+    Args:
+        tensors: Tensors by input name.
 
     Raises:
-        ConfigError: One has not.
+        ConfigError: A tensor has another number of axes.
     """
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     for placeholder, name in tensor_inputs(program).items():
@@ -76,18 +79,18 @@ def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -
 
 
 def constants(program: ExportedProgram) -> dict[str, bool | int | float | str]:
-    """The arguments that are fixed in a program, by name."""
+    """Returns the constant arguments of a program, by name."""
     return {leaf.name: leaf.value for leaf in _leaves(program) if leaf.is_constant and leaf.value is not None}
 
 
 def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tensor]:
-    """The tensors in a program's arguments by name.
+    """Returns the tensors in a program's arguments by name.
 
     Args:
-        inputs: Arguments by name, or tensors by their flat names; a tuple of arguments in order, or a single tensor.
+        inputs: Arguments by name, tensors by flat names, a tuple of arguments in order, or a single tensor.
 
     Raises:
-        ConfigError: They are not those that the program takes.
+        ConfigError: They differ from the program's inputs.
     """
     names = tensor_inputs(program).values()
     if isinstance(inputs, Mapping):
@@ -105,7 +108,10 @@ def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tens
 
 
 def take_tensors(graph_module: fx.GraphModule, program: ExportedProgram) -> None:
-    """Has the module of a program take its tensors by name, in place, where it took them nested or beside constants."""
+    """Makes the module of a program take its tensors by flat names, in place.
+
+    Constants and nested arguments are removed from its signature.
+    """
     leaves = _leaves(program)
     codegen = graph_module.graph._codegen
     named = [as_argument(leaf.name) for leaf in leaves]
@@ -126,5 +132,5 @@ def take_tensors(graph_module: fx.GraphModule, program: ExportedProgram) -> None
 
 
 def input_names(program: ExportedProgram) -> list[str]:
-    """The names of the tensors that a program takes, in their order."""
+    """Returns the names of a program's input tensors, in their order."""
     return list(tensor_inputs(program).values())

@@ -1,4 +1,4 @@
-"""How many positions a model of transformers has, as its config tells."""
+"""Reads the number of positions from the config of a transformers model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 
 def most_tokens(config: Any, *, decoder: bool = False) -> int | None:
-    """The most tokens that a model takes; None where nothing limits them, as XLNet says by -1.
+    """Returns the maximum number of tokens that a model takes.
 
     Args:
-        config: The model's; one that is none of transformers tells nothing.
-        decoder: Whether of its decoder, if it has one.
+        config: Config of the model; any other object has no limit.
+        decoder: True for the limit of the decoder, if the model has one.
+
+    Returns:
+        The limit, or None if there is none. XLNet writes -1 for no limit.
     """
     if not hasattr(config, "get_text_config"):
         return None

@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out: names, dtypes, and shapes with named dynamic dimensions."""
+"""Inputs and outputs of a model: names, dtypes, and shapes with named dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension whose size may change between calls: ``min <= size <= max``, with no upper end where max is None."""
+    """Dimension of variable size: ``min <= size <= max``; max=None means no upper bound."""
 
     name: str
     min: int = 1
@@ -29,15 +29,16 @@ class Dim:
 
 Batch = dict[str, torch.Tensor]
 
-# What a caller may say of the axes of an input: a dimension's name, or the name with the sizes that it may take.
+# Dynamic axes of each input, as a dimension's name or a Dim with its range.
 Dynamic = Mapping[str, Mapping[int, str | Dim]]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output. A shape holds sizes and, where the axis is dynamic, names or expressions of dimensions.
+    """Input or output of a model.
 
-    Of an input the only expression is a sum, ``past_sequence + sequence``.
+    A shape contains sizes. A dynamic axis has the name of a dimension, or an expression of dimensions. The only
+    expression for an input is a sum, such as ``past_sequence + sequence``.
     """
 
     name: str
@@ -53,10 +54,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a traced model.
+    """Inputs and outputs of a traced model.
 
     Attributes:
-        dims: The dynamic dimensions by name, with the sizes that they may take.
+        dims: Dynamic dimensions by name, with their ranges.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -65,19 +66,22 @@ class Signature:
 
     @property
     def batched(self) -> tuple[str, ...]:
-        """The inputs whose first axis is the batch, if it is that of all outputs too, and no other is; else none."""
+        """Inputs with the batch as first axis, or none.
+
+        There are none unless the first axis of every output is the same dimension, and no other axis of an output is.
+        """
         dynamic = [spec for spec in self.inputs if spec.shape and isinstance(spec.shape[0], str)]
         firsts = {spec.shape[0] if spec.shape else None for spec in (*dynamic, *self.outputs)}
         twice = any(spec.shape[0] in spec.shape[1:] for spec in self.outputs if spec.shape)
         return tuple(spec.name for spec in dynamic) if len(firsts) == 1 and dynamic and not twice else ()
 
     def keeping(self, outputs: Collection[str]) -> Signature:
-        """The same with only these outputs; with all where none are named."""
+        """Returns the signature with only these outputs, or with all if the collection is empty."""
         kept = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
         return Signature(self.inputs, kept, self.dims)
 
     def at(self, inputs: Mapping[str, torch.Tensor]) -> Signature:
-        """The same with inputs of these sizes only, as a file of fixed shape takes them."""
+        """Returns the signature with these inputs' sizes fixed, for a file of fixed shape."""
         fixed = tuple(TensorSpec(spec.name, spec.dtype, tuple(inputs[spec.name].shape)) for spec in self.inputs)
         return Signature(fixed, self.outputs, {})
 
@@ -86,14 +90,18 @@ class Signature:
         return [spec.name for spec in self.outputs]
 
     def axes(self) -> Iterator[tuple[str, int, Dim]]:
-        """Every axis of an input that is a dynamic dimension: (input name, axis, dimension)."""
+        """Yields each dynamic axis of an input as (input name, axis, dimension), without sums."""
         for spec in self.inputs:
             for axis, size in enumerate(spec.shape):
                 if isinstance(size, str) and size in self.dims:
                     yield spec.name, axis, self.dims[size]
 
     def sizes_at(self, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
-        """The size of every dynamic axis of each input, sums too, at these sizes of the dimensions."""
+        """Returns the size of each dynamic axis by input, including sums.
+
+        Args:
+            sizes: Size of each dimension, by name.
+        """
         return {
             spec.name: {
                 axis: sum(sizes[name] for name in size.split(" + "))
@@ -104,10 +112,12 @@ class Signature:
         }
 
     def dynamic_shapes(self, *, named: bool = True) -> dict[str, dict[int, Any]]:
-        """The same for ``torch.export``, by argument: axes that share a dimension share one ``torch.export.Dim``.
+        """Returns ``dynamic_shapes`` for ``torch.export``, by argument.
+
+        Axes that share a dimension share one ``torch.export.Dim``.
 
         Args:
-            named: Whether it is told which these are, or only their ranges.
+            named: True to pass dimensions with names, False to pass only their ranges.
         """
         dims = {
             name: torch.export.Dim(name, min=dim.min, max=dim.max)
@@ -118,7 +128,7 @@ class Signature:
         return as_arguments(
             {
                 spec.name: {
-                    axis: dims.get(size, torch.export.Dim.AUTO)  # of a sum it finds out what it is the sum of
+                    axis: dims.get(size, torch.export.Dim.AUTO)  # torch.export derives the terms of a sum itself
                     for axis, size in enumerate(spec.shape)
                     if isinstance(size, str)
                 }
@@ -127,15 +137,15 @@ class Signature:
         )
 
     def sizes(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """The size that each dynamic dimension has in a batch of inputs."""
+        """Returns the size of each dynamic dimension in a batch of inputs."""
         return {dim.name: inputs[name].shape[axis] for name, axis, dim in self.axes()}
 
 
 def call_signature(model: nn.Module) -> inspect.Signature:
-    """What ``forward`` takes; of a TorchScript program, what its schema says.
+    """Returns the signature of ``forward``, or of a TorchScript program's schema.
 
     Raises:
-        SourceError: It is a TorchScript program without ``forward``.
+        SourceError: The TorchScript program has no ``forward``.
     """
     if not isinstance(model, torch.jit.ScriptModule):
         return inspect.signature(model.forward)
@@ -166,7 +176,7 @@ _CONVENTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
-    """What the axes of an input are called where the user did not say: the first is the batch, as everywhere."""
+    """Returns default names for an input's axes; the first axis is the batch."""
     known = _CONVENTIONS.get(name, ())
     if len(known) == rank:
         return known
@@ -174,15 +184,18 @@ def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
 
 
 def numbered_axis(name: str, axis: int) -> str:
-    """The name of an axis that has none of its own."""
+    """Returns the name of an axis without a conventional name."""
     return f"{as_argument(name)}_{axis}"
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
-    """Inputs by name, of a mapping, or of one or several tensors in the order of ``model.forward``.
+    """Returns inputs by name.
+
+    Args:
+        inputs: A mapping, one tensor, or several tensors in the order of ``model.forward``.
 
     Raises:
-        ConfigError: They are anything else, or more than the model takes.
+        ConfigError: They have another type, or there are more than the model takes.
     """
     if isinstance(inputs, Mapping) and all(isinstance(value, torch.Tensor) for value in inputs.values()):
         return dict(inputs)
@@ -198,16 +211,24 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Names every tensor of a model's output by its path: ``last_hidden_state``, ``hidden_states.0``, ``output``.
+    """Names every tensor of a model's output by its path.
+
+    Examples are ``last_hidden_state``, ``hidden_states.0`` and ``output``.
 
     Args:
-        outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is passed over.
+        outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is ignored.
     """
     return named_outputs(outputs, (), torch.Tensor)
 
 
 def named_outputs(outputs: Any, inputs: Iterable[str], kind: type[T]) -> dict[str, T]:
-    """Names all of a kind in a model's output as `flatten_outputs` does, but none as an input is."""
+    """Names the outputs of one type as `flatten_outputs` does, but never like an input.
+
+    Args:
+        outputs: Any nesting of dicts, dataclasses, lists and tuples.
+        inputs: Names of the inputs.
+        kind: Type of the leaves to name.
+    """
     leaves, _ = pytree.tree_flatten_with_path(outputs)
     named: dict[str, T] = {}
     for path, leaf in leaves:
@@ -224,24 +245,24 @@ def named_outputs(outputs: Any, inputs: Iterable[str], kind: type[T]) -> dict[st
 
 
 def unused(name: str, taken: Container[str]) -> str:
-    """The name, or with a number behind it the first that is not taken."""
+    """Returns the name, with a number if it is taken."""
     if name not in taken:
         return name
     return next(other for other in (f"{name}_{i}" for i in itertools.count(2)) if other not in taken)
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """The name of a leaf in a nesting of dicts, dataclasses, lists and tuples, such as ``states.0``."""
+    """Returns a leaf's name from its path in nested containers, such as ``states.0``."""
     return ".".join(_key(key) for key in path)
 
 
 def as_argument(name: str) -> str:
-    """The name of an input as Python and TorchScript take it, by keyword: ``states_0`` for ``states.0``."""
+    """Returns an input's name as a keyword argument: ``states_0`` for ``states.0``."""
     return re.sub(r"\W", "_", name)
 
 
 def as_arguments(batch: Mapping[str, T]) -> dict[str, T]:
-    """Inputs by the names that Python and TorchScript take them with."""
+    """Returns inputs by their keyword names in Python and TorchScript."""
     return {as_argument(name): value for name, value in batch.items()}
 
 
