@@ -1,1 +1,1 @@
-"""What a model is called with: the user's data, or inputs made from what is known of the model."""
+"""Prepares model inputs, from the user's data or from the model's config."""

@@ -1,4 +1,4 @@
-"""Reading ``.jsonl`` files: one record a line, and what is wrong with one is told with its line and its key."""
+"""Reads ``.jsonl`` files with one record per line; errors name the line and the key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from optexport.errors import ConfigError
 
 
 def read_lines(text: str, location: str) -> dict[int, Any]:
-    """The records by the number of their line; empty lines are passed over.
+    """Returns the records by line number, without empty lines.
 
     Raises:
-        ConfigError: A line is no JSON.
+        ConfigError: A line is not JSON.
     """
     records: dict[int, Any] = {}
-    # Not splitlines: JSON strings may hold what Unicode takes for the end of a line.
+    # Not splitlines, because JSON strings may contain Unicode line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -28,16 +28,16 @@ def read_lines(text: str, location: str) -> dict[int, Any]:
             except json.JSONDecodeError as error:
                 told = f"it cannot be read: line {number} is no JSON: {error.msg} at column {error.colno}"
                 raise ConfigError(told, location=location) from error
-            except (ValueError, RecursionError) as error:  # numbers of too many digits, endless nesting
+            except (ValueError, RecursionError) as error:  # numbers with too many digits, too deep nesting
                 raise ConfigError(f"it cannot be read: line {number}: {error}", location=location) from error
     return records
 
 
 def texts_of(records: Mapping[int, Any], location: str) -> list[str] | None:
-    """The texts, of a file that holds nothing but ``{"text": ...}``; None of any other.
+    """Returns the texts if all records are ``{"text": ...}``, or otherwise None.
 
     Raises:
-        ConfigError: A text is none.
+        ConfigError: A text is not a string.
     """
     if not records or not all(isinstance(record, dict) and set(record) == {"text"} for record in records.values()):
         return None
@@ -48,10 +48,13 @@ def texts_of(records: Mapping[int, Any], location: str) -> list[str] | None:
 
 
 def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -> dict[str, torch.Tensor]:
-    """One row per record; shorter ones are padded, and an attention mask says where.
+    """Stacks records to one row each; shorter rows are padded and get an attention mask.
+
+    Returns:
+        Tensors by key, with one row per record.
 
     Raises:
-        ConfigError: The records have no keys in common, or a value is none that a tensor can be made of.
+        ConfigError: Records have different keys, or a value cannot become a tensor.
     """
     keys = next((set(record) for record in records.values() if isinstance(record, dict)), None)
     odd = next((n for n, record in records.items() if not isinstance(record, dict) or set(record) != keys), None)
@@ -90,7 +93,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
 
 
 def _of_one_dtype(rows: Mapping[int, torch.Tensor], name: str, location: str) -> dict[int, torch.Tensor]:
-    """Whole numbers as real ones where another row has such: what pads rows takes the dtype of the first."""
+    """Promotes rows to a common dtype, because padding uses the dtype of the first row."""
     first = next(iter(rows.values())).dtype
     odd = next((number for number, row in rows.items() if (row.dtype == torch.bool) != (first == torch.bool)), None)
     if odd is not None:

@@ -1,4 +1,4 @@
-"""Inputs for a model of transformers of which nothing is known but its config."""
+"""Creates inputs for a transformers model from its config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 
 _SEQUENCE = 9
 _DECODER_SEQUENCE = 5
-# So many ways to make the inputs are tried on a model before it is given up.
+# Maximum number of candidates to run a model on.
 _MOST_TRIES = 100
 
 
@@ -34,13 +34,13 @@ def _vocabulary(config: Any) -> int:
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    # Unlike each other, the same every time, and clear of the special tokens at the vocabulary's start.
+    # Distinct and deterministic, and above the special tokens at the start of the vocabulary.
     size, length = _vocabulary(config), _length(config)
     return (torch.arange(BATCH * length) * 7 % max(size - 5, 1) + min(4, size - 1)).reshape(BATCH, length)
 
 
 def _codes(config: Any) -> torch.Tensor:
-    """Token ids of models that take several at each position: ``[batch, sequence, codebooks]``."""
+    """Returns token ids for several codebooks: ``[batch, sequence, codebooks]``."""
     count = find(config, "num_codebooks", "n_codebooks", "num_quantizers", "n_codes_total")
     return _token_ids(config).unsqueeze(-1).expand(-1, -1, int(count)).clone()
 
@@ -71,20 +71,20 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
 
 
 def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
-    """Makes inputs from the model's config.
+    """Creates inputs from the model's config.
 
-    Where a config leaves open how an input is laid out, the model is run on one way after the other, and the first that
-    it takes is returned.
+    A config may not define the layout of an input. Then the model runs on each candidate in turn, and the first one
+    that works is returned.
 
     Args:
-        model: A model of transformers, in eval mode.
-        names: The inputs to make; by default the model's main input and what that calls for.
+        model: A transformers model, in eval mode.
+        names: Inputs to create; by default the model's main input and the inputs that it requires.
 
     Returns:
         Tensors by input name, for a batch of two.
 
     Raises:
-        TraceError: One of them cannot be made from a config alone, or the model takes none of what was made.
+        TraceError: An input cannot be created from a config alone, or the model fails on every candidate.
     """
     accepted = inspect.signature(model.forward).parameters
     chosen = [list(names)] if names is not None else _default_names(model, model.config, accepted)
@@ -117,14 +117,14 @@ def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
 
 
 def _ways(model: nn.Module, chosen: Sequence[Sequence[str]]) -> Iterator[Batch]:
-    """Every way to make each set of inputs, the likeliest first; what a config lacks the sizes for is passed over."""
+    """Yields candidate inputs for which the config has sizes, most likely first."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for names in chosen:
         seen: list[Mapping[str, torch.Size]] = []
         for makers in itertools.product(*(_MAKERS.get(name, ()) for name in names)):
             try:
                 made = {name: make(model.config) for name, make in zip(names, makers, strict=True)}
-            except (AttributeError, TypeError, ValueError, RuntimeError):  # the config is not of that kind
+            except (AttributeError, TypeError, ValueError, RuntimeError):  # the config lacks a needed field
                 continue
             shapes = {name: value.shape for name, value in made.items()}
             if shapes not in seen:
@@ -134,28 +134,28 @@ def _ways(model: nn.Module, chosen: Sequence[Sequence[str]]) -> Iterator[Batch]:
 
 
 def _computed_outside(model: nn.Module, batch: Batch) -> Batch:
-    """What tracing needs besides, of models that compute it from the values of other inputs."""
+    """Returns further inputs for tracing, which some models compute from the values of others."""
     try:
         found = computed_outside(model, batch)
-    except Exception:  # the model's own code, which may raise anything; tracing it will say so
+    except Exception:  # the model's code may raise anything; tracing reports it
         return {}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def _why_refused(model: nn.Module, batch: Batch) -> Exception | None:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # which running it may change
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a run may change them
     try:
         with torch.no_grad(), one_pass(model), quiet(), torch.random.fork_rng(devices=[]):
             torch.func.functional_call(model, buffers, (), {name: tensor.clone() for name, tensor in batch.items()})
     except OptexportError:
         raise
-    except Exception as error:  # the model's own code may raise anything
+    except Exception as error:  # the model's code may raise anything
         return error
     return None
 
 
 def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect.Parameter]) -> list[list[str]]:
-    """The sets of inputs to try: what the model names as its main input and what goes with it; then with all else."""
+    """Returns the sets of inputs to try: the main input with its companions, then more."""
     main = getattr(model, "main_input_name", "input_ids")
     names = [main] if isinstance(main, str) else list(main)
     names = [name for name in names if name in accepted] or ["input_ids"]
@@ -170,7 +170,7 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     names += required
     if "past_time_features" in names:
         names += ["future_time_features"]
-    # Drawn anew at each run where it is not given.
+    # The model draws new noise at each run if it gets none.
     if "noise_sequence" in accepted:
         names += ["noise_sequence"]
     if "noise" in accepted and hasattr(config, "mask_ratio") and isinstance(getattr(config, "patch_size", None), int):
@@ -189,13 +189,13 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     if any(name.startswith("pixel_values") for name in names):
         sets += [with_masks([*names, name]) for name in extra]
         sets += [with_masks([*names, *extra])] if len(extra) > 1 else []
-        if "input_ids" in names:  # a model of language that may see, but need not
+        if "input_ids" in names:  # for language models with optional images
             sets.append(with_masks([name for name in names if not name.startswith("pixel_values")]))
     sets += [[*sets[0], name] for name in _FURTHER if name in accepted and name not in sets[0]]
     return [list(dict.fromkeys(each)) for each in sets]
 
 
-# What some models need besides, though neither their main input nor their signature says so.
+# Inputs that some models need, although neither their main input nor their signature shows it.
 _FURTHER = ("pixel_values", "input_features", "input_values", "bbox", "encoder_hidden_states", "decoder_input_ids")
-# What tells a model how the patches of an image lie.
+# Inputs that describe the layout of an image's patches.
 _GEOMETRY = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes", "pixel_position_ids")

@@ -1,7 +1,7 @@
-"""Images, videos, sounds and time series for a model of which nothing is known but its config.
+"""Creates images, videos, sounds and time series for a model from its config.
 
-Configs say what a model takes in different words, and some do not say how its axes lie: so each kind of input has
-several ways to be made, the likeliest first, and `dummy_inputs` takes the first that the model runs on.
+Configs use different names for the same sizes, and some do not define the order of axes. Each input therefore has
+several makers, most likely first. `dummy_inputs` takes the first one that the model runs on.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ BATCH = 2
 
 Maker = Callable[[Any], torch.Tensor]
 
-# Where a config names no size of an image, as those of convolutional networks need not.
+# Used if a config has no image size, which is common for convolutional networks.
 _IMAGE_SIDES = (224, 96, 512)
 _SAMPLES = 16000
 _FRAMES = 64
-# Patches of an image that comes as a row of them: the sides are alike, and take merging by two or four.
+# Patches per side of an image that is a row of patches. Divisible by 2 and 4, because models merge patches.
 _GRID = 8
 
 
 def wave(*shape: int) -> torch.Tensor:
-    """Numbers in [-1, 1], of which no two near each other are alike; the same every time."""
+    """Returns deterministic numbers in [-1, 1] of a shape; adjacent numbers differ."""
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.37).reshape(shape)
 
 
 def find(config: Any, *names: str) -> Any:
-    """The first of these attributes that a config has, or a config that it holds; None where none has any."""
+    """Returns the first of these attributes in a config or its nested configs, or None."""
     for part in parts(config):
         for name in names:
             value = getattr(part, name, None)
@@ -40,7 +40,7 @@ def find(config: Any, *names: str) -> Any:
 
 
 def parts(config: Any) -> Iterator[Any]:
-    """A config, and those that it holds, at any depth."""
+    """Yields a config and all its nested configs, at any depth."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and value is not config:
@@ -48,7 +48,7 @@ def parts(config: Any) -> Iterator[Any]:
 
 
 def vision(config: Any) -> Any:
-    """The part of a config that is about images; the config itself where none is."""
+    """Returns the vision part of a config, or the config if there is none."""
     for name in ("vision_config", "image_config", "backbone_config", "encoder", "vit_config"):
         inner = getattr(config, name, None)
         if inner is not None and hasattr(inner, "to_dict"):
@@ -75,7 +75,7 @@ def _sides(config: Any) -> tuple[int, int] | None:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """A size that is given once for both sides, or for each."""
+    """Returns (height, width) of a size that is one number or two."""
     return (int(value), int(value)) if isinstance(value, int) else (int(value[-2]), int(value[-1]))
 
 
@@ -102,7 +102,7 @@ def _video_channels_first(config: Any) -> torch.Tensor:
 
 
 def patch_width(config: Any) -> int:
-    """How many numbers a patch of an image holds, over all its channels and frames."""
+    """Returns the number of values in an image patch, over all channels and frames."""
     part = vision(config)
     height, width = pair(part.patch_size)
     return _channels(config) * int(getattr(part, "temporal_patch_size", None) or 1) * height * width
@@ -156,12 +156,12 @@ def _frames_first(config: Any) -> torch.Tensor:
 
 
 def _noise(config: Any) -> torch.Tensor:
-    """What a model that makes sounds of spectrograms would draw by itself otherwise."""
+    """Returns the noise that a vocoder otherwise draws itself."""
     return wave(BATCH, _frames_first(config).shape[1], int(config.model_in_channels))
 
 
 def _noise_of_patches(config: Any) -> torch.Tensor:
-    """What a model that hides patches would draw by itself otherwise, to choose them."""
+    """Returns the noise by which a masked autoencoder otherwise chooses patches itself."""
     image = _IMAGES[0](config)
     side = int(vision(config).patch_size)
     return wave(BATCH, (image.shape[-2] // side) * (image.shape[-1] // side))
@@ -212,7 +212,7 @@ def _past_like(fill: Callable[..., torch.Tensor]) -> Maker:
 
 _IMAGES: tuple[Maker, ...] = tuple(map(_image, _IMAGE_SIDES))
 
-# The ways to make each input, the likeliest first.
+# Makers of each input, most likely first.
 MEDIA: dict[str, tuple[Maker, ...]] = {
     "pixel_values": (
         *_IMAGES,

@@ -1,4 +1,4 @@
-"""Inputs for an exported program of which nothing is known but itself."""
+"""Creates inputs for an exported program from the program itself."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from optexport.tracing.trace import trace
 
 
 def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tensor]:
-    """Gives the inputs that a program was saved with, or makes some of the sizes that it was traced at.
+    """Returns the inputs that a program was saved with, or random inputs at its traced sizes.
 
-    Those that are made are normally distributed; ids from 0 below the rows of the embedding that they go into; other
-    whole numbers 0 and 1, beginning with 1 in every row, so that none is wholly masked.
+    Random floats are normally distributed. Ids are between 0 and the rows of their embedding. Other integers are 0 or
+    1, and every row starts with 1, so that no row is fully masked.
 
     Args:
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
 
     Returns:
-        Tensors by input name, of the dtypes and shapes that the program takes.
+        Tensors by input name, with the dtypes and shapes of the program's inputs.
 
     Raises:
-        TraceError: The program takes an input that is no tensor.
+        TraceError: The program takes an input that is not a tensor.
     """
     names = list(tensor_inputs(program).values())
     if program.example_inputs is not None:
@@ -48,7 +48,7 @@ def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tenso
 
 
 def _traced(size: Any) -> int:
-    """The size that an axis had when the program was traced."""
+    """Returns the size of an axis when the program was traced."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 

@@ -1,4 +1,4 @@
-"""Texts about images: as many placeholder tokens in each text as the model makes features of its images."""
+"""Adds image placeholder tokens to texts, as many as the model has image features."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.utils import _pytree as pytree
 from optexport.inputs.dummy_media import find
 from optexport.tracing.transformers_exporter import quiet
 
-# What the token is called that stands for a part of an image.
+# Config fields that contain the id of the image placeholder token.
 _TOKENS = ("image_token_id", "image_token_index", "image_token", "img_context_token_id", "image_patch_id")
-# How much of a text comes before its image.
+# Number of text tokens before the image.
 _BEFORE = 2
 
 
 def with_image_tokens(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same inputs with the tokens in the texts that stand for the images, where the model wants any.
+    """Adds the tokens that stand for images to the texts, if the model needs any.
 
     Args:
         batch: Inputs by name; ``input_ids`` and its mask are ``[batch, sequence]``.
 
     Returns:
-        Texts and masks that are longer by the number of image features of a row; all else as it was.
+        Inputs with texts and masks that are longer by the number of image features per row.
     """
     token = next((t for name in _TOKENS if isinstance(t := find(model.config, name), int)), None)
     ids = batch.get("input_ids")
@@ -49,7 +49,7 @@ def with_image_tokens(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[
 
 
 def _features(model: Any, batch: dict[str, torch.Tensor]) -> int | None:
-    """How many features the model makes of all images; None where it cannot be asked, or does not take them."""
+    """Returns the number of features of all images, or None if the model cannot compute them."""
     get = getattr(model, "get_image_features", None) or getattr(
         getattr(model, "model", None), "get_image_features", None
     )
@@ -59,7 +59,7 @@ def _features(model: Any, batch: dict[str, torch.Tensor]) -> int | None:
     try:
         with torch.no_grad(), quiet():
             made = get(**{name: tensor.clone() for name, tensor in batch.items() if name in accepted})
-    except Exception:  # the model's own code may raise anything; running the whole of it will tell
+    except Exception:  # the model's code may raise anything; running the model reports it
         return None
     made = getattr(made, "pooler_output", made)
     leaves = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]

@@ -1,4 +1,4 @@
-"""The inputs that a model is traced with, and the user's data that it is checked on."""
+"""Prepares the inputs to trace a model with, and the user's data for the parity check."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from optexport.signature.exported_program import check_ranks, input_names
 from optexport.signature.positions import most_tokens
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 
-# Tokenizers that know no longest sequence say 1e30.
+# Tokenizers without a maximum length report 1e30.
 _UNLIMITED = 10**9
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What to trace and check a model with.
+    """Inputs to trace and check a model with.
 
     Attributes:
-        example: The batch to trace with; each dynamic axis at least 2 long, as tracing needs it.
-        real: The user's data, as given, or cut into batches; empty where there is none.
-        dynamic: The dynamic dimension of each axis, by input; None to find out.
-        rows: How many rows the data has, where they were cut into batches; else 0.
+        example: Batch to trace with; each dynamic axis has at least size 2, as tracing requires.
+        real: The user's data, whole or cut into batches; empty without data.
+        dynamic: Dynamic dimension of each axis, by input; None to detect the dynamic axes.
+        rows: Number of rows of data that was cut into batches; otherwise 0.
     """
 
     example: Batch
@@ -60,16 +60,16 @@ def prepare(
     seed: int,
     program: ExportedProgram | None = None,
 ) -> Inputs:
-    """Makes the inputs that the config asks for.
+    """Prepares the inputs that the config defines.
 
     Args:
-        folder: The config's folder, which paths are relative to.
-        pretrained: Where to find the model's tokenizer or processor.
-        seed: For inputs made of random numbers.
-        program: What ``model`` is the module of, if it is; where nothing is asked for, inputs are made from it.
+        folder: Folder of the config; paths are relative to it.
+        pretrained: Location of the model's tokenizer or processor.
+        seed: Seed for random inputs.
+        program: Exported program whose module is ``model``, if any; the source of inputs if the config has none.
 
     Raises:
-        ConfigError: The data cannot be read, do not fit the model, or a dimension is declared that no input has.
+        ConfigError: The data cannot be read or do not fit the model, or no input has a declared dimension.
     """
     real: tuple[Batch, ...] = ()
     if config.texts is not None:
@@ -112,7 +112,7 @@ def prepare(
     real, rows = _cut(real, axes, config, model)
     example = real[0] if real else example
     if config.dynamic is None:
-        if program is not None and not config.axes:  # which is not traced again, and may take a batch of one alone
+        if program is not None and not config.axes:  # not traced again, and may require a batch of one
             return Inputs(example, real, None, rows)
         return replace(_undeclared(example, real, config), rows=rows)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
@@ -135,7 +135,7 @@ def prepare(
 def _cut(
     real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig, model: nn.Module
 ) -> tuple[tuple[Batch, ...], int]:
-    """Cuts the rows of data into batches, where the first axis is known to be a batch; says how many rows were cut."""
+    """Cuts data into batches if the first axis is a batch; returns the number of rows too."""
     head = next((names[0] for names in axes.values() if names), None)
     if not real or head is None:
         return real, 0
@@ -144,7 +144,7 @@ def _cut(
         if low == high:
             return real, 0
         dim = Dim(head, low, high)
-    elif hasattr(model, "main_input_name"):  # of a model of transformers; any other may hold something else there
+    elif hasattr(model, "main_input_name"):  # transformers models only; the first axis of others may differ
         dim = Dim(head)
     else:
         return real, 0
@@ -154,7 +154,7 @@ def _cut(
 
 
 def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None:
-    """Checks that the user's data are of the sizes that the user declared, the same for all inputs."""
+    """Checks that the user's data have the declared sizes, equal in all inputs."""
     first: dict[str, tuple[str, int]] = {}
     for name, axes in dynamic.items():
         for axis, dim in axes.items():
@@ -175,7 +175,7 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
 
 
 def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
-    """Leaves the dynamic dimensions to be found out, except for axes that the user gave a name."""
+    """Leaves dynamic dimensions to detection, except for axes that the user named."""
     named: dict[str, dict[int, str | Dim]] = {
         name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
         for name, spec in (config.tensors or {}).items()
@@ -222,7 +222,7 @@ def _from_texts(
         if (tokenizer := pretrained.tokenizer) is None:
             with panics_as_errors():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
-    except Exception as error:  # transformers raises many kinds where it finds no tokenizer
+    except Exception as error:  # transformers raises many types without a tokenizer
         raise ConfigError(
             f"its tokenizer cannot be loaded: {first_line(error)}",
             location=location,
@@ -235,14 +235,14 @@ def _from_texts(
             "its tokenizer has no token to pad with", location=location, hint="Give one text, or token ids as data."
         )
     config: Any = model.config
-    # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
+    # RoBERTa has more positions than it takes tokens; only its tokenizer has the right limit.
     limit = max_length or min(most_tokens(config) or _UNLIMITED, tokenizer.model_max_length)
     cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
     prompted = [pretrained.prompt + text for text in texts]
     try:
         with panics_as_errors():
             encoded = tokenizer(prompted, padding=len(texts) > 1, return_tensors="pt", **cut)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types of exceptions
         raise ConfigError(
             f"its tokenizer does not take them: {first_line(error)}",
             location=location,
@@ -251,7 +251,7 @@ def _from_texts(
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
-        if len(tokenizer) == len({*tokenizer.all_special_ids}):  # what transformers makes where it finds no files
+        if len(tokenizer) == len({*tokenizer.all_special_ids}):  # transformers creates an empty tokenizer without files
             raise ConfigError(
                 "the model comes with no tokenizer", location=location, hint="Give token ids as data instead."
             )
@@ -281,7 +281,7 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
             pretrained.name, backend="pil", **pretrained.options
         )
         return dict(processor(images=read, return_tensors="pt"))
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types of exceptions
         raise ConfigError(f"it cannot be processed: {first_line(error)}", location="inputs.images") from error
 
 
@@ -321,7 +321,7 @@ def _read(path: Path, location: str, model: nn.Module, pretrained: Pretrained | 
             return stack_records(records, model, location)
     except ConfigError:
         raise
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises other types
         raise ConfigError(f"it cannot be read: {first_line(error)}", location=location) from error
     raise ConfigError(
         f"files of the kind {path.suffix or path.name} are not known",
@@ -331,7 +331,7 @@ def _read(path: Path, location: str, model: nn.Module, pretrained: Pretrained | 
 
 
 def _check_memory(path: Path, location: str) -> None:
-    """Checks that the arrays of an archive fit into memory: of zeros, a file of megabytes holds gigabytes."""
+    """Checks that an archive's arrays fit into memory; zeros compress a thousandfold."""
     with zipfile.ZipFile(path) as archive:
         needed = sum(info.file_size for info in archive.infolist())
     if needed > (free := free_memory()):
@@ -346,11 +346,11 @@ def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[in
     generator = torch.Generator().manual_seed(seed)
     free = {size for spec in specs.values() for size in spec.shape if isinstance(size, str)}
     sizes = {name: 2 if name == "batch" else 16 + i for i, name in enumerate(sorted(free))}
-    # Well above the smallest: there a model may reduce an axis to length 1, which tracing would take for fixed.
+    # Well above the minimum, at which a model may reduce an axis to size 1, and tracing would fix that size.
     sizes |= {name: min(2 * low + 1 + i, high) for i, (name, (low, high)) in enumerate(dynamic.items())}
     try:
         return {name: _random(name, spec, sizes, generator) for name, spec in specs.items()}
-    except RuntimeError as error:  # more numbers than memory holds
+    except RuntimeError as error:  # out of memory
         raise ConfigError(f"they cannot be made: {first_line(error)}", location="inputs.tensors") from error
 
 
@@ -367,7 +367,7 @@ def _random(name: str, spec: TensorConfig, sizes: Mapping[str, int], generator: 
 
 
 def _bounds(name: str, spec: TensorConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """Where random numbers start, and what they stay below; by default 0 and 1, or 0 and 2 for whole numbers."""
+    """Returns the range of random numbers; by default [0, 1), or [0, 2) for integers."""
     low = 0.0 if spec.low is None else spec.low
     high = (1.0 if dtype.is_floating_point else 2.0) if spec.high is None else spec.high
     if not low < high or (not dtype.is_floating_point and math.ceil(low) == math.ceil(high)):

@@ -76,6 +76,7 @@ def onnx_session(path: Path, options: Any, device: Device) -> Any:
 
     Raises:
         DeviceError: The device is not available.
+        SourceError: The file is not ONNX, or its functions cannot be inlined.
         Exception: ONNX Runtime rejects the file; it raises many types.
     """
     import onnxruntime
