@@ -144,7 +144,7 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
     """
     for spec, placeholder in _inputs(program, signature):
         for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
-            if size not in signature.dims or not isinstance(found, torch.SymInt):  # its parts limit a sum
+            if size not in signature.dims or not isinstance(found, torch.SymInt):  # sums follow their parts
                 continue
             limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
             most = int_oo if dim.max is None else dim.max

@@ -83,7 +83,7 @@ def _changes_in_place(node: fx.Node) -> bool:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Returns True if only this node reads the tensor that it changes in place."""
+    """Returns True if the changed tensor has no other reader and shares no memory."""
     changed = node.args[0] if node.args else None
     return (
         node.target in _FOLLOWS
