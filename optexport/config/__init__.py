@@ -1,1 +1,1 @@
-"""The config file, table by table. Needs no torch."""
+"""The tables of the config file, as pydantic models; imports no torch."""

@@ -1,4 +1,4 @@
-"""``[bench]``, ``[tune]`` and ``[gate]``: what a run measures of its files, tries, and demands of them."""
+"""The tables ``[bench]``, ``[tune]`` and ``[gate]``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from optexport.config.durations import in_seconds
 from optexport.config.validation import shown
 from optexport.errors import ConfigError, did_you_mean
 
-# Fewer rounds give no interval that could be believed, see optexport.bench.comparison.
+# With fewer rounds the interval of a comparison is not reliable, see optexport.bench.comparison.
 LEAST_ROUNDS = 12
-# Seconds; who writes more has mistaken the unit.
+# Seconds. A larger budget is probably written in the wrong unit.
 _MOST_BUDGET = 7 * 24 * 3600
 
 
@@ -33,12 +33,12 @@ _Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValida
 
 
 class BenchConfig(_Table):
-    """``[bench]``: whether exported files are measured, at which sizes, with how many threads and rounds.
+    """``[bench]``: measures the latency of the exported files.
 
     Attributes:
         enabled: Whether the files are measured.
-        shapes: At which sizes, as ``[{ batch = 1, sequence = 16 }]``; by default the traced ones.
-        threads: Threads of a process.
+        shapes: The sizes to measure at, as ``[{ batch = 1, sequence = 16 }]``; by default the traced sizes.
+        threads: Number of threads of each process.
         rounds: How often each file has its turn.
     """
 
@@ -55,10 +55,10 @@ def _duration(text: str) -> str:
 
 
 class TuneConfig(_Table):
-    """``[tune]``: search for the rules and passes that pay, for so long.
+    """``[tune]``: searches for the fastest rules and format passes.
 
     Attributes:
-        budget: How long: ``"90s"``, ``"5m"``, ``"1h"``.
+        budget: The time for the search: ``"90s"``, ``"5m"``, ``"1h"``.
     """
 
     budget: Annotated[str, AfterValidator(_duration)] = "5m"
@@ -72,13 +72,13 @@ _Bar = Annotated[float | None, Field(gt=0)]
 
 
 class BarConfig(_Table):
-    """A demand on all exported files, on those of some formats, or both; a number alone is ``every``.
+    """A bound for exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
-        every: Of files of which nothing else is said.
-        onnx: Of the ONNX file.
-        torchscript: Of the TorchScript file.
-        pt2: Of the ``.pt2`` file.
+        every: The bound of all formats that have no other.
+        onnx: The bound of the ONNX file.
+        torchscript: The bound of the TorchScript file.
+        pt2: The bound of the ``.pt2`` file.
     """
 
     every: _Bar = None
@@ -87,7 +87,7 @@ class BarConfig(_Table):
     pt2: _Bar = None
 
     def of(self, file_format: str) -> float | None:
-        """What is demanded of a format; None if nothing."""
+        """Returns the bound of a format; None if it has none."""
         own: float | None = getattr(self, file_format)
         return self.every if own is None else own
 
@@ -104,12 +104,12 @@ Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Ann
 
 
 class GateConfig(_Table):
-    """``[gate]``: what the exported files must keep to; a run that finds otherwise fails with exit code 6.
+    """``[gate]``: bounds for the exported files; a run that misses one fails with exit code 6.
 
     Attributes:
-        max_size_mb: The most bytes of a file, in millions.
-        max_latency_ms: The most that its p50 may be, at each shape of ``bench``.
-        min_speedup: How many times as fast it has to be as the same format exported without rules.
+        max_size_mb: The largest size of a file, in millions of bytes.
+        max_latency_ms: The largest p50 latency, in milliseconds, at each shape of ``bench``.
+        min_speedup: The smallest speedup over the same format exported without rules.
     """
 
     max_size_mb: Bar | None = None
@@ -118,7 +118,7 @@ class GateConfig(_Table):
 
     @property
     def needs_times(self) -> bool:
-        """Whether it can be told of files only by running them."""
+        """True if a gate needs measured times."""
         return self.max_latency_ms is not None or self.min_speedup is not None
 
 
@@ -132,14 +132,15 @@ def check_measuring(
     dynamic: Mapping[str, Sequence[int]] | None,
     location: str,
 ) -> None:
-    """Checks what the two tables say against the rest of the config.
+    """Checks ``[bench]`` and ``[gate]`` against the rest of the config.
 
     Args:
-        formats: Those that are exported.
-        dynamic: The declared dimensions with their least and largest sizes; None where the model decides.
+        formats: The exported formats.
+        dynamic: The smallest and the largest size of each declared dimension; None if the model decides.
+        location: The location for errors, as the path of the config.
 
     Raises:
-        ConfigError: A gate is on a file that is not made, or a shape has a size that is not declared.
+        ConfigError: A gate applies to a format that is not exported, or a shape has an undeclared dimension.
     """
     for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
         bar: BarConfig | None = getattr(gate, key)
@@ -156,7 +157,7 @@ def check_measuring(
                 )
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
         raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", location=f"{location}: bench.rounds")
-    if dynamic is None:  # only the trace tells the dimensions
+    if dynamic is None:  # the dimensions are known only after the trace
         return
     for index, shape in enumerate(bench.shapes):
         for name, size in shape.items():

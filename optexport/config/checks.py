@@ -1,4 +1,4 @@
-"""What the tables of a config must not say together, told before any work is done for it."""
+"""Checks of keys that contradict each other, before any expensive work."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from optexport.transformations import registry
 if TYPE_CHECKING:
     from optexport.config.schema import Config, InputsConfig, TransformationConfig
 
-# The axes of what a tokenizer gives, as `optexport.signature.signature` names them.
+# The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _OF_TEXT = {"batch", "sequence", "decoder_sequence"}
 
 
 def check_rule(rule: TransformationConfig, folder: Path, location: str) -> None:
-    """Checks that there is a rule of that name, with such options.
+    """Checks the name and the options of a rule.
 
     Args:
-        folder: The config's, where a plugin may lie.
-        location: The config's name, and which of its rules it is.
+        folder: The folder of the config, which may contain a plugin.
+        location: The path of the config, and the rule's index.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such rule, or it has no such option.
     """
     registry.check(rule.use, rule.options, location)
     if rule.use.startswith(registry.PLUGIN):
@@ -40,14 +40,14 @@ def check_rule(rule: TransformationConfig, folder: Path, location: str) -> None:
 
 
 def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> None:
-    """Checks the names in ``[inputs]``, as far as the model's inputs are known from it.
+    """Checks the names in ``[inputs]``, if the config alone defines the model's inputs.
 
     Args:
         of_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
-        location: The config's name.
+        location: The path of the config.
 
     Raises:
-        ConfigError: A dimension or an axis is named that no input has, or the model cannot read what is given.
+        ConfigError: No input has the named dimension or axis, or the model cannot read this kind of input.
     """
     for key, what in (("texts", "tokenizer"), ("images", "image processor")):
         if of_program and getattr(inputs, key) is not None:
@@ -73,11 +73,11 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> No
         hint = "Name it in the shape of an input."
     elif inputs.texts is not None:
         named = _OF_TEXT | {name for names in inputs.axes.values() for name in names}
-        # The axes of an input that a tokenizer of its own kind gives are numbered.
+        # A tokenizer may return inputs that this package does not know; their axes are numbered.
         axes = named | {name for name in inputs.dynamic or () if name.rpartition("_")[2].isdecimal()}
         hint = "Name the axes of an input with [inputs.axes]."
     else:
-        return  # only the data or the model say what its inputs are
+        return  # only the data or the model defines the inputs
     for name in inputs.dynamic or ():
         if name not in axes:
             raise ConfigError(
@@ -88,10 +88,11 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> No
 
 
 def check_formats(config: Config, location: str) -> None:
-    """Checks that what is said of single formats is said of those that are exported, and that the layout holds one.
+    """Checks that keys for single formats name exported ones, and that the layout has a file.
 
     Raises:
-        ConfigError: It is not, or does not, or a rule that all files must share is for some of them.
+        ConfigError: A key names a format that is not exported, the layout has no file to serve, or a rule that all
+            files must share is restricted to some formats.
     """
     exported = config.export.formats
     said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
@@ -116,13 +117,16 @@ def check_formats(config: Config, location: str) -> None:
 
 
 def check_tolerance(config: Config, without: Collection[str], location: str) -> None:
-    """Checks that a rule that changes the numbers comes with a tolerance; of plugins only their class could tell.
+    """Checks that there is a tolerance if a rule changes the numbers.
+
+    Plugins are not checked: only their class says if they preserve the computation.
 
     Args:
-        without: Rules that are left out.
+        without: Names of rules that the run omits.
+        location: The path of the config.
 
     Raises:
-        ConfigError: One does not, so that the proof would fail at the end of the work.
+        ConfigError: The config sets no tolerance, so the parity check would fail at the end of the run.
     """
     if config.parity.atol is not None or config.parity.rtol is not None:
         return
@@ -138,10 +142,10 @@ def check_tolerance(config: Config, without: Collection[str], location: str) -> 
 
 
 def check_device(config: Config, location: str) -> None:
-    """Checks that nothing is asked for that is done for the CPU alone, where the files are for another device.
+    """Checks that a config for another device than the CPU uses no feature of the CPU alone.
 
     Raises:
-        ConfigError: Something is.
+        ConfigError: It uses one.
     """
     if config.model.device == "cpu":
         return
@@ -163,14 +167,14 @@ def check_device(config: Config, location: str) -> None:
 
 
 def check_here(config: Config, path: Path) -> None:
-    """Checks that this machine has what a run needs, and that the bundle may be written where the config says.
+    """Checks that this machine has everything that a run needs.
 
     Args:
-        path: The config's.
+        path: The path of the config.
 
     Raises:
-        ConfigError: The model's folder holds no model, an extra is missing, a package is of another version than is
-            needed, something else is where the bundle goes, or nothing can be written there.
+        ConfigError: The folder has no model, an extra is missing, a package has an unsupported version, or the output
+            path is occupied or not writable.
     """
     mistakes = Mistakes(str(path))
     mistakes.of(_check_model_folder, config, path)
@@ -182,27 +186,27 @@ def check_here(config: Config, path: Path) -> None:
 
 
 def _check_model_folder(config: Config, path: Path) -> None:
-    """Not of every config that is read: what ``init`` writes for a folder without a model is there to be edited."""
+    """Checks the model's folder. Only runs need this: ``init`` also accepts an empty folder."""
     lies = source_folder(config.model.source, path.parent)
     if lies is not None and (missing := missing_model(lies)) is not None:
         raise ConfigError(f"{config.model.source} {missing[0]}", location=f"{path}: model.source", hint=missing[1])
 
 
 def check_extras(config: Config, path: Path) -> None:
-    """Checks that the optional packages are installed that a config asks for, without importing them.
+    """Checks that the optional packages that a config needs are installed; imports none.
 
     Args:
-        path: The config's.
+        path: The path of the config.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: One is missing.
     """
     for key, extra, otherwise in _extras(config, path.parent):
         check_extra(extra, f"{path}: {key}", otherwise)
 
 
 def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:
-    """The keys that need an extra, with it, and what can be done without."""
+    """Returns the keys that need an extra: key, extra, and a hint for doing without it."""
     if config.model.task == SENTENCES:
         yield "model.task", "sentence-transformers", TRANSFORMER_ALONE
     elif config.model.task is None and _has_sentence_modules(config, folder):
@@ -214,19 +218,22 @@ def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None
 
 
 def _has_sentence_modules(config: Config, folder: Path) -> bool:
-    """Whether a folder is loaded with its modules though no task asks for it, see `sentence_embedding.wanted`."""
+    """Returns True if `sentence_embedding.wanted` loads a folder's modules without a task."""
     lies = source_folder(config.model.source, folder)
     if lies is None or not (lies / "modules.json").is_file():
         return False
     saved = lies / "config_sentence_transformers.json"
     try:
         return sentence_kind(saved if saved.is_file() else None) == "SentenceTransformer"
-    except (OSError, ValueError, AttributeError):  # which loading tells
+    except (OSError, ValueError, AttributeError):  # loading reports this error with more detail
         return False
 
 
 def open_question(config: Config) -> str | None:
-    """What a run may yet refuse, which only the model can tell, or who else has to run it."""
+    """Returns a reason why a valid config may still fail to run, or None.
+
+    The reason is that it is a template, or that its inputs depend on the model.
+    """
     if is_template(config.model.source):
         return "It is a template: optexport batch CONFIG --from-registry FILTER runs it, for each model of a registry."
     inputs = config.inputs

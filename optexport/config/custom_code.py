@@ -1,4 +1,7 @@
-"""Code of others that a config may call: a model's, a plugin's, a metric's. A platform can forbid it altogether."""
+"""Custom code that a config may run: from a model, a plugin, or a metric.
+
+An environment variable forbids it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from optexport.transformations import registry
 if TYPE_CHECKING:
     from optexport.config.schema import Config
 
-# Set to anything but 0, it holds for the whole process, also for its children and for calls from Python.
+# Any value except 0 applies to the whole process, its children, and calls from Python.
 VARIABLE = "OPTEXPORT_NO_CUSTOM_CODE"
 
 
 def check_custom_code(config: Config, location: str) -> None:
-    """Checks that a config calls no code of others, where that is forbidden.
+    """Checks that a config runs no custom code, if the environment forbids it.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It runs custom code.
     """
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
@@ -32,14 +35,14 @@ def check_custom_code(config: Config, location: str) -> None:
 
 
 def _called(config: Config) -> dict[str, str]:
-    """What a config calls, by the key that names it."""
+    """Returns descriptions of the custom code that a config runs, by key."""
     called = {}
     if config.model.source.startswith(registry.PLUGIN):
         called["model.source"] = f'"{config.model.source}"'
     if config.model.trust_remote_code:
         called["model.trust_remote_code"] = "what a model's folder brings"
     for index, rule in enumerate(config.rules()):
-        if registry.canonical_name(rule.use) is None:  # of an installed package, or beside the config
+        if registry.canonical_name(rule.use) is None:  # from an installed package, or next to the config
             called[f"transformations[{index}].use"] = f'"{rule.use}"'
     for name in config.parity.metrics or ():
         if name.startswith(registry.PLUGIN):

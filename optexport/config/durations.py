@@ -1,4 +1,4 @@
-"""Times in words, as configs and options write them."""
+"""Durations such as ``5m`` in configs and options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def in_seconds(text: str) -> int:
-    """Seconds of a time like ``5m``.
+    """Returns the seconds of a duration such as ``5m``.
 
     Raises:
-        ValueError: It is none; the message says how one is written.
+        ValueError: The text is not a duration; the message shows the syntax.
     """
     if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
         raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')

@@ -1,7 +1,7 @@
-"""Ways to write one graph to a file that compute the same, of which a runtime runs some faster.
+"""Format passes: other ways to write the same graph to a file, some faster in a runtime.
 
-A rule changes the graph, and with it every file; a lowering changes how one format's file says it. Which is faster
-depends on the machine, so none is applied unless it is asked for.
+A rule changes the graph, and therefore all files. A format pass changes the file of one format. The fastest choice
+depends on the machine, so the default is no pass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from optexport.runtime.devices import Device
 
 @dataclass(frozen=True)
 class FormatPass:
-    """One of the ways.
+    """A format pass.
 
     Attributes:
-        formats: Those whose files it changes.
-        summary: What it does, in a line.
-        cpu_only: Whether it is made for the CPU, and does nothing for another device, or nothing good.
+        formats: The formats whose files it changes.
+        summary: One line of help.
+        cpu_only: Whether it has no use on other devices than the CPU.
     """
 
     name: str
@@ -27,11 +27,11 @@ class FormatPass:
     cpu_only: bool = False
 
 
-# The first that has an operator for attention.
+# The first opset with an operator for attention.
 ATTENTION_OPSET = 23
 
-# In the order in which they are applied, but for attention, which is a matter of the conversion. Tuning tries them so,
-# too: those first that were seen to give most, should there be no time for all.
+# In the order of application, except attention, which is part of the conversion. Tuning tries them in this order
+# too, so the passes with the largest measured gains come first.
 PASSES = (
     FormatPass(
         "sum-residuals",
@@ -65,7 +65,7 @@ PASSES = (
 
 
 def of_format(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
-    """The names of those that change a format's file for a device, in the order in which they are applied."""
+    """Returns the names of the passes of a format on a device, in the order of application."""
     return tuple(
         format_pass.name
         for format_pass in PASSES

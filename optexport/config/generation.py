@@ -1,4 +1,4 @@
-"""``[generation]``: that a generative model is exported with its key/value cache, and what does not go with that."""
+"""The table ``[generation]``: exports a generative model with its key/value cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class GenerationConfig(BaseModel):
-    """``[generation]``: for how many tokens the files must go on as the model does.
+    """``[generation]``: compares the tokens that the files and the model generate.
 
     Attributes:
-        new_tokens: How many tokens are compared.
+        new_tokens: How many generated tokens are compared.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -1,4 +1,4 @@
-"""The JSON schema of a config file, so that editors complete its keys and mark what cannot be meant."""
+"""The JSON schema of a config file, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple
 
 
 def config_schema() -> dict[str, Any]:
-    """The schema, with the options of every built-in rule.
+    """Returns the schema, with the options of every built-in rule.
 
-    It takes whatever `optexport check` takes. What `check` finds beyond it is what two keys say together, and what is
-    on the disk.
+    It accepts everything that `optexport check` accepts. `check` also finds contradictions between keys, and problems
+    with files on the disk.
     """
     schema = Config.model_json_schema(schema_generator=_Described)
     tables = schema["$defs"]
@@ -38,7 +38,7 @@ def config_schema() -> dict[str, Any]:
 
 
 class _Described(GenerateJsonSchema):
-    """Gives every key the description that its table's docstring has of it; one of a table, that table's own."""
+    """Takes the description of a key from the docstring of its table, or of the nested table."""
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         found, table = super().model_schema(schema), schema["cls"]
@@ -51,7 +51,7 @@ class _Described(GenerateJsonSchema):
 
 
 def _docstring(table: type[BaseModel]) -> tuple[str, dict[str, str]]:
-    """What a table's docstring says of the table, and of each key."""
+    """Returns the summary of a table's docstring, and the description of each key."""
     summary, _, attributes = (inspect.getdoc(table) or "").partition("\n\nAttributes:\n")
     keys = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
     return _plain(summary), {name: _plain(text) for name, text in keys}
@@ -62,7 +62,7 @@ def _plain(text: str) -> str:
 
 
 def _rule(name: str) -> dict[str, Any]:
-    """A table of a built-in rule, which has these options and no others."""
+    """Returns the schema of a table for a built-in rule, which allows its options only."""
     info = RULES[name]
     options = {key: _option(option) for key, option in info.options.items()}
     shared = {"min_matches": True, "formats": True}

@@ -29,23 +29,23 @@ def load_config(path: Path, without: Collection[str] = ()) -> Config:
     """Reads and checks a config file, without importing torch.
 
     Args:
-        without: Rules that the run leaves out.
+        without: Names of rules that the run omits.
 
     Raises:
-        ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
+        ConfigError: The file cannot be read, is not TOML, or has an invalid value.
     """
     return parse_config(config_text.read(path), path, without)
 
 
 def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config:
-    """Checks the text of a config file, as it stands or would stand at a path.
+    """Checks the text of a config file, which does not have to exist at the path.
 
     Raises:
         ConfigError: As for `load_config`.
     """
     raw = config_text.parse(text, path)
     config = checked_settings(raw, str(path))
-    check_custom_code(config, str(path))  # before anything that asks a package for its rules
+    check_custom_code(config, str(path))  # must come first: looking up rules may import a package
     mistakes = Mistakes(str(path))
     mistakes.of(config_text.check_secrets, raw, text, str(path))
     for index, rule in enumerate(config.rules()):
@@ -71,10 +71,10 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
 
 
 def checked_settings(raw: dict[str, Any], location: str) -> Config:
-    """Checks settings that stand in no file, or have been read from one.
+    """Checks settings, which need not be from a file.
 
     Raises:
-        ConfigError: They say something that cannot be meant.
+        ConfigError: A value is invalid.
     """
     try:
         return Config.model_validate(raw)

@@ -1,4 +1,4 @@
-"""``[parity.metrics]``: what a config may demand of decisions. `optexport.parity.gates` defines the measures."""
+"""The table ``[parity.metrics]``: gates on decisions, see `optexport.parity.gates`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from optexport.errors import did_you_mean
 
-# The measures, the least value that each can have, and their options beside min and output.
+# The metrics, each with its smallest possible value and its options in addition to min and output.
 MEASURES: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "argmax_agreement": (0.0, ()),
     "top_k_agreement": (0.0, ("k",)),
@@ -22,19 +22,19 @@ DEFAULT_K = 5
 
 
 def beside_gate(value: float, least: float, digits: int = 6) -> str:
-    """A measured value as it stands beside the least that passes: rounded, unless that took it to the other side."""
+    """Rounds a measured value for a text, but never across the minimum that it must reach."""
     rounded = f"{value:.{digits}g}"
     return rounded if (float(rounded) >= least) == (value >= least) else repr(value)
 
 
 class DecisionConfig(BaseModel):
-    """One gate: the least value that passes, and of what; a number alone is its ``min``.
+    """A gate on a metric; a number alone is its ``min``.
 
     Attributes:
-        min: The least value that passes.
-        output: Of which output; by default every floating point one that fits.
+        min: The smallest value that passes.
+        output: The output that is measured; by default every floating point output that fits.
         k: How many labels ``top_k_agreement`` compares; by default 5.
-        classes: For ``iou``, whether channels of masks are classes that exclude each other; by default they are.
+        classes: For ``iou``, whether channels of masks are classes that exclude each other; by default true.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

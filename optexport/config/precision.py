@@ -1,4 +1,4 @@
-"""``[precision]``: which files are computed in fewer bits than the model, on the condition that its decisions stay."""
+"""The table ``[precision]``: files in lower precision, checked by metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Half = Literal["bfloat16", "float16"]
 
 
 class PrecisionConfig(BaseModel):
-    """``[precision]``: the precision of files that are to be smaller or faster than proven to rounding.
+    """``[precision]``: computes files in lower precision; needs gates in ``[parity.metrics]``.
 
     Attributes:
-        onnx: What the layers of the ONNX file are computed in.
-        torchscript: What those of the TorchScript file are.
-        pt2: What those of the ``.pt2`` file are.
-        keep_float32: Layers, or modules with all layers in them, that stay in float32 whatever is measured.
+        onnx: Precision of the layers of the ONNX file.
+        torchscript: Precision of the TorchScript file.
+        pt2: Precision of the ``.pt2`` file.
+        keep_float32: Layers, or modules with all layers in them, that always stay in float32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -26,6 +26,6 @@ class PrecisionConfig(BaseModel):
     keep_float32: list[Annotated[str, Field(min_length=1)]] = []
 
     def of(self, file_format: str) -> str | None:
-        """The precision of a format's file; None where it is the model's own."""
+        """Returns the precision of a format's file; None if it is the model's precision."""
         own: str | None = getattr(self, file_format)
         return own

@@ -1,4 +1,4 @@
-"""``[processing]``: pre- and post-processing that becomes part of the files, and what does not go with that."""
+"""The table ``[processing]``: pre- and postprocessing that becomes part of the files."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEFAULT_K = 5
 
-# The input that holds images.
+# The name of the input for images.
 IMAGES: Final = "pixel_values"
 
-# The outputs that stand in place of the logits.
+# The names of the outputs that replace the logits.
 PROBABILITIES: Final = "probabilities"
 LABELS: Final = "labels"
-# What stands for the logits: probabilities of all classes, or the likeliest classes with theirs.
+# Probabilities of all classes, or the most likely classes with their probabilities.
 ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
 OF_LABELS = ("argmax", "top_k")
 
 
 class ProcessingConfig(BaseModel):
-    """``[processing]``: what the files do besides what the model does.
+    """``[processing]``: adds pre- and postprocessing to the files.
 
     Attributes:
-        normalize: Whether they take images as whole numbers from 0 to 255.
-        outputs: What they give in place of logits.
-        k: How many labels with ``outputs = "top_k"``; by default 5.
+        normalize: Whether the files take images as integers from 0 to 255.
+        outputs: What the files return instead of logits.
+        k: How many labels ``outputs = "top_k"`` returns; by default 5.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -1,4 +1,4 @@
-"""``[register]``: the name that the ONNX model gets in MLflow's registry, and when its alias moves to it."""
+"""The table ``[register]``: the registered model in MLflow, and when its alias moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 DEFAULT_ALIAS = "champion"
-# It is a part of the names of tags, which MLflow lets be 250 characters long.
+# The alias is part of the names of tags, which MLflow limits to 250 characters.
 _LONGEST_ALIAS = 200
 
 
@@ -17,9 +17,13 @@ class _Table(BaseModel):
 
 
 def model_name(name: str) -> str:
-    """A name of a registered model as it is; a ValueError where MLflow would not take it, or not find it again."""
-    # By a name with " or \ MLflow finds nothing again, and of models:/NAME@alias it takes a ? and what follows for a
-    # query, and leaves out ends of lines. One of dots alone it refuses, and PostgreSQL one that holds a NUL.
+    """Returns the name of a registered model unchanged, if MLflow can store and find it.
+
+    Raises:
+        ValueError: MLflow rejects the name, or cannot find it again.
+    """
+    # MLflow cannot find a name with " or \ again. In models:/NAME@alias it reads a ? as the start of a query, and drops
+    # line breaks. It rejects names of dots alone, and PostgreSQL rejects a NUL.
     if not name.strip() or not name.strip(".") or re.search(r'[/:"\\?\x00-\x1f\x7f-\x9f]', name):
         raise ValueError(
             f'{name!r} is no name of a registered model: it may hold none of / : " \\ ? and no control characters, '
@@ -29,7 +33,11 @@ def model_name(name: str) -> str:
 
 
 def alias_name(alias: str) -> str:
-    """An alias as it is; a ValueError where MLflow would not take it."""
+    """Returns an alias unchanged, if MLflow accepts it.
+
+    Raises:
+        ValueError: MLflow rejects the alias.
+    """
     if len(alias) > _LONGEST_ALIAS:
         raise ValueError(f"it is {len(alias)} characters long, and may be {_LONGEST_ALIAS}")
     if not re.fullmatch(r"[\w\-]+", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
@@ -38,12 +46,15 @@ def alias_name(alias: str) -> str:
 
 
 class MaxRegressionConfig(_Table):
-    """``[register.max_regression]``: by how much, as a part of the champion's figure, a new version may be worse.
+    """``[register.max_regression]``: how much worse than the champion a new version may be.
+
+    All values are fractions of the champion's.
 
     Attributes:
-        parity: Of the distance from the original, as a multiple of the noise floor. One floor is as good as none.
-        latency: Of the p50, beyond what the two intervals leave open.
-        size: Of the bytes of a file.
+        parity: For the distance from the original, in multiples of the noise floor. Distances below one noise floor are
+            equal.
+        latency: For the p50 latency, in addition to the two confidence intervals.
+        size: For the bytes of a file.
     """
 
     parity: float = Field(default=0.25, ge=0)
@@ -52,12 +63,12 @@ class MaxRegressionConfig(_Table):
 
 
 class RegisterConfig(_Table):
-    """``[register]``: the registered model that gets the ONNX file as a version, and the alias that may move to it.
+    """``[register]``: registers the ONNX file as a version of a model, and may move an alias.
 
     Attributes:
-        name: What the registered model is called.
-        alias: Moves to the new version if that is as good as the one that holds it.
-        max_regression: By how much, as a part of the champion's figure, a new version may be worse.
+        name: The name of the registered model.
+        alias: An alias that moves to the new version if that is as good as the current one.
+        max_regression: How much worse than the champion a new version may be, as a fraction.
     """
 
     name: Annotated[str, Field(max_length=256), AfterValidator(model_name)]

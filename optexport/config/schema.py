@@ -67,7 +67,7 @@ def _size(size: Any) -> int | str:
 
 
 def _constant(value: Any) -> bool | int | float | str | list[Any]:
-    """A number, a text, or lists of numbers, or of true and false, that make a tensor."""
+    """Checks a number, a text, or nested lists of numbers or booleans that become a tensor."""
     if isinstance(value, list):
         _check_rows(value)
     elif not isinstance(value, bool | int | float | str):
@@ -76,7 +76,7 @@ def _constant(value: Any) -> bool | int | float | str | list[Any]:
 
 
 def _check_rows(rows: list[Any]) -> tuple[int, ...]:
-    """The sizes of lists within lists, which must be of one length."""
+    """Returns the shape of nested lists, which must be rectangular."""
     if any(not isinstance(row, bool | int | float | list) for row in rows):
         raise ValueError("a list must hold numbers, or true and false, or such lists")
     sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
@@ -86,7 +86,7 @@ def _check_rows(rows: list[Any]) -> tuple[int, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """Refuses infinities anywhere: the bundle's manifest holds all values, and JSON has none for them."""
+    """Rejects infinite numbers: the manifest stores all values as JSON, which has none."""
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _finite(inner)
     if isinstance(value, float) and not math.isfinite(value):
@@ -99,19 +99,19 @@ class _Table(BaseModel):
 
 
 class ModelConfig(_Table):
-    """``[model]``: which model, and how to load it.
+    """``[model]``: the model, and how to load it.
 
     Attributes:
         source: A folder, a hub id, ``package:NAME/PATH``, ``python:module:factory``, ``mlflow:models:/NAME@ALIAS``,
             a ``.pt2`` or a TorchScript file.
-        task: Picks the AutoModel class; by default that which the model's config names.
-        revision: Of a model of the hub; by default the newest.
-        dtype: What it is loaded in; by default as stored.
-        device: Where the files run: ``"cuda"`` is a card of NVIDIA's.
-        attn_implementation: As transformers takes it; by default the model's own.
+        task: Selects the AutoModel class; by default the class that the model's config names.
+        revision: The revision of a model of the hub; by default the newest.
+        dtype: The dtype to load the model in; by default as stored.
+        device: The device that the files run on; ``"cuda"`` is an NVIDIA GPU.
+        attn_implementation: The attention implementation, as in transformers; by default the model's.
         adapter: The folder of a LoRA adapter, which is merged first; needs the extra ``adapters``.
-        trust_remote_code: Whether code that lies beside the weights may run.
-        arguments: Of a ``python:`` factory; no secrets.
+        trust_remote_code: Whether code in the model's folder may run.
+        arguments: Arguments of a ``python:`` factory; no secrets.
     """
 
     source: str = Field(min_length=1)
@@ -133,13 +133,13 @@ class ModelConfig(_Table):
 
 
 class TensorConfig(_Table):
-    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time).
+    """``[inputs.tensors.NAME]``: an input of random numbers, the same in every run.
 
     Attributes:
         shape: Sizes, and names of dimensions, as ``["batch", 3, 224, 224]``.
-        dtype: What its numbers are.
-        low: The least of them.
-        high: What they stay below.
+        dtype: The dtype of the tensor.
+        low: The smallest value.
+        high: The upper bound of the values, exclusive.
     """
 
     shape: list[Annotated[int | str, PlainValidator(_size, json_schema_input_type=int | str)]]
@@ -164,18 +164,18 @@ _Constant = Annotated[
 
 
 class InputsConfig(_Table):
-    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none.
+    """``[inputs]``: inputs for traces and checks; at most one of texts, images, data, tensors.
 
     Attributes:
         texts: Sentences, for the model's tokenizer.
         images: Image files, for the model's image processor; needs the extra ``images``.
         data: A ``.jsonl``, ``.npz`` or ``.safetensors`` file with the inputs by name.
-        tensors: Random numbers, by the name of the input.
-        constants: Arguments that are the same in every call, which the files do not take; lists are tensors.
-        max_length: Texts of more tokens are cut.
-        axes: Names of an input's axes, where the usual ones do not fit.
-        dynamic: The sizes that each named dimension may take, as ``batch = [1, 64]``. What is left out is fixed;
-            without any, whatever the model leaves dynamic.
+        tensors: Random tensors, by the name of the input.
+        constants: Arguments that are the same in every call, and not inputs of the files; lists are tensors.
+        max_length: The most tokens of a text; longer texts are cut.
+        axes: Names of an input's axes, instead of the usual names.
+        dynamic: The smallest and the largest size of each dynamic dimension, as ``batch = [1, 64]``. All others are
+            fixed. By default, the model decides.
     """
 
     texts: list[str] | None = Field(default=None, min_length=1)
@@ -200,12 +200,12 @@ class InputsConfig(_Table):
 
 
 class TransformationConfig(BaseModel):
-    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
+    """``[[transformations]]``: a rule or a plugin; other keys are its options.
 
     Attributes:
         use: A rule of ``optexport transformations``, or ``python:module:Class``.
-        min_matches: In how many places the rule must find work at least; else the run fails.
-        formats: Which files it is applied for; all by default.
+        min_matches: The smallest number of matches of the rule; the run fails if there are fewer.
+        formats: The formats that the rule is applied for; by default all.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -215,7 +215,7 @@ class TransformationConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the rule, whose lists are tuples, as the fields of a rule are that never changes."""
+        """The options of the rule; lists become tuples, because rules are frozen."""
         options = self.__pydantic_extra__ or {}
         return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
@@ -231,18 +231,18 @@ class TransformationConfig(BaseModel):
 
 
 class ParityConfig(_Table):
-    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured.
+    """``[parity]``: the tolerance. It is measured if ``atol`` and ``rtol`` are not set.
 
     Attributes:
-        noise_multiple: How many times the noise floor of the original is allowed.
-        atol: Together with ``rtol``, in place of ``noise_multiple``: what ``abs(result - original)`` may be.
-        rtol: As much more, as a part of ``abs(original)``.
+        noise_multiple: The tolerance as a multiple of the original's noise floor.
+        atol: Replaces ``noise_multiple``: ``abs(result - original)`` may be at most ``atol + rtol * abs(original)``.
+        rtol: The relative part of the same tolerance.
         effort: How much is checked.
-        seed: Of random inputs.
-        metrics: Gates on what the model decides, each a number or ``{ min = 0.99, output = "logits" }``.
+        seed: The seed of random inputs.
+        metrics: Gates on the model's decisions, each a number or ``{ min = 0.99, output = "logits" }``.
     """
 
-    # Below 1 the original itself would not pass.
+    # Below 1, the original would fail its own check.
     noise_multiple: float = Field(default=4.0, ge=1, le=1e6, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -252,16 +252,15 @@ class ParityConfig(_Table):
 
 
 class ExportConfig(_Table):
-    """``[export]``: which files, and where.
+    """``[export]``: the formats, and the output folder.
 
     Attributes:
-        formats: Which files.
-        output: The bundle's folder.
-        opset: Of ONNX; by default the exporter's own. It writes older ones wrongly, and ONNX Runtime reads no
-            newer ones.
-        passes: Other ways to write a format's file, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes``
-            lists them.
-        layout: Where the files lie in the bundle; by default beside the manifest.
+        formats: The formats to export.
+        output: The folder of the bundle.
+        opset: The ONNX opset; by default the exporter's default. The exporter writes older opsets incorrectly, and ONNX
+            Runtime does not read newer ones.
+        passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them.
+        layout: The layout of the files in the bundle; by default next to the manifest.
     """
 
     formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
@@ -288,12 +287,12 @@ class ExportConfig(_Table):
 
 
 class TrackingConfig(_Table):
-    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run.
+    """``[tracking]``: the MLflow server or local database for the run.
 
     Attributes:
         enabled: Whether the run is tracked.
-        uri: Where MLflow is; a relative path starts at the config.
-        experiment: Its name in MLflow.
+        uri: The tracking URI of MLflow; a relative path starts at the config.
+        experiment: The name of the experiment.
     """
 
     enabled: bool = True
@@ -302,7 +301,7 @@ class TrackingConfig(_Table):
 
 
 class Config(_Table):
-    """A whole config file."""
+    """A complete config file."""
 
     model: ModelConfig
     processing: ProcessingConfig | None = None
@@ -316,15 +315,15 @@ class Config(_Table):
     generation: GenerationConfig | None = None
     gate: GateConfig = GateConfig()
     tracking: TrackingConfig = TrackingConfig()
-    # BaseModel has a `register` of its own, from ABCMeta.
+    # Not named `register`, because BaseModel inherits a method of this name from ABCMeta.
     registering: RegisterConfig | None = Field(default=None, alias="register")
 
     def rules(self) -> list[TransformationConfig]:
-        """The transformations to apply: those named, or the preset."""
+        """Returns the transformations to apply: the configured ones, or the preset."""
         if self.transformations is None:
             return [TransformationConfig(use=name) for name in registry.PRESET]
         return list(self.transformations)
 
     def output_path(self, folder: Path) -> Path:
-        """Returns the bundle's folder, for a config file that lies in ``folder``."""
+        """Returns the bundle's folder, for a config file in ``folder``."""
         return (folder / Path(self.export.output).expanduser()).resolve()

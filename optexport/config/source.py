@@ -1,4 +1,4 @@
-"""Where a config says that the model is: the kinds of sources, and whether what is named is there."""
+"""The kinds of model sources, and checks that a source exists."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from optexport.errors import ConfigError
 if TYPE_CHECKING:
     from optexport.config.schema import Config
 
-# What files of TorchScript are called.
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
 DATA_SUFFIXES = (".safetensors", ".npz", ".jsonl")
 
 
-# What stands for each model of a registry, in the template of a batch.
+# Placeholders in the template of a batch, replaced for each model of a registry.
 NAME, VERSION = "{name}", "{version}"
 
 
 class SourceKind(StrEnum):
-    """Where a model comes from."""
+    """Kind of a model's source."""
 
     PACKAGE = "package"
     PYTHON = "python"
@@ -36,7 +35,7 @@ class SourceKind(StrEnum):
 
 
 def source_kind(source: str, folder: Path) -> SourceKind:
-    """Reads a model's source as one of its kinds, relative to the config's folder."""
+    """Returns the kind of a model's source; paths are relative to the config's folder."""
     prefix = source.partition(":")[0]
     if prefix in ("package", "python", "mlflow") and ":" in source:
         return SourceKind(prefix)
@@ -50,18 +49,18 @@ def source_kind(source: str, folder: Path) -> SourceKind:
 
 
 def is_template(source: str) -> bool:
-    """Whether a source stands for many models, which a batch takes from a registry."""
+    """Returns True if a source has placeholders for the models of a registry."""
     return source.startswith("mlflow:") and (NAME in source or VERSION in source)
 
 
 def check_source(config: Config, path: Path) -> None:
-    """Checks that the file, folder, package or module that the model comes from is there.
+    """Checks that the file, folder, package or module of the model's source exists.
 
     Args:
-        path: The config's.
+        path: The path of the config.
 
     Raises:
-        ConfigError: One is not, or something is asked for that its kind of source does not have.
+        ConfigError: It does not exist, or the source is malformed.
     """
     folder, source = path.parent, config.model.source
     location = f"{path}: model.source"
@@ -109,13 +108,13 @@ def check_source(config: Config, path: Path) -> None:
 
 
 def check_beside_source(config: Config, path: Path) -> None:
-    """Checks what a config gives a model, and that the files and folders which it names are there.
+    """Checks that the kind of source supports the model's other keys, and that files exist.
 
     Args:
-        path: The config's.
+        path: The path of the config.
 
     Raises:
-        ConfigError: One is not, or something is given that the kind of source does not take.
+        ConfigError: A file or folder does not exist, or the kind of source does not support a key.
     """
     folder = path.parent
     kind = source_kind(config.model.source, folder)
@@ -150,7 +149,7 @@ def check_beside_source(config: Config, path: Path) -> None:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an installed package, found without importing it; None where there is no such package."""
+    """Returns the folder of a package, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
     except (ImportError, ValueError):
@@ -159,10 +158,10 @@ def package_folder(package: str) -> Path | None:
 
 
 def source_folder(source: str, folder: Path) -> Path | None:
-    """Where the folder of a model lies, or is to lie, that is here; None where the source is of another kind.
+    """Returns the local folder of a source, existing or not; None for other kinds of sources.
 
     Args:
-        folder: The config's.
+        folder: The folder of the config.
     """
     kind = source_kind(source, folder)
     if kind is SourceKind.FOLDER:
@@ -175,7 +174,10 @@ def source_folder(source: str, folder: Path) -> Path | None:
 
 
 def missing_model(path: Path) -> tuple[str, str] | None:
-    """Why no model of transformers can be loaded from a place, and what to do; None where one can, or a program."""
+    """Returns why a path is not a transformers model and a hint, or None if it is one.
+
+    A program such as a ``.pt2`` file also gives None.
+    """
     is_program = path.suffix in (".pt2", *TORCHSCRIPT_SUFFIXES)
     if is_program or any((path / name).is_file() for name in ("config.json", "modules.json")):
         return None
@@ -188,7 +190,11 @@ def missing_model(path: Path) -> tuple[str, str] | None:
 
 
 def check_module(spec: str, folder: Path, location: str) -> None:
-    """Refuses ``module:name`` where there is no such module, without importing it."""
+    """Checks that the module of ``module:name`` exists, without importing it.
+
+    Raises:
+        ConfigError: It does not exist.
+    """
     module = spec.partition(":")[0].partition(".")[0]
     if not module:
         raise ConfigError(
@@ -207,7 +213,7 @@ def check_module(spec: str, folder: Path, location: str) -> None:
 def _is_file(folder: Path, name: str) -> bool:
     try:
         return (folder / Path(name).expanduser()).is_file()
-    except (OSError, RuntimeError, ValueError):  # no file can be called so
+    except (OSError, RuntimeError, ValueError):  # the text is not a valid file name
         return False
 
 

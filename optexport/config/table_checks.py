@@ -13,10 +13,10 @@ from optexport.errors import ConfigError
 
 
 def check_generation(config: Config, location: str) -> None:
-    """Checks that nothing is asked for that is not done with the parts of a generative model.
+    """Checks that a config with ``[generation]`` has no table that generation cannot use.
 
     Raises:
-        ConfigError: Something is.
+        ConfigError: It has one.
     """
     if config.generation is None:
         return
@@ -50,10 +50,10 @@ def check_generation(config: Config, location: str) -> None:
 
 
 def check_precision(config: Config, location: str) -> None:
-    """Checks what the table says against the rest of the config.
+    """Checks ``[precision]`` against the rest of the config.
 
     Raises:
-        ConfigError: It lowers nothing, or a file that is not made, or nothing says what the file must keep to.
+        ConfigError: It lowers no file, or a file that is not exported, or there is no gate for the lowered files.
     """
     table = config.precision
     if table is None:
@@ -93,15 +93,15 @@ def check_precision(config: Config, location: str) -> None:
 
 
 def check_processing(config: Config, folder: Path, location: str) -> None:
-    """Checks what the table says against the rest of the config.
+    """Checks ``[processing]`` against the rest of the config.
 
     Args:
-        folder: The config's, which paths are relative to.
-        location: The config's name.
+        folder: The folder of the config; paths are relative to it.
+        location: The path of the config.
 
     Raises:
-        ConfigError: The source is a program that is exported as it is, images would be no whole numbers, or a gate
-            would be on labels.
+        ConfigError: The source is a program that cannot be changed, images are not integers, or a gate would compare
+            labels.
     """
     table = config.processing
     if table is None:
@@ -130,10 +130,10 @@ def check_processing(config: Config, folder: Path, location: str) -> None:
 
 
 def check_register(config: Config, location: str) -> None:
-    """Checks that there is something to register, and somewhere to register it.
+    """Checks that a config with ``[register]`` exports an ONNX file and uses MLflow.
 
     Raises:
-        ConfigError: There is not.
+        ConfigError: It does not.
     """
     if config.registering is None:
         return
@@ -152,14 +152,13 @@ def check_register(config: Config, location: str) -> None:
 
 
 def check_beside(config: Config, path: Path) -> None:
-    """Refuses a database next to a config if MLflow would look for it in another folder.
+    """Checks that MLflow can open a database next to a config.
 
     Args:
-        config: The config.
         path: The path of the config.
 
     Raises:
-        ConfigError: The name of the folder holds a character that has a meaning in URIs.
+        ConfigError: The folder's name has characters with a special meaning in a URI.
     """
     folder, uri = str(path.parent.resolve()), config.tracking.uri
     odd = re.search(r"\?|%[\da-fA-F]{2}", folder)

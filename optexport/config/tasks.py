@@ -1,4 +1,4 @@
-"""The tasks that a config may name, and the class of transformers that loads a model for each."""
+"""The tasks that a config may name, and the AutoModel class of each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-# A model that goes on from what it has heard, or, without model.task, one that gives a letter for each moment (CTC).
+# An encoder-decoder model. Without model.task, a CTC model is also possible.
 SPEECH = "automatic-speech-recognition"
-# That of a model of sentence-transformers with its modules, and what to do where the library is missing.
+# The task of a sentence-transformers model with its modules, and a hint for a missing library.
 SENTENCES = "sentence-similarity"
 TRANSFORMER_ALONE = 'Or export the transformer alone: task = "feature-extraction".'
 
@@ -26,7 +26,7 @@ AUTO_CLASSES: Mapping[str, str] = {
     "multiple-choice": "AutoModelForMultipleChoice",
     "object-detection": "AutoModelForObjectDetection",
     "question-answering": "AutoModelForQuestionAnswering",
-    SENTENCES: "AutoModel",  # with the modules of sentence-transformers behind it
+    SENTENCES: "AutoModel",  # followed by the modules of sentence-transformers
     "semantic-segmentation": "AutoModelForSemanticSegmentation",
     "text-classification": "AutoModelForSequenceClassification",
     "text-generation": "AutoModelForCausalLM",
@@ -39,14 +39,14 @@ AUTO_CLASSES: Mapping[str, str] = {
 
 
 def sentence_kind(config: Path | None) -> str:
-    """The class of sentence-transformers that a folder with its modules was saved from.
+    """Returns the sentence-transformers class that saved a folder.
 
     Args:
-        config: ``config_sentence_transformers.json``; None where there is none.
+        config: ``config_sentence_transformers.json``; None if the folder has no such file.
 
     Raises:
-        ValueError: It is no JSON.
-        AttributeError: It is no object.
+        ValueError: The file is not JSON.
+        AttributeError: The file is not a JSON object.
     """
     settings = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
-    return str(settings.get("model_type", "SentenceTransformer"))  # older versions had no other, and left it out
+    return str(settings.get("model_type", "SentenceTransformer"))  # older versions know only this class

@@ -1,4 +1,4 @@
-"""What is wrong in a config, in words for the one who wrote it, and all at once."""
+"""Explains mistakes in a config, all in one message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optexport.redaction import redact
 
 P = ParamSpec("P")
 
-# What a value must be, by the type of pydantic's error.
+# Expected values, by the type of pydantic's error.
 _FORMS = {
     "model_type": "a table",
     "dict_type": "a table",
@@ -28,7 +28,10 @@ _FORMS = {
 
 
 def explained(error: ValidationError, model: type[BaseModel], name: str) -> ConfigError:
-    """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
+    """Converts pydantic's errors to one ConfigError with a line for each mistake.
+
+    An unknown key has a hint with the most similar known key.
+    """
     mistakes: list[ConfigError] = []
     for found in error.errors():
         location = list(found["loc"])
@@ -54,10 +57,10 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
 
 
 class Mistakes:
-    """What several checks of a config find, told as one message.
+    """Collects the mistakes that several checks of a config find.
 
     Args:
-        name: The config's.
+        name: The path of the config.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,14 +68,14 @@ class Mistakes:
         self._found: list[ConfigError] = []
 
     def of(self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Runs a check, and keeps what it raises."""
+        """Runs a check, and collects its ConfigError."""
         try:
             check(*args, **kwargs)
         except ConfigError as error:
             self._found.append(error)
 
     def tell(self) -> None:
-        """Raises what was found.
+        """Raises all mistakes as one error.
 
         Raises:
             ConfigError: A check found a mistake.
@@ -92,13 +95,13 @@ def _as_one(mistakes: Sequence[ConfigError], name: str, after: str = "") -> Conf
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, cut short where it is long."""
+    """Returns the repr of a value, shortened to 60 characters, without secrets."""
     text = redact(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def dotted(location: Sequence[int | str]) -> str:
-    """A place in a config, as it is told: ``transformations[0].use``."""
+    """Formats a path in a config: ``transformations[0].use``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -114,12 +117,12 @@ def _known_keys(model: type[BaseModel], location: list[int | str]) -> list[str]:
 
 
 def _fields(table: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields by the names that they have in the file."""
+    """Returns the fields by their names in the file."""
     return {field.alias or name: field for name, field in table.model_fields.items()}
 
 
 def _inside(annotation: Any, part: int | str) -> Any:
-    """What a key of a table holds, or an item of a list, or of a table whose keys are free."""
+    """Returns the annotation of a table's key, of a list's items, or of a dict's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return _fields(annotation)[str(part)].annotation
     first, *rest = get_args(annotation)
@@ -129,7 +132,7 @@ def _inside(annotation: Any, part: int | str) -> Any:
 
 
 def table_in(annotation: Any) -> Any:
-    """The table class somewhere inside an annotation such as ``dict[str, TensorConfig] | None``."""
+    """Returns the table class inside an annotation such as ``dict[str, TensorConfig] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (table_in(argument) for argument in getattr(annotation, "__args__", ()))
