@@ -1,4 +1,4 @@
-"""Checks arguments that the Python API takes, which may be anything."""
+"""Checks the arguments of the Python API, which may have any type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optexport.job import preset
 from optexport.transformations import Transformation
 from optexport.transformations.apply import NamedRule
 
-# How what is a mapping is written.
+# Examples of mappings, for hints.
 _WRITTEN = {
     "dynamic": '{"x": {0: "batch"}}',
     "metrics": '{"cosine": 0.999}',
@@ -22,14 +22,14 @@ _WRITTEN = {
 
 
 def named_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
-    """The rules that transformations are, by the names that reports give them; the preset by default.
+    """Returns transformations with the names that reports use; by default the preset.
 
     Raises:
-        ConfigError: Something else is among them.
+        ConfigError: A value is not a transformation.
     """
     if transformations is None:
         return preset()
-    given: Any = transformations  # which may be anything: a class, where parentheses were forgotten
+    given: Any = transformations  # a common mistake is a class without parentheses
     listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
     for transformation in listed:
         if not isinstance(transformation, Transformation):
@@ -42,15 +42,15 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
 
 
 def listed(formats: Any) -> Any:
-    """Formats as a config has them, which is told of what is none."""
+    """Returns formats as a list for the config; leaves other values for the config to reject."""
     return list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else formats
 
 
 def check_arguments(model: Any, **mappings: Any) -> None:
-    """Checks what is given in Python, where it may be anything.
+    """Checks the types of arguments.
 
     Raises:
-        ConfigError: The model is none, or another argument is no mapping.
+        ConfigError: The model is not a module, or another argument is not a mapping.
     """
     if not isinstance(model, nn.Module | ExportedProgram):
         raise ConfigError(f"it is a {type(model).__name__}, not a module", location="model")

@@ -1,4 +1,4 @@
-"""Turns what a run found into what its bundle says of it."""
+"""Writes the results of a run as records of the bundle."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ from optexport.transformations.apply import Applied
 
 
 def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
-    """Writes a graph as text, node by node, for a terminal too; returns the number of nodes."""
+    """Writes a graph as text that is safe for terminals; returns its number of nodes."""
     path.write_text(printable(f"{graph_module.graph}\n"), encoding="utf-8")
     return len(graph_module.graph.nodes)
 
 
 def measurements(seconds: Mapping[str, float], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What may differ between two equal runs: times, the machine, and what was measured of the files."""
+    """Returns the data that may differ between two equal runs: times, machine, and benchmarks.
+
+    Args:
+        seconds: The seconds of each step.
+        measured: Other measurements, as JSON.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -63,7 +68,13 @@ def manifest(
     parity: ParityRecord,
     reference_cases: Sequence[str],
 ) -> Manifest:
-    """The manifest, but for the files, which are not all written yet."""
+    """Returns the manifest without the list of files, because some are not written yet.
+
+    Args:
+        made: The results of the variants.
+        nodes_before: The number of nodes of the traced graph.
+        reference_cases: The names of the cases in the reference file.
+    """
     return Manifest(
         optexport_version=__version__,
         config=portable(config),
@@ -117,14 +128,14 @@ def _tensor(spec: TensorSpec) -> TensorRecord:
 
 
 def _constant(value: Constant) -> Any:
-    """A constant as JSON holds it: NaN and infinity as texts, a tensor as lists."""
+    """Returns a constant as JSON: NaN and infinity as texts, a tensor as lists."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def portable(config: Config) -> dict[str, Any]:
-    """The config as it was resolved, without secrets, and without paths that only this machine knows."""
+    """Returns the resolved config as JSON, without secrets and without absolute paths."""
     document = config.model_dump(mode="json", exclude_none=True)
     document["transformations"] = [rule.model_dump(mode="json") for rule in config.rules()]
     for table in ("model", "tracking"):
@@ -139,7 +150,7 @@ def portable(config: Config) -> dict[str, Any]:
 
 
 def _redacted(value: Any) -> Any:
-    """The same without the secrets that URIs in it carry, however deep they lie."""
+    """Removes the secrets of URIs from a nested value."""
     if isinstance(value, dict):
         return {key: _redacted(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Makes a bundle again from what it says of itself, and tells what came out otherwise, down to the tensor or node."""
+"""Reproduces a bundle from its manifest, and reports the tensors or nodes that differ."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ _SHOWN = 5
 
 
 def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
-    """Runs a bundle again, without tuning and measuring: what a tuning chose stands in the bundle's config.
+    """Runs a bundle again, without tuning and benchmarks.
+
+    The bundle's config contains the choices of an earlier tuning.
 
     Args:
-        bundle: The bundle's folder, which stays as it is.
-        folder: What paths in the bundle's config are relative to.
+        bundle: The bundle's folder, which stays unchanged.
+        folder: The folder that paths in the bundle's config are relative to.
 
     Returns:
-        A line for each thing that differs; none where every file is the same to the byte.
+        A line for each difference; empty if all files have the same bytes.
 
     Raises:
-        OptexportError: One of its kinds: the bundle is damaged, or it cannot be made again.
+        OptexportError: The bundle is damaged, or the run fails; one of the subclasses.
     """
     manifest = digests.read_manifest(bundle)
     if manifest.config.get("generation") is not None:
@@ -74,11 +76,7 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
 
 
 def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
-    """The config with the store that its model is to be fetched from, where it is: whoever made the bundle names any.
-
-    Raises:
-        ConfigError: Nothing says which store that is.
-    """
+    """Sets the MLflow URI from the environment: a bundle's author could name any server."""
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
     if (uri := tracking_uri.of_environment()) is not None:
@@ -91,11 +89,7 @@ def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
 
 
 def _check_named(config: Config, bundle: Path, folder: Path) -> None:
-    """Checks that what the config names is there, as of a config in the folder.
-
-    Raises:
-        ConfigError: It is not; most likely the folder is another than that of the config.
-    """
+    """Checks that the files and modules that the config names exist in the folder."""
     path = folder / "config.toml"
     mistakes = Mistakes(str(path))
     called = {f"transformations[{index}].use": rule.use for index, rule in enumerate(config.rules())}
@@ -117,7 +111,7 @@ def _check_named(config: Config, bundle: Path, folder: Path) -> None:
 
 
 def _in_order(config: Config, manifest: Manifest) -> Config:
-    """The config with the inputs in the order of the signature, as random numbers were drawn: JSON sorts its keys."""
+    """Restores the order of the inputs for the random numbers, because JSON sorts its keys."""
     if (tensors := config.inputs.tensors) is None:
         return config
     names = [spec.name for spec in manifest.inputs]
@@ -127,7 +121,7 @@ def _in_order(config: Config, manifest: Manifest) -> Config:
 
 
 def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
-    """What went in otherwise, and may be why."""
+    """Yields differences of versions and weights, which may explain other differences."""
     yield from packages.changed(was.versions, now.versions)
     if was.model.revision != now.model.revision:
         yield f"the model's revision was {was.model.revision}, and is {now.model.revision} now"
@@ -137,7 +131,7 @@ def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
 
 
 def _surroundings(was: Measured) -> Iterator[str]:
-    """What has a say in how results are rounded, and so in the floor, though seldom in the files."""
+    """Yields differences of the machine that affect rounding, and so the noise floor."""
     if was.threads is not None and was.threads != torch.get_num_threads():
         yield f"it ran with {was.threads} threads (OMP_NUM_THREADS), and runs with {torch.get_num_threads()} now"
     if was.processor and was.processor != processor():
@@ -145,7 +139,7 @@ def _surroundings(was: Measured) -> Iterator[str]:
 
 
 def _differences(bundle: Path, was: Manifest, again: Path, now: Manifest) -> Iterator[str]:
-    """What came out otherwise: file by file, and what in each."""
+    """Yields the files that differ, with their differences."""
     then, made = ({file.path: file.sha256 for file in each.files} for each in (was, now))
     for name in sorted({*then, *made} - {"config.toml"}):
         if then.get(name) == made.get(name):
@@ -165,7 +159,7 @@ def _differences(bundle: Path, was: Manifest, again: Path, now: Manifest) -> Ite
 
 
 def _parts(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """How the parts of a file differ: tensors by how much, texts by their first line that is another."""
+    """Yields the differences of a file's parts: tensors by distance, texts by line."""
     for name in [*was, *(name for name in now if name not in was)]:
         if name not in was or name not in now:
             yield f"{name} is {'there now' if name in now else 'not there now'}"

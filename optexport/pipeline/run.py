@@ -1,4 +1,4 @@
-"""The way of a model through the stages, from its source to a proven bundle."""
+"""Runs the export pipeline, from model source to verified bundle."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ def run(
     """Runs a config file.
 
     Args:
-        without: Rules to leave out.
-        tune: Whether to tune also where the config does not ask for it.
+        without: Names of rules to omit.
+        tune: Whether to tune even if the config does not ask for it.
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
-        dump: A folder to write the graph to, before and after every transformation.
-        locked: Whether to refuse packages, a model or files other than those in the config's lock.
-        progress: Is told of every stage.
-        keep: Whether the bundle stays and the run is tracked; else it is only proven.
+        dump: A folder for the graph before and after every transformation.
+        locked: Whether to reject packages, models or files that differ from the config's lock.
+        progress: Receives every step.
+        keep: Whether to write the bundle and track the run; otherwise the run only checks parity.
 
     Raises:
-        OptexportError: One of its kinds, with the exit code of what went wrong.
+        OptexportError: The run fails; the subclass has the exit code.
     """
     progress = progress or Progress()
     path, dump = layout.as_path(path, "path"), None if dump is None else layout.as_path(dump, "dump")
     config, folder = load_config(path, without), path.parent
-    # As it is now: the work takes its time. A tracking URI may hold a password.
+    # Read now, because the file may change during the run. A tracking URI may contain a password.
     text = without_secrets(path)
     if config.generation is not None:
         raise ConfigError(
@@ -156,11 +156,11 @@ def prepare(
     downloads: Path,
     progress: Progress,
 ) -> Job:
-    """Loads what a config names: the model, its inputs, and metrics of the user's own.
+    """Loads the model, its inputs, and custom metrics of a config.
 
     Args:
-        folder: What paths in the config are relative to.
-        downloads: A folder for what is fetched from elsewhere.
+        folder: The folder that paths in the config are relative to.
+        downloads: The folder for downloaded models.
     """
     metrics = gates.load_metrics(config.parity.metrics, folder)
     with progress.step("load"):
@@ -179,10 +179,10 @@ def prepare(
 
 
 def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = None) -> Result:
-    """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before.
+    """Traces, transforms, exports and checks a model; writes the bundle if all checks pass.
 
     Args:
-        held: Takes over the lock of the bundle, which no other run replaces until it is closed.
+        held: Takes over the lock of the bundle. No other run replaces the bundle until the stack is closed.
     """
     with (
         atomic_dir.drafting(job.output, held=held) as draft,
@@ -247,9 +247,11 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
-    """Loads the model that a config names, with the processing that becomes part of it.
+    """Loads the model of a config, and adds the configured processing.
 
-    One that MLflow keeps is put in a folder for downloads first.
+    Args:
+        folder: The folder that paths in the config are relative to.
+        downloads: The folder for a model that MLflow stores.
     """
     downloaded = None
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
@@ -259,7 +261,7 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
 
 
 def make_checker(job: Job, reference: Reference, signature: Signature) -> ParityChecker:
-    """What every artifact is held to: the answers of the original, a bound for each output, and the decisions."""
+    """Returns the checker of a job: the reference, a tolerance for each output, and the gates."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
     bounds = noise_floor.bounds(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)

@@ -1,4 +1,4 @@
-"""The original of a run: its trace, how to run it or a graph of it, and what it computes on all that is checked."""
+"""Steps with the original model: trace, call, and reference."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import Transformed
 
-# In bytes: of a model whose weights take more, a single run is dear, and what of it lies on disk again is left there.
+# In bytes of weights. A single run of a larger model is slow, and its weights may be on disk.
 _TOO_LARGE = 1 << 30
-# How much more is tried where effort is no object.
+# How many times more sizes are tried at exhaustive effort.
 _TIMES_EXHAUSTIVE = 16
 
 
 def trace_original(job: Job) -> tuple[Traced, Call]:
-    """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
+    """Traces the model.
+
+    Returns:
+        The trace, with only the outputs that the rules leave, and a function that runs the model or a graph for these.
+    """
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
     check_writable(traced.graph_module.graph)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
@@ -46,16 +50,19 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
             outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))
-        return {name: named[name].detach() for name in kept.output_names}  # a model may switch gradients on
+        return {name: named[name].detach() for name in kept.output_names}  # a model may turn gradients on
 
     return replace(traced, signature=kept), call
 
 
 def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:
-    """Sizes at which the original and a graph that was made of it part; none where effort is quick, or it is too large.
+    """Returns sizes at which the results of the original and a graph differ.
+
+    Returns none at quick effort, or for large models.
 
     Args:
-        traced: Of which the graphs were made.
+        traced: The trace before the rules.
+        graphs: The transformed graphs.
     """
     effort, model = job.config.parity.effort, job.loaded.model
     if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
@@ -77,10 +84,11 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
 def run_reference(
     job: Job, traced: Traced, call: Call, ids: Mapping[str, int], suspect_sizes: Sequence[dict[str, int]] = ()
 ) -> Reference:
-    """Runs the original on all that is checked; how much that is depends on the effort.
+    """Runs the original on all cases; the effort decides their number.
 
     Args:
-        suspect_sizes: Sizes to check on beside those that the trace has doubts about.
+        ids: The number of ids in the vocabulary of each input that has one.
+        suspect_sizes: Sizes to check in addition to the trace's suspect sizes.
     """
     signature, effort = traced.signature, job.config.parity.effort
     checked = cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)

@@ -1,6 +1,6 @@
-"""The Triton layout: the exported files lie in a model repository, as Triton Inference Server reads one.
+"""The Triton layout: writes the files as a model repository of Triton Inference Server.
 
-A file is moved there, not copied: it is stored, hashed, packed and sent once, and the manifest tells where it lies.
+Files are moved, not copied, so each is stored, hashed and uploaded once. The manifest has their paths.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from optexport.errors import ExportError
 from optexport.parity.reference import HALVES, Reference
 from optexport.signature.signature import Batch, Signature, TensorSpec, as_argument
 
-# Not "triton": a folder of that name is a package to Python where it is started beside it, and torch takes it for the
-# real one.
+# Not "triton": Python would import a folder of that name as a package, and torch would take it for the real one.
 FOLDER = "model_repository"
 _LARGEST_BATCH = 2**31 - 1
-# What of lower precision has one scale for all rows of a batch, so that a row's result depends on those beside it.
+# This precision has one scale for all rows of a batch, so a row's result depends on the other rows.
 _BY_THE_BATCH = "int8"
 
 _TYPES = {
@@ -40,9 +39,9 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Backend:
-    """How Triton runs a format: the names of its backend, platform and file, and the dtypes that it takes.
+    """Triton's backend for a format: its name, platform, file name, and supported dtypes.
 
-    ``bare`` says whether it takes tensors without axes, and models without inputs.
+    ``bare`` is True if it supports tensors without axes, and models without inputs.
     """
 
     name: str
@@ -71,10 +70,10 @@ _BACKENDS = {
 
 
 def check(signature: Signature, formats: Collection[str]) -> None:
-    """Checks that Triton can hand over what goes into the files, and what comes out.
+    """Checks that Triton supports the inputs and outputs of the files.
 
     Raises:
-        ExportError: It cannot: a dtype, a tensor without axes or one without elements, or nothing at all.
+        ExportError: A dtype or shape is not supported, or the model has no inputs.
     """
     for file_format in [name for name in _BACKENDS if name in formats]:
         backend = _BACKENDS[file_format]
@@ -91,7 +90,7 @@ def check(signature: Signature, formats: Collection[str]) -> None:
 
 
 def _refused(spec: TensorSpec, backend: _Backend) -> str | None:
-    """Why a tensor is none for a backend; None where it is."""
+    """Returns why a backend does not support a tensor, or None."""
     if spec.dtype not in backend.types:
         return f"Triton's {backend.name} backend has no {spec.dtype}"
     if not spec.shape and not backend.bare:
@@ -106,10 +105,10 @@ def lay_out(
 
     Args:
         draft: The bundle's folder.
-        output: What the config calls it; the models are named after its last part.
+        output: The folder's name in the config; the last part is the prefix of the models' names.
 
     Returns:
-        What the manifest says of the files, in their new places. Files that Triton does not serve stay where they are.
+        Records of all files, with the new paths. Other files are not moved.
     """
     title = re.sub(r"[^A-Za-z0-9._-]", "_", PurePosixPath(output).name).lstrip(".") or "model"
     moved = []
@@ -121,7 +120,7 @@ def lay_out(
             (draft / path).parent.mkdir(parents=True)
             (draft / artifact.path).rename(draft / path)
             data = draft / f"{artifact.path}.data"
-            if data.exists():  # which an ONNX file looks for beside itself
+            if data.exists():  # ONNX looks for external data in the folder of the model
                 data.rename(draft / f"{path}.data")
             text = _configuration(name, backend, artifact, signature, reference)
             (draft / FOLDER / name / "config.pbtxt").write_text(text, encoding="utf-8")
@@ -133,15 +132,15 @@ def lay_out(
 def _configuration(
     name: str, backend: _Backend, artifact: ArtifactRecord, signature: Signature, reference: Reference
 ) -> str:
-    """A model's ``config.pbtxt``."""
+    """Returns the text of a model's ``config.pbtxt``."""
     if artifact.fixed_shape is not None:
         signature = signature.at(reference.cases[0].batch)
     rows = _most_rows(signature, reference)
     precision = None if artifact.precision is None else artifact.precision.precision
-    shown = HALVES in reference.ways and precision != _BY_THE_BATCH  # that no row has a say in another's result
+    shown = HALVES in reference.ways and precision != _BY_THE_BATCH  # the rows are independent
     alone = rows > 1 and shown and _rows_differ(reference.cases[0].batch)
     inputs, outputs = signature.inputs, signature.outputs
-    if artifact.format == "torchscript":  # which names the arguments of forward, and no outputs
+    if artifact.format == "torchscript":  # TorchScript names the arguments of forward, but no outputs
         inputs = tuple(TensorSpec(as_argument(spec.name), spec.dtype, spec.shape) for spec in inputs)
         outputs = tuple(TensorSpec(f"OUTPUT__{i}", spec.dtype, spec.shape) for i, spec in enumerate(outputs))
     lines = [
@@ -151,7 +150,7 @@ def _configuration(
         f"default_model_filename: {_quoted(backend.filename)}",
         f"max_batch_size: {rows}",
         *(["dynamic_batching { }"] if alone else []),
-        "instance_group [ { kind: KIND_CPU } ]",  # what was proven
+        "instance_group [ { kind: KIND_CPU } ]",  # the device of the parity check
         *(line for spec in inputs for line in _tensor("input", spec, backend, batched=rows > 0)),
         *(line for spec in outputs for line in _tensor("output", spec, backend, batched=rows > 0)),
     ]
@@ -159,9 +158,9 @@ def _configuration(
 
 
 def _most_rows(signature: Signature, reference: Reference) -> int:
-    """How many rows Triton may put together; 0 where the first axis of all tensors is not one and the same batch.
+    """Returns the largest batch size for Triton; 0 if the first axes are not one batch axis.
 
-    Where the batch has no upper end, the largest that was proven.
+    A batch without a maximum is limited to the largest checked size.
     """
     specs = (*signature.inputs, *signature.outputs)
     firsts = {spec.shape[0] if spec.shape else None for spec in specs}
@@ -176,10 +175,10 @@ def _most_rows(signature: Signature, reference: Reference) -> int:
 
 
 def _rows_differ(batch: Batch) -> bool:
-    """Whether no two rows of a batch are alike, nor of any input of real numbers; all inputs are of one batch.
+    """Returns True if all rows of a batch differ, also in each floating point input alone.
 
-    Only of such rows does half of them tell whether one has a say in another's result: the mean of equal rows is that
-    of their halves.
+    Only then does comparing halves of a batch show that rows are independent: the mean of equal rows is also the mean
+    of each half.
     """
     rows = [tensor.reshape(len(tensor), -1).double() for tensor in batch.values()]
     real = [values for values, tensor in zip(rows, batch.values(), strict=True) if tensor.is_floating_point()]
@@ -187,7 +186,7 @@ def _rows_differ(batch: Batch) -> bool:
 
 
 def _tensor(kind: str, spec: TensorSpec, backend: _Backend, *, batched: bool) -> Iterator[str]:
-    """An input or output. Triton leaves the batch out of ``dims``, which may not be empty."""
+    """Yields the lines of an input or output. ``dims`` omits the batch, and may not be empty."""
     sizes = [size if isinstance(size, int) else -1 for size in spec.shape[1 if batched else 0 :]]
     yield f"{kind} {{"
     yield f"  name: {_quoted(spec.name)}"
@@ -199,5 +198,5 @@ def _tensor(kind: str, spec: TensorSpec, backend: _Backend, *, batched: bool) ->
 
 
 def _quoted(text: str) -> str:
-    """A string as protobuf's text format writes it, whose escapes JSON shares."""
+    """Returns a string literal of protobuf's text format, which has the escapes of JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""One graph of a run, and the files made of it: transformed, proven, exported, proven again, and undone."""
+"""Transforms, checks, exports and undoes one variant of a run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from optexport.transformations.apply import Transformed, sharing_copy, transform
 
 
 def apply(branch: Variant, graph_module: fx.GraphModule, job: Job, progress: Progress) -> Transformed:
-    """Transforms a trace by the rules of a branch.
+    """Transforms a traced graph with the rules of a variant.
 
     Args:
-        graph_module: Changed in place, where no other branch needs it.
+        graph_module: The traced graph; changed in place if there is only one variant.
 
     Raises:
         TransformationError, GateError: As for `optexport.transformations.apply.transform`.
@@ -48,7 +48,7 @@ def apply(branch: Variant, graph_module: fx.GraphModule, job: Job, progress: Pro
         transformed = transform(given, branch.rules, job.dump, title and f"{title}-")
     if memory.is_large(job.loaded.model):
         memory.collect()
-        _ = job.loaded.weights_sha256  # which reads all of them
+        _ = job.loaded.weights_sha256  # computed first, because it reads all weights
         memory.page_out(_replaced(job.loaded.model, transformed.graph_module))
     return transformed
 
@@ -63,14 +63,14 @@ def produce(
     draft: Path,
     progress: Progress,
 ) -> VariantResult:
-    """Exports a transformed graph in the formats of a branch, and proves every step.
+    """Exports a transformed graph in the formats of a variant, and checks every step.
 
     Args:
         candidate_checker: Checks the graph and the files.
 
     Raises:
-        ParityError: The graph, or a file, does not compute the same.
-        OptexportError: Another of its kinds, as for `pipeline.run`.
+        ParityError: The parity check of the graph or of a file fails.
+        OptexportError: Another error of `pipeline.run`.
     """
     formats, title = _names(branch, job)
     proof, graph_module = candidate_checker.proof, transformed.graph_module
@@ -102,7 +102,7 @@ def produce(
 
 
 def _names(branch: Variant, job: Job) -> tuple[str, str]:
-    """What stages and files of a branch are told apart by, where there are several."""
+    """Returns suffixes for the steps and files of a variant; empty if there is only one."""
     if len(job.variants) == 1:
         return "", ""
     return f" for {', '.join(branch.formats)}", "-".join(branch.formats)
@@ -111,10 +111,9 @@ def _names(branch: Variant, job: Job) -> tuple[str, str]:
 def _write(
     branch: Variant, writer: Writer, candidate_checker: CandidateChecker, job: Job, draft: Path, progress: Progress
 ) -> tuple[list[ArtifactRecord], list[str]]:
-    """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed.
+    """Writes and checks the files of a graph; quantizes an ONNX file after its check.
 
-    Returns:
-        What the manifest says of them, and the formats of those that an earlier run kept.
+    Returns the records of the files, and the formats that are from the cache.
     """
     proof, outputs = candidate_checker.proof, writer.signature.output_names
     precision = job.precision_of("onnx") if "onnx" in branch.formats else None
@@ -156,7 +155,7 @@ def _write(
 
 
 def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
-    """The parameters of the original that a graph of it holds no longer."""
+    """Returns the parameters of the original that a transformed graph no longer has."""
     held = {id(parameter) for parameter in graph_module.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in held]
 
@@ -164,10 +163,10 @@ def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tens
 def export_plain(
     job: Job, formats: Sequence[Format], folder: Path
 ) -> tuple[list[ArtifactRecord], dict[Format, ExportError]]:
-    """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away.
+    """Exports the traced model without rules or format passes, for benchmarks only.
 
     Returns:
-        The files, and why there is none in the other formats: a rule may be what makes the model exportable.
+        The files, and the errors of formats that need a rule to export.
     """
     traced, _ = trace_original(replace(job, rules=()))
     writer = Writer(
