@@ -1,6 +1,6 @@
-"""Takes a PyTorch or transformers model and gives back an optimised, portable one, with proof that it is the same.
+"""Exports PyTorch and transformers models, optimized and checked against the original.
 
-Names are imported when they are first used, so that ``import optexport`` does not wait for torch.
+Names are imported on first use, so that ``import optexport`` does not import torch.
 """
 
 from __future__ import annotations

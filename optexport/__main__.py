@@ -1,4 +1,4 @@
-"""``python -m optexport``, and the console script."""
+"""The entry point of ``python -m optexport`` and of the console script."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NoReturn
 
 from optexport._utils import signals
 
-# For threads that a model's code started to end by themselves, once the command is done.
+# How long threads of a model's code may continue after the command.
 _PATIENCE_SECONDS = 10.0
 
 
 def main() -> None:
-    """Runs the command line; what it is made of is imported once a signal can no longer leave a traceback there."""
-    signals.exit_on_signal()
+    """Runs the command line; installs signal handlers before the slow imports."""
+    signals.end_at_once()
     leave = os._exit
     _never_end_as_if_done()
     _keep_descriptors()
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _end_anyway(leave: Callable[[int], NoReturn], code: object) -> None:
-    """Ends the process where Python would wait for ever for a thread that a model's code left running."""
+    """Ends the process if Python would wait forever for a thread of a model's code."""
     time.sleep(_PATIENCE_SECONDS)
     waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
     left = ", ".join(ascii(thread.name) for thread in waited_for if thread is not threading.main_thread())
@@ -45,29 +45,29 @@ def _end_anyway(leave: Callable[[int], NoReturn], code: object) -> None:
 
 
 def _keep_descriptors() -> None:
-    """Has no file of ours take the place of an input or output that is closed."""
+    """Opens closed standard streams as /dev/null, so that no later file gets their numbers."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)
 
 
 def _end_output() -> None:
-    """Has what a model's code prints as Python ends go to standard error: our result is whole."""
+    """Redirects the output of a model's exit handlers to standard error, after the result."""
     try:
         sys.stdout.flush()
         os.dup2(2, 1)
-    except OSError:  # nobody reads it, or its disk is full, which was told; Python would end with a code of its own
+    except OSError:  # a closed pipe or full disk, reported already; Python would change the exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (ValueError, AttributeError):  # it was closed
+    except (ValueError, AttributeError):  # standard output is closed
         pass
 
 
 def _never_end_as_if_done() -> None:
-    """Has ``os._exit(0)``, which only a model's code calls here, end the process with 1: 0 means that all is done."""
+    """Makes ``os._exit(0)`` exit with 1, because only a model's code calls it, before the end."""
     owner, leave = os.getpid(), os._exit
 
     def exit_as_failed(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == owner:  # and not a process that was forked
+        if status == 0 and os.getpid() == owner:  # not in forked processes
             os.write(2, b"Error: a model's code ended the program\n")
             status = 1
         leave(status)
@@ -75,5 +75,5 @@ def _never_end_as_if_done() -> None:
     os._exit = exit_as_failed
 
 
-if __name__ == "__main__":  # and not where multiprocessing imports it to start a process
+if __name__ == "__main__":  # not when multiprocessing imports this module in a child
     main()

@@ -1,4 +1,4 @@
-"""Exporting a model that is in memory, for those who have no config file."""
+"""The Python API for models in memory, without a config file."""
 
 from __future__ import annotations
 
@@ -57,34 +57,34 @@ def export(
     layout: Layout | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Traces, transforms, proves and exports a model, as ``optexport run`` does, but without tracking.
+    """Traces, transforms, exports and checks a model, like ``optexport run`` without tracking.
 
     Args:
-        model: In eval mode; it is not changed.
-        inputs: Arguments by name, or a tuple of them in order: tensors, dicts, lists and tuples of tensors, and
-            constants, which become part of what is exported. A tensor of ``states=(h, c)`` is then called ``states.0``.
-            Of a list of such batches the first is traced, and all are checked on.
-        output: The bundle's folder; a bundle that is there already is replaced.
-        transformations: One or several, in the order in which they are applied; the preset by default.
+        model: A model in eval mode; it is not changed.
+        inputs: Arguments by name, or a tuple of them in order. They are tensors, constants, or dicts, lists and tuples
+            of tensors. Constants become part of the exported model. The first tensor of ``states=(h, c)`` is named
+            ``states.0``. A list has several batches: the first is traced, and all are checked.
+        output: The bundle's folder; an existing bundle is replaced.
+        transformations: One or more transformations, in the order of application; by default the preset.
         formats: Any of "torchscript", "onnx" and "pt2".
-        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``; one of a single size
-            is fixed. By default every axis that the model leaves dynamic.
-        noise_multiple: How many times farther from float64 than the original a result may be.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
+            single size is fixed. By default, every axis that the model leaves dynamic.
+        noise_multiple: The tolerance, as a multiple of the original's noise floor.
         atol: With rtol, a fixed tolerance against the original instead.
+        rtol: The relative part of the fixed tolerance.
         metrics: Gates as in ``[parity.metrics]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
-            "logits"}}``. The module of a ``python:`` metric is looked for in the working directory first.
-        precision: Formats of lower precision, which are held to the decisions, as in ``[precision]``: ``{"onnx":
-            "int8"}``.
+            "logits"}}``. The module of a ``python:`` metric is searched in the working directory first.
+        precision: Formats in lower precision as in ``[precision]``: ``{"onnx": "int8"}``. Only the gates apply to them.
         effort: How much is checked: "quick", "standard" or "exhaustive".
-        opset: The ONNX opset; the exporter's own choice by default.
-        layout: "triton" puts the files into a model repository of Triton Inference Server, inside the bundle.
-        progress: Is told of every stage.
+        opset: The ONNX opset; by default the exporter's default.
+        layout: "triton" writes the files as a model repository of Triton Inference Server, inside the bundle.
+        progress: Receives every step.
 
     Raises:
-        ConfigError: An argument cannot be meant.
+        ConfigError: An argument is invalid.
         TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
-        ParityError: What was made does not compute the same; nothing appears under ``output``.
-        GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
+        ParityError: The result differs from the original; ``output`` is not written.
+        GateError: The result is within the tolerance, but a gate fails.
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
@@ -93,7 +93,7 @@ def export(
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.of_program(model)
-    elif getattr(model, "training", False):  # which a frozen TorchScript program does not say
+    elif getattr(model, "training", False):  # a frozen TorchScript program has no such attribute
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
             location=type(model).__name__,
@@ -131,13 +131,13 @@ def export(
 
 
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
-    """The model as it is called with the first batch, and the tensors of all by name."""
+    """Returns the model with the arguments of the first batch, and all batches by input name."""
     if loaded.program is not None:
         return loaded, tuple(_own(exported_program.named_tensors(loaded.program, batch)) for batch in given)
     flat = [flat_inputs(loaded.model, batch) for batch in given]
     (_, first), *others = flat
     for index, (_, arguments) in enumerate(others, start=1):
-        if repr(arguments) != repr(first):  # 1 and True are equal, and not the same to every model
+        if repr(arguments) != repr(first):  # 1 and True are equal, but models may treat them differently
             raise ConfigError(
                 "its arguments are other ones, or other constants, than those of the first batch",
                 location=f"inputs[{index}]",
@@ -148,7 +148,7 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
 
 
 def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
-    """The same tensors without gradients, none of which shares memory with another: a model may change its inputs."""
+    """Copies tensors, without gradients, because a model may change its inputs in place."""
     for name, tensor in batch.items():
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             layout = str(tensor.layout).removeprefix("torch.")
@@ -162,11 +162,7 @@ def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
 
 
 def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
-    """Checks that each dimension that is declared is one of the inputs', and may be had.
-
-    Raises:
-        ConfigError: One is not, or may not.
-    """
+    """Checks that each declared dimension belongs to an input and has valid sizes."""
     for name, axes in dynamic.items():
         rank = batches[0][name].dim() if name in batches[0] else 0
         for dim in axes.values():
@@ -197,7 +193,7 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
 
 
 def _that_change(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
-    """The axes that may have more than one size; the others are fixed."""
+    """Returns the axes that may have more than one size; the others are fixed."""
     return {axis: dim for axis, dim in axes.items() if isinstance(dim, str) or dim.min != dim.max}
 
 
@@ -212,19 +208,19 @@ def symbolic_trace(
     """Traces a model to a graph that transformations can be applied to.
 
     Args:
-        model: A transformers model, any other ``nn.Module``, or a GraphModule, which is only copied. The model is not
-            changed; the graph shares its parameters.
-        input_names: The inputs to trace with. Defaults to all of ``example_inputs``, or to the inputs that a
+        model: A transformers model, any other ``nn.Module``, or a GraphModule, which is only copied. It is not changed;
+            the graph shares its parameters.
+        input_names: The inputs to trace with; by default the names in ``example_inputs``, or the inputs that a
             transformers model needs.
-        disable_check: Ignored. ``transformers.utils.fx.symbolic_trace`` had this parameter to allow unlisted
-            architectures; every architecture is allowed here.
-        example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
-            are made from its config, and any other module goes through ``torch.fx.symbolic_trace`` with all inputs.
-        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. Defaults to every axis that the
-            model does not fix; fixed axes are logged.
+        disable_check: Ignored; for compatibility with ``transformers.utils.fx.symbolic_trace``. There it allowed
+            architectures that were not on a list; here every architecture is allowed.
+        example_inputs: Tensors by input name, or a tuple of them in order. By default, a transformers model gets inputs
+            made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
+            model leaves dynamic; the fixed axes are logged.
 
     Raises:
-        TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
+        TraceError: The model cannot be traced, or fixes an axis that is declared dynamic.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"not a module (found {type(model).__name__}, expected nn.Module)", location="model")

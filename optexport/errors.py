@@ -1,6 +1,6 @@
-"""Every error a user can cause: what went wrong, where, and how to mend it.
+"""Errors that users can cause, each with a message, a location and a hint.
 
-Each class owns its exit code, so that the command line and the Python API agree on it.
+Each class has its exit code, which the command line and the Python API share.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from optexport.redaction import redact, redact_error
 
-# How an error of TorchScript's begins, and how the line that says what it is.
+# The first line of a TorchScript error, and the pattern of the line with the cause.
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
 _RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
-# Lines that are told where the first one announces a list.
+# How many lines are shown if the first one announces a list.
 _ANNOUNCED = 5
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error that says something, or its type.
+    """Returns the first meaningful line of another library's error, without secrets.
 
-    TorchScript says what failed last, after the lines of its program that led there. It holds no secret of a URI: who
-    cuts it could cut off what shows that one is there.
+    In TorchScript errors the last line has the cause, after lines of the program. Remove secrets before shortening a
+    text, because half a URI may hide that it has a secret.
     """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except Exception:  # an error of a model's own may fail to say what it is
+    except Exception:  # a model's exception may fail in its own __str__
         lines = []
     if lines and lines[0] == _TORCHSCRIPT:
         return redact_error(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
@@ -39,9 +39,9 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Makes what a library written in Rust ends a call with, which is no ``Exception``, a ``RuntimeError``.
+    """Converts panics of Rust libraries, which are not an ``Exception``, to ``RuntimeError``.
 
-    A tokenizer's pattern that takes too long to find does so, and a pattern is its file's choice.
+    For example, a tokenizer panics if a pattern from its file takes too long to match.
     """
     try:
         yield
@@ -52,38 +52,38 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line at the root of a chain of exceptions: that of the operator, not of the exporter around it."""
+    """Returns the first line of the error at the root of a chain: the operator's error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
 
 
-# What GitHub's runner takes for a command to itself: the one at the beginning of a line, the other anywhere.
+# Commands to GitHub's runner: the first pattern at the start of a line, the second anywhere.
 _COMMAND = re.compile(r"^(\s*):(?=:)|(?<=##)\[")
 
 
 def on_one_line(name: str) -> str:
-    """A name in which characters that cannot be printed are written as in Python: a model may give its outputs any.
+    """Escapes unprintable characters and line breaks of a name that a model defines.
 
-    So are those that would make it a command to GitHub's runner, which reads them in what a step prints.
+    Also escapes commands to GitHub's runner, which reads them from the output of a step.
     """
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
     return _COMMAND.sub(lambda found: f"{found[1] or ''}\\x{ord(found[0][-1]):02x}", shown)
 
 
 def short_line(text: str, longest: int = 2000) -> str:
-    """Of a foreign document: one line, cut; secrets go first, since a cut could hide that one is there."""
+    """Returns one line of untrusted text, without secrets and then shortened."""
     text = redact(text)
     return on_one_line(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
 def printable(text: str) -> str:
-    """Lines in which characters that would steer a terminal, or turn the order of letters, are written as in Python."""
+    """Escapes characters that control a terminal or the order of letters; keeps the lines."""
     return "\n".join(map(on_one_line, text.split("\n")))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known word, or at all of them."""
+    """Returns a hint with the most similar known word, or with all of them."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
@@ -92,17 +92,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class OptexportError(Exception):
-    """Base of all errors that optexport raises on purpose. Its message holds no secret that a URI carries.
+    """Base class of all errors that optexport raises on purpose; removes secrets of URIs.
 
     Args:
         message: What is wrong, as one sentence.
-        location: Where it is wrong: a file, a key of the config, a node or an input. It is printed on one line, because
-            file names come from others.
+        location: A file, a key of the config, a node or an input. It is printed on one line, because others may choose
+            the names of files.
         hint: What the user can do about it.
-        proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
+        proof: The parity record up to the error; None if no target was compared.
 
     Attributes:
-        exit_code: The exit status that the command line ends with.
+        exit_code: The exit status of the command line.
     """
 
     exit_code = 1
@@ -122,38 +122,38 @@ class OptexportError(Exception):
 
 
 class ConfigError(OptexportError):
-    """The config, or the way the program was called, is wrong."""
+    """An error in the config, or in the call of the program."""
 
     exit_code = 2
 
 
 class SourceError(OptexportError):
-    """The model could not be loaded."""
+    """A failure to load the model."""
 
     exit_code = 3
 
 
 class DeviceError(OptexportError):
-    """The device that the model is to run on cannot be had here."""
+    """A device that is not available on this machine."""
 
     exit_code = 3
 
 
 class TraceError(OptexportError):
-    """The model was loaded, but could not be traced to a graph as asked for."""
+    """A failure to trace the loaded model to a graph as requested."""
 
     exit_code = 3
 
 
 class UntraceableError(TraceError):
-    """``torch.export`` could not trace the model, though it runs; with fewer sizes dynamic it may."""
+    """A failure of ``torch.export`` on a model that runs; fewer dynamic sizes may help."""
 
 
 class ValuesAskedError(UntraceableError):
-    """A model asks for the values of inputs, which a trace does not know.
+    """A model that reads values of its inputs, which a trace does not know.
 
     Attributes:
-        inputs: Their arguments.
+        inputs: The arguments whose values the model reads.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
@@ -166,49 +166,49 @@ class ValuesAskedError(UntraceableError):
 
 
 class ParityError(OptexportError):
-    """A graph or a file does not compute what the original computes."""
+    """A graph or a file whose results differ from the original."""
 
     exit_code = 4
 
 
 class ExportError(OptexportError):
-    """A file could not be written in its format."""
+    """A failure to write a file in its format."""
 
     exit_code = 5
 
 
 class BenchError(OptexportError):
-    """A file could not be run to be measured."""
+    """A failure to run a file for a benchmark."""
 
     exit_code = 5
 
 
 class TransformationError(OptexportError):
-    """A transformation failed, or cannot be undone."""
+    """A failure to apply or undo a transformation."""
 
     exit_code = 5
 
 
 class GateError(OptexportError):
-    """What the config demands of the result does not hold."""
+    """A gate of the config that fails."""
 
     exit_code = 6
 
 
 class TrackingError(OptexportError):
-    """The run could not be tracked; the bundle on disk is whole."""
+    """A failure to track the run; the bundle on disk is complete."""
 
     exit_code = 7
 
 
 class BundleError(OptexportError):
-    """A bundle is damaged, incomplete, or not one of ours."""
+    """A damaged or incomplete bundle, or a folder that is not a bundle."""
 
     exit_code = 4
 
 
 def unreadable(error: Exception, path: str | Path, hint: str | None = None) -> OptexportError:
-    """Why a file of a bundle cannot be read: no bundle is damaged since this user may not read it."""
+    """Returns the error for a file that cannot be read; missing permission is a ConfigError."""
     if isinstance(error, PermissionError):
         return ConfigError(
             "this user may not read it",

@@ -1,4 +1,4 @@
-"""What a run is asked to do, once its config is read and its model is loaded."""
+"""The inputs of a run, with the config parsed and the model loaded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from optexport.transformations.apply import NamedRule, Transformed
 
 @dataclass(frozen=True)
 class Variant:
-    """The formats that share a graph, and the rules that are applied to it.
+    """The formats that share a graph, and the rules for this graph.
 
     Attributes:
-        precision: What the graph is cast to after these; None where it stays as it is.
+        precision: The dtype that the graph is cast to after the rules; None if it is not cast.
     """
 
     formats: tuple[Format, ...]
@@ -36,11 +36,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """What came of a branch.
+    """Result of one variant.
 
     Attributes:
-        artifacts: Its files, in the draft of the bundle.
-        kept: The formats whose files were taken from an earlier run.
+        artifacts: The files, in the draft of the bundle.
+        kept: The formats whose files are from the cache.
     """
 
     branch: Variant
@@ -51,17 +51,17 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs to know, once its config is read and its model is loaded.
+    """All inputs of a run, with the config parsed and the model loaded.
 
     Attributes:
         example: The batch to trace with.
-        real: The user's batches to check on.
-        dump: A folder to write the graph to, before and after every transformation.
-        rows: How many rows the user's data have, where they were cut into batches.
-        metrics: The user's own metrics that gates are on, by name.
-        beside: What a failed proof leaves its folder beside, where that is not the output.
-        declared: Whether the sizes in ``dynamic`` are what somebody asked for.
-        origin: What the bundle is made of.
+        real: The user's batches to check.
+        dump: A folder for the graph before and after every transformation.
+        rows: How many rows the user's data have, if they were split into batches.
+        metrics: The user's own metrics of gates, by name.
+        beside: The path next to which a failed check writes its folder, if that is not the output.
+        declared: Whether the user requested the sizes in ``dynamic``.
+        origin: The origin of the bundle, such as its git commit.
     """
 
     config: Config
@@ -80,10 +80,10 @@ class Job:
     origin: Origin = field(default_factory=Origin)
 
     def holding(self, held: Mapping[str, torch.Tensor]) -> Job:
-        """The same with some inputs held to values, which the model then no longer takes.
+        """Fixes some inputs to values, and returns a job whose model no longer takes them.
 
         Raises:
-            TraceError: The user's data hold other values.
+            TraceError: The user's data have other values.
         """
         if not held:
             return self
@@ -102,14 +102,14 @@ class Job:
 
     @property
     def failure(self) -> Path:
-        """The folder that is left if the proof fails."""
+        """The folder that a failed parity check writes."""
         return layout.beside(self.beside or self.output, "failure")
 
     @property
     def variants(self) -> list[Variant]:
-        """The graphs that are made of the trace: formats for which the same rules are applied share one.
+        """The variants: formats with the same rules share one graph.
 
-        Files of PyTorch are lowered in their graph, an ONNX file once it is written.
+        Lower precision changes the graph of PyTorch formats, but the written file of ONNX.
         """
         found: dict[tuple[tuple[int, ...], str | None], list[Format]] = {}
         for name in dict.fromkeys(self.config.export.formats):
@@ -122,21 +122,25 @@ class Job:
         ]
 
     def precision_of(self, file_format: Format) -> str | None:
-        """What a file is lowered to; None where it is of the model's own precision."""
+        """Returns the lower precision of a format; None if it has the model's precision."""
         return None if self.config.precision is None else self.config.precision.of(file_format)
 
     @property
     def sizes_declared(self) -> bool:
-        """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
+        """True if the user declared sizes, and tracing did not choose them."""
         dims = [dim for axes in (self.dynamic or {}).values() for dim in axes.values()]
         return self.declared and any(isinstance(dim, Dim) for dim in dims)
 
 
 def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
-    """The rules that a config names, or the preset, but for those to leave out.
+    """Returns the rules of a config, or the preset, except the omitted ones.
+
+    Args:
+        folder: The folder of the config, which may contain plugins.
+        without: Names of rules to omit.
 
     Raises:
-        ConfigError: A rule is to be left out that the config does not have, or one cannot be made.
+        ConfigError: The config does not have an omitted rule, or a rule cannot be loaded.
     """
     left_out = {registry.canonical_name(name) or name for name in without}
     named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
@@ -160,7 +164,11 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
 
 
 def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
-    """The config with the rules that are applied; in another place, if one is given, and with nothing but these."""
+    """Returns the config with the applied rules.
+
+    Args:
+        output: Another output folder. The config then also loses its format passes and its lower precision.
+    """
     update: dict[str, object] = {
         "transformations": [
             TransformationConfig.model_validate(
@@ -182,12 +190,12 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
 
 
 def unmeasured(config: Config) -> Config:
-    """The config without measuring and tuning, and without gates on what is measured."""
+    """Returns the config without benchmarks, tuning, and the gates on measurements."""
     return config.model_copy(update={"bench": BenchConfig(), "tune": None, "gate": GateConfig()})
 
 
 def preset() -> tuple[NamedRule, ...]:
-    """The rules that are applied where none are named."""
+    """Returns the default rules."""
     return tuple(
         NamedRule(name, {}, registry.load(name, {}, Path(), "preset"), in_python=True) for name in registry.PRESET
     )

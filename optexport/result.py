@@ -1,4 +1,4 @@
-"""Result of a run, as the Python API returns it."""
+"""The result of a run, for the Python API."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from optexport.tuning.outcome import Outcome
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run that ended well.
+    """Result of a successful run.
 
     Attributes:
         output: The bundle's folder.
-        parity: How near every place is to the original, in the order of the pipeline.
-        manifest: What the bundle says of itself.
-        run_id: The MLflow run, if there is one.
-        run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
-        tracking_failure: Why the run could not be tracked, if it could not.
-        registered: What became of the model in the registry, if the config names one.
-        baseline: The folder of the untransformed export, if it was asked for.
-        bench: What was measured of the files, if anything.
-        tuned: What came of tuning, by format.
-        kept: The stages whose results were taken from an earlier run.
+        parity: The parity of every target, in the order of the pipeline.
+        manifest: The bundle's manifest.
+        run_id: The MLflow run, if the run was tracked.
+        run_page: The address of the run in MLflow's web page, after the command that serves it if necessary.
+        tracking_failure: The error of tracking, if it failed.
+        registered: The result of the registration, if the config names a registered model.
+        baseline: The folder of the untransformed export, if requested.
+        bench: The benchmarks of the files, if any.
+        tuned: The results of tuning, by format.
+        kept: The steps whose results are from the cache.
     """
 
     output: Path
-    parity: tuple[TargetParity, ...] = field(repr=False)  # a page by itself, and so are the others
+    parity: tuple[TargetParity, ...] = field(repr=False)  # too long for a repr, as are the other fields without one
     manifest: Manifest = field(repr=False)
     run_id: str | None = None
     run_page: str | None = None
@@ -45,12 +45,12 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
+        """True if every target passes. Always true: a failed run raises `ParityError` instead."""
         return all(target.passed for target in self.parity)
 
     @property
     def failure(self) -> OptexportError | None:
-        """What did not end well though the bundle is whole: its tracking, or that it was to be the champion."""
+        """The error of tracking or of the alias, neither of which damages the bundle."""
         return self.tracking_failure or (None if self.registered is None else self.registered.failure)
 
     @property
@@ -64,11 +64,11 @@ class Result:
         nodes: dict[str, list[str]] = {}
         for transformation in self.manifest.transformations:
             nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
-        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share them
+        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share nodes
 
     @property
     def removed_nodes(self) -> dict[str, list[str]]:
-        """The nodes that each rule took away, also where it put others in their place."""
+        """The nodes that each rule removed or replaced."""
         nodes: dict[str, list[str]] = {}
         for transformation in self.manifest.transformations:
             gone = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
