@@ -1,1 +1,1 @@
-"""Generation with a key/value cache: a model's parts, their export and proof, and greedy decoding over the files."""
+"""Export of generative models with a key/value cache, and greedy decoding with the files."""

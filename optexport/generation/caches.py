@@ -1,4 +1,4 @@
-"""A key/value cache as plain tensors: the way to a cache of transformers and back."""
+"""Converts a transformers key/value cache to plain tensors and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSTEAD = "Leave generation out: one forward pass, without a cache, can be expo
 
 
 class _FullLayer(DynamicLayer):
-    """Keys and values that are given, of any length, 0 too, and never cut: attention masks what a window hides."""
+    """A layer with keys and values of any length, also 0; masks replace sliding windows."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' class
@@ -28,15 +28,15 @@ class _FullLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         assert self.keys is not None
-        return self.keys.shape[-2]  # without the question whether there are any, which tracing would answer for good
+        return self.keys.shape[-2]  # no test for an empty cache, because a trace would fix its result
 
 
 def to_cache(inputs: Mapping[str, torch.Tensor], layers: Iterable[int], prefix: str = "") -> DynamicCache:
-    """A cache that holds the given keys and values.
+    """Returns a cache with keys and values.
 
     Args:
-        inputs: By `past_name`, each [batch, heads, length, size of a head].
-        prefix: What stands before ``key`` and ``value``.
+        inputs: Tensors by `past_name`, each [batch, heads, length, size of a head].
+        prefix: A prefix of ``key`` and ``value``, such as ``encoder_``.
     """
     cache = DynamicCache()
     cache.layers = [
@@ -47,7 +47,7 @@ def to_cache(inputs: Mapping[str, torch.Tensor], layers: Iterable[int], prefix: 
 
 
 def to_tensors(cache: Any, prefix: str = "") -> Tensors:
-    """The keys and values of a cache by `present_name`."""
+    """Returns the keys and values of a cache by `present_name`."""
     named = {}
     for index, layer in enumerate(cache.layers):
         named[present_name(index, f"{prefix}key")] = layer.keys
@@ -56,7 +56,7 @@ def to_tensors(cache: Any, prefix: str = "") -> Tensors:
 
 
 def empty_past(cache: Any, batch: int, prefix: str = "") -> Tensors:
-    """An empty cache with the heads of another, by `past_name`."""
+    """Returns an empty cache with the heads of another, by `past_name`."""
     return {
         past_name(index, f"{prefix}{part}"): tensor.new_zeros(batch, tensor.shape[1], 0, tensor.shape[3])
         for index, layer in enumerate(cache.layers)
@@ -65,10 +65,10 @@ def empty_past(cache: Any, batch: int, prefix: str = "") -> Tensors:
 
 
 def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
-    """The caches in what a model keeps between steps: one, or that of self-attention and that of the encoder.
+    """Returns the caches of a model: one, or two for self-attention and cross-attention.
 
     Raises:
-        TraceError: It keeps none, or one that does not grow by what is appended to keys and values.
+        TraceError: The model has no cache, or one that is not made of keys and values that grow.
     """
     if cache is None:
         raise TraceError(

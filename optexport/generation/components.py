@@ -1,8 +1,8 @@
-"""The parts of a generative model that are exported, each with plain tensors in and out, and real caches as data.
+"""The exported parts of a generative model, as functions of tensors, and their batches.
 
-A decoder with its cache as inputs and outputs is both prefill and decode: prefill is its call with a cache of length 0.
-So the weights are in one file. A model with an encoder has a second part, which gives the keys and values that the
-decoder reads of the encoder at every step.
+A decoder with its cache as input and output is prefill and decode in one: prefill is a call with a cache of length 0.
+Therefore one file has all weights. A model with an encoder has a second part. It returns the keys and values of the
+encoder for all steps of the decoder.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from optexport.tracing import transformers_exporter
 
 Prompt = Mapping[str, torch.Tensor]
 
-# What generate() hands to a decoder that the parts make themselves, or do without.
+# Arguments of the decoder that the parts compute, or do not need.
 _MADE = {"attention_mask", "cache_position", "decoder_attention_mask", "position_ids"}
 _TOKENS = {"input_ids", "decoder_input_ids"}
-# A dimension of 0 or 1 is taken for fixed when a model is traced.
+# torch.export fixes a dimension of size 0 or 1.
 _LEAST = 2
-# So many tokens are added to each prompt for the caches to check on.
+# How many tokens are added to each prompt, to get caches for the checks.
 STEPS = 4
 
 
@@ -41,7 +41,7 @@ class Component:
     """A part of a model.
 
     Attributes:
-        batches: What it is traced with, and what it is checked on besides: what it is given for the prompts.
+        batches: The batch to trace with, then the batches to check, computed from the prompts.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
     each layer ``past_key_values_I_key`` and ``_value`` [batch, heads, past_sequence, size of a head].
     Outputs: ``logits`` [batch, sequence, vocabulary], and ``present_I_key`` and ``_value``, longer by the sequence.
 
-    Positions are counted as ``generate`` does: from the first token that is no padding.
+    Positions are counted as in ``generate``, from the first token that is not padding.
     """
 
     def __init__(self, model: nn.Module, layers: int, *, takes_positions: bool) -> None:
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         positions: dict[str, torch.Tensor] = {}
         if self.takes_positions:
             counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
-            # Not a slice from the past on: its length would be asserted to be another than that of the whole.
+            # A slice would add an assertion that its length differs from the total length.
             new = cache.get_seq_length() + torch.arange(inputs["input_ids"].shape[1])
             positions["position_ids"] = counted.index_select(1, new)
         outputs = self.model(
@@ -80,9 +80,9 @@ class Decoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder, with what each layer of the decoder makes of its result: ``present_I_encoder_key`` and ``_value``.
+    """An encoder, with keys and values for all steps: ``present_I_encoder_key`` and ``_value``.
 
-    They are read off the decoder's first step, of which nothing else is left in the graph.
+    They come from the cache after the decoder's first step. The graph contains nothing else of this step.
     """
 
     def __init__(self, model: nn.Module, start: int) -> None:
@@ -100,10 +100,10 @@ class Encoder(nn.Module):
 class CrossDecoder(nn.Module):
     """The decoder of a model with an encoder, as a function of tokens and caches.
 
-    Inputs: ``input_ids`` [batch, sequence] int64, for each layer ``past_key_values_I_key`` and ``_value``
-    [batch, heads, past_sequence, size of a head] and, as the encoder gives them, ``past_key_values_I_encoder_key`` and
-    ``_value`` [batch, heads, encoder_sequence, size of a head]; and ``encoder_attention_mask``
-    [batch, encoder_sequence] int64 where the encoder has one. Outputs: those of `Decoder`.
+    Inputs: ``input_ids`` [batch, sequence] int64, and for each layer ``past_key_values_I_key`` and ``_value``
+    [batch, heads, past_sequence, size of a head]. From the encoder: ``past_key_values_I_encoder_key`` and ``_value``
+    [batch, heads, encoder_sequence, size of a head], and ``encoder_attention_mask`` [batch, encoder_sequence] int64 if
+    the encoder has a mask. Outputs: as of `Decoder`.
     """
 
     def __init__(self, model: nn.Module, layers: int) -> None:
@@ -116,7 +116,7 @@ class CrossDecoder(nn.Module):
         cache.cross_attention_cache = caches.to_cache(inputs, range(self.layers), "encoder_")
         cache.is_updated = dict.fromkeys(range(self.layers), True)
         keys = inputs[past_name(0, "encoder_key")]
-        # Nothing reads its values, since the keys and values of all layers are there; its shape is read.
+        # Only its shape is used, because the keys and values of all layers exist.
         config: Any = self.model.config
         hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
         mask = {"attention_mask": inputs["encoder_attention_mask"]} if "encoder_attention_mask" in inputs else {}
@@ -131,15 +131,15 @@ class CrossDecoder(nn.Module):
 
 
 def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
-    """The parts of a model, with what they are given for some prompts.
+    """Returns the parts of a model, with their inputs for some prompts.
 
     Args:
-        model: A model of transformers, in eval mode.
-        prompts: What ``model.generate`` takes: ``input_ids`` and ``attention_mask``, padded at the left, or
+        model: A transformers model, in eval mode.
+        prompts: Arguments of ``model.generate``: ``input_ids`` and ``attention_mask``, padded on the left, or
             ``input_features``.
 
     Raises:
-        TraceError: The model cannot generate, or keeps a cache that cannot be carried.
+        TraceError: The model cannot generate, or has an unsupported cache.
     """
     name = type(model).__name__
     if model.training:
@@ -179,9 +179,9 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
 
 
 def turn(model: nn.Module) -> int | None:
-    """The length of tokens after which ``generate`` computes the cache anew; None of most models.
+    """Returns the number of tokens after which ``generate`` recomputes the cache, or None.
 
-    Beyond it Phi-3's positions are rotated by other factors, those of the tokens before it too.
+    Phi-3 does so: beyond this length, it rotates the positions of all tokens by other factors.
     """
     given: Any = model
     length = getattr(given.config.get_text_config(decoder=True), "original_max_position_embeddings", None)
@@ -194,7 +194,7 @@ def turn(model: nn.Module) -> int | None:
 
 
 def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
-    """What ``generate`` gives the decoder at a step after the first."""
+    """Returns the arguments of the decoder in ``generate``, at a step after the first."""
     name = type(model).__name__
     try:
         found = transformers_exporter.decompose(model, prompt)
@@ -260,7 +260,7 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
 
 
 def _traceable(prompt: Prompt) -> Prompt:
-    """A prompt of at least two rows, and two tokens."""
+    """Returns a prompt with at least two rows, and two tokens."""
     return {
         name: resize_tensor(
             tensor,
@@ -272,9 +272,9 @@ def _traceable(prompt: Prompt) -> Prompt:
 
 
 def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
-    """What a decoder is given at its first steps, each with the likeliest token of the step before.
+    """Returns the decoder's inputs at its first steps, each with the most likely next token.
 
-    The second of them is of two steps at once, after a past of at least two tokens where there is room for that.
+    The second item joins two steps, with a past of at least two tokens if the prompt has them.
     """
     taken = [inputs]
     for _ in range(STEPS - 1):
@@ -292,7 +292,7 @@ def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
 
 
 def _checked(batches: Sequence[Sequence[Tensors]]) -> tuple[Tensors, ...]:
-    """The batch to trace with, then for each prompt the prefill, and the first step after it."""
+    """Returns the batch to trace with, then the prefill and the first step of each prompt."""
     enlarged, *given = batches
     return (enlarged[1], *itertools.chain.from_iterable((steps[0], steps[2]) for steps in given))
 

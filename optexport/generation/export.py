@@ -1,4 +1,4 @@
-"""Exports a generative model with its key/value cache: each part as a bundle of its own, and the tokens proven."""
+"""Exports a generative model with its key/value cache, and compares generated tokens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What came of an export with a cache.
+    """Result of an export with a cache.
 
     Attributes:
-        output: The folder that holds the parts' bundles and ``generation.json``.
-        parts: What came of each part, by name: ``decoder``, and ``encoder`` where there is one.
-        tokens: How the tokens of the files compare with the likeliest ones of ``model.generate``.
-        left_out: What of the model's generation config neither they nor the files heed.
+        output: The folder with the parts' bundles and ``generation.json``.
+        parts: The result of each part, by name: ``decoder``, and ``encoder`` if the model has one.
+        tokens: The comparison of the files' tokens with the most likely tokens of ``model.generate``.
+        left_out: Settings of the model's generation config that are ignored.
     """
 
     output: Path
@@ -65,30 +65,35 @@ def export_generation(
     opset: int | None = None,
     progress: Progress | None = None,
 ) -> GenerationResult:
-    """Traces, transforms, proves and exports a generative model of transformers with its key/value cache.
+    """Traces, transforms, exports and checks a generative model with its key/value cache.
 
-    A model without an encoder becomes one part, ``decoder``, which takes tokens, mask and cache, and gives logits and
-    the cache that follows; with a cache of length 0 it is the prefill. One with an encoder has a part ``encoder`` too.
-    Each is proven as every export is, on the caches that it makes of the prompts besides. At last the files must
-    go on from each prompt as ``model.generate`` does, token by token, where that takes the likeliest one. What else the
-    model's generation config asks for, such as penalties, forced tokens or beams, is left out, and named.
+    A model without an encoder has one part, ``decoder``. It takes tokens, mask and cache, and returns logits and the
+    next cache. With a cache of length 0, it is the prefill. A model with an encoder also has a part ``encoder``.
 
-    Layers that attend to a sliding window keep all keys in the files, and the mask hides those outside the window: the
-    numbers are the same, and the cache grows.
+    Each part is checked like every export, also with caches that the prompts produce. Then the files must generate the
+    tokens of greedy ``model.generate`` for each prompt. Other settings of the model's generation config, such as
+    penalties, forced tokens or beams, are ignored and listed.
+
+    Layers with a sliding window keep all keys in the files, and the mask hides those outside of the window. The numbers
+    are the same, but the cache grows.
 
     Args:
-        model: In eval mode; it is not changed.
-        prompts: One or several batches of what ``model.generate`` takes: ``input_ids`` and ``attention_mask``, padded
-            at the left, or ``input_features``.
-        output: A folder; what an earlier export left there is replaced.
-        transformations: As for `optexport.export`, and so are formats, noise_multiple, effort and opset.
-        new_tokens: How many tokens are compared; fewer where the model has no positions for them.
-        progress: Is told of every stage.
+        model: A transformers model in eval mode; it is not changed.
+        prompts: One or more batches of arguments of ``model.generate``: ``input_ids`` and ``attention_mask``, padded on
+            the left, or ``input_features``.
+        output: The folder; an earlier export in it is replaced.
+        transformations: As for `optexport.export`.
+        formats: As for `optexport.export`.
+        new_tokens: How many tokens are compared; fewer if the model does not have enough positions.
+        noise_multiple: As for `optexport.export`.
+        effort: As for `optexport.export`.
+        opset: As for `optexport.export`.
+        progress: Receives every step.
 
     Raises:
-        ConfigError: An argument cannot be meant.
-        TraceError: The model cannot generate, keeps another kind of cache, or cannot be traced.
-        ParityError: What was made does not compute the same, or goes on with other tokens.
+        ConfigError: An argument is invalid.
+        TraceError: The model cannot generate, has an unsupported cache, or cannot be traced.
+        ParityError: The results or the generated tokens differ from the original.
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model)
@@ -118,10 +123,11 @@ def produce(
     progress: Progress,
     held: contextlib.ExitStack | None = None,
 ) -> GenerationResult:
-    """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven.
+    """Exports every part, and compares tokens. The folder appears only if all checks pass.
 
     Args:
-        held: Takes over the lock of the folder, which no other run replaces until it is closed.
+        make_job: Returns the job of a part in a folder.
+        held: Takes over the lock of the folder. No other run replaces the folder until the stack is closed.
     """
     _check(model, prompts, new_tokens)
     check_output(output)
@@ -131,14 +137,14 @@ def produce(
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_dir.drafting(output, check_output, held) as draft:
         for part in found:
-            # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
-            # Nobody declared its sizes, so that those are left out which the model has no positions for.
+            # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
+            # declared, so sizes without positions in the model are omitted.
             job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:], declared=False)
             announce = _prefixed(part.name, progress)
             try:
                 results[part.name] = run.produce(job, announce)
             except TraceError as error:
-                if error.location != "inputs.dynamic":  # which no config with a cache has
+                if error.location != "inputs.dynamic":  # a config with [generation] has no such key
                     raise
                 hint = "Leave generation out: one forward pass, without a cache, can be exported."
                 raise TraceError(error.message, location=f"generation: {part.name}", hint=hint) from error
@@ -191,7 +197,7 @@ def _eager(module: nn.Module) -> Run:
 
 
 def _length(prompt: Prompt, model: nn.Module) -> int:
-    """How many tokens a decoder has been given when it adds the first."""
+    """Returns how many tokens the decoder has when it generates the first."""
     config: Any = model.config
     return 1 if config.is_encoder_decoder else prompt["input_ids"].shape[1]
 
@@ -252,10 +258,10 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
 
 
 def check_output(output: Path) -> None:
-    """Only an empty folder, or an earlier export of the same kind, may be replaced.
+    """Checks that the output is an empty folder, or an earlier export of the same kind.
 
     Raises:
-        ConfigError: Something else is there.
+        ConfigError: The path has other contents.
     """
     names = {path.name for path in output.iterdir()} if output.is_dir() and not output.is_symlink() else set()
     if GENERATION in names and names <= {GENERATION, *PARTS, *SIGNED}:

@@ -1,4 +1,4 @@
-"""What the tensors of a key/value cache are called: as the field does, but with underscores, as Python needs them."""
+"""Names of the tensors of a key/value cache: the usual names, with underscores for Python."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _PAST, _PRESENT = "past_key_values_", "present_"
 
 
 def past_name(layer: int, part: str) -> str:
-    """What an input is called that holds a layer's keys or values, of a part ``key`` or ``encoder_key``."""
+    """Returns the input name of a layer's cache; ``part`` is ``key`` or ``encoder_key``, say."""
     return f"{_PAST}{layer}_{part}"
 
 
 def present_name(layer: int, part: str) -> str:
-    """What the output is called that is the next call's `past_name`."""
+    """Returns the output name of a layer's keys or values, see `past_name`."""
     return f"{_PRESENT}{layer}_{part}"
 
 
 def next_past(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The outputs that hold the cache, named as the inputs of the next call."""
+    """Returns the outputs that are the cache, renamed to inputs of the next call."""
     return {f"{_PAST}{n.removeprefix(_PRESENT)}": t for n, t in outputs.items() if n.startswith(_PRESENT)}

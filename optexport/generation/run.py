@@ -1,4 +1,4 @@
-"""Runs a config that asks for generation: the model and the prompts it names, and an MLflow run for each part."""
+"""Runs a config with ``[generation]``, with an MLflow run for each part."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def run_generation(
 ) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
-    Each part is tracked as a run of its own, once all is proven.
+    Each part is tracked as a separate run, after all checks.
 
     Args:
-        without: Rules to leave out.
-        progress: Is told of every stage.
+        without: Names of rules to omit.
+        progress: Receives every step.
 
     Raises:
-        OptexportError: One of its kinds, with the exit code of what went wrong.
+        OptexportError: The run fails; the subclass has the exit code.
     """
     progress, path = progress or Progress(), layout.as_path(path, "path")
     config, folder = load_config(path, without), path.parent
@@ -79,14 +79,14 @@ def run_generation(
 
 
 def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
-    """What ``generate`` is given of a batch: without a decoder's inputs, and padded at the left."""
+    """Returns the arguments of ``generate``: no decoder inputs, and padding on the left."""
     named = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
     encoded = getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False)
     if encoded or "input_ids" not in named:
         return named
     ids = named["input_ids"]
     mask = named.get("attention_mask", torch.ones_like(ids))
-    # A tokenizer pads at the right unless it is told otherwise; new tokens come after the last position.
+    # Tokenizers pad on the right by default, but new tokens come after the last position.
     turns = [int(row.flip(0).argmax()) for row in mask]
     rows = [(i.roll(turn), m.roll(turn)) for i, m, turn in zip(ids, mask, turns, strict=True)]
     return {"input_ids": torch.stack([i for i, _ in rows]), "attention_mask": torch.stack([m for _, m in rows])}

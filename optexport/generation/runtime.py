@@ -1,7 +1,9 @@
-"""Greedy decoding over exported files. Needs neither transformers nor the original model.
+"""Greedy decoding with exported files, without transformers or the original model.
 
-generator = Generator.load("build/llama")  # what `optexport.export_generation` wrote
-ids = generator.generate(input_ids, attention_mask, max_new_tokens=64)
+::
+
+    generator = Generator.load("build/llama")  # written by optexport.export_generation
+    ids = generator.generate(input_ids, attention_mask, max_new_tokens=64)
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ class Parts:
     """The parts of a generative model, ready to run.
 
     Attributes:
-        encoder: None of a model without one; ``start`` is then None too.
-        caches: The inputs of the decoder that hold its own cache.
-        start: The token that a decoder behind an encoder begins with.
-        turn: The length of tokens after which the cache is computed anew, if there is one.
+        encoder: The encoder, or None. Without it, ``start`` is None too.
+        caches: The decoder's inputs for its self-attention cache.
+        start: The first token of a decoder with an encoder.
+        turn: The number of tokens after which the cache is recomputed, or None.
     """
 
     decoder: Run
@@ -46,7 +48,7 @@ class Parts:
     turn: int | None = None
 
     def begin(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-        """What the decoder is given first: prompt or start, masks, an empty cache, and what the encoder gives."""
+        """Returns the first inputs of the decoder: prompt or start, masks, and caches."""
         rows = next(iter(inputs.values())).shape[0]
         sizes = {"batch": rows, "past_sequence": 0}
         empty = {}
@@ -60,7 +62,7 @@ class Parts:
         return {"input_ids": start, **mask, **empty, **next_past(self.encoder(inputs))}
 
     def step(self, given: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """One call of the decoder.
+        """Runs the decoder once.
 
         Returns:
             The logits of the next token, [batch, vocabulary], and the cache, as inputs of the next call.
@@ -71,9 +73,9 @@ class Parts:
     def greedy(
         self, inputs: Mapping[str, torch.Tensor], tokens: int, eos: Sequence[int] = (), pad: int = 0
     ) -> torch.Tensor:
-        """The likeliest token again and again, until all rows have ended: int64 [batch, up to that many tokens].
+        """Returns the most likely tokens until all rows end: int64 [batch, at most ``tokens``].
 
-        A row that has ended with one of ``eos`` goes on with ``pad``.
+        A row that ended with a token of ``eos`` continues with ``pad``.
         """
         given = self.begin(inputs)
         taken: list[torch.Tensor] = []
@@ -94,20 +96,20 @@ class Parts:
 
 
 class Generator:
-    """Generates text with the files of an export, always with the likeliest token."""
+    """Generates text with exported files, always with the most likely token."""
 
     def __init__(self, parts: Parts, inputs: Sequence[TensorRecord], eos: Sequence[int], pad: int) -> None:
         self._parts, self._inputs, self._eos, self._pad = parts, inputs, tuple(eos), pad
 
     @classmethod
     def load(cls, folder: str | Path, file_format: str = "onnx") -> Generator:
-        """Opens what `optexport.export_generation` wrote, after checking that nothing was changed.
+        """Opens the output of `optexport.export_generation`, after checking that it is unchanged.
 
         Args:
-            file_format: "onnx", "torchscript" or "pt2", as far as it was exported.
+            file_format: "onnx", "torchscript" or "pt2"; it must have been exported.
 
         Raises:
-            ConfigError: The folder is no such export, or holds no file of that format.
+            ConfigError: The folder is not such an export, or has no file in that format.
             BundleError: A file is missing, added or changed.
         """
         folder = as_path(folder, "folder")
@@ -130,22 +132,22 @@ class Generator:
         eos_token_id: int | Sequence[int] | None = None,
         **inputs: Any,
     ) -> Array:
-        """The tokens of ``model.generate(do_sample=False)``, as far as that only takes the likeliest.
+        """Returns the tokens of ``model.generate(do_sample=False)`` without further processing.
 
-        What a generation config may ask for besides (penalties, forced or forbidden tokens, beams) is not done.
+        Other settings of a generation config (penalties, forced or forbidden tokens, beams) are ignored.
 
         Args:
-            input_ids: int64 [batch, sequence], padded at the left where the mask is 0.
-            attention_mask: int64, of the same shape; by default all ones.
-            max_new_tokens: How many tokens are added at the most.
-            eos_token_id: What ends a row; by default what the model's generation config says, and nothing if ``()``.
-            inputs: What an encoder takes besides, such as ``input_features``.
+            input_ids: int64 [batch, sequence], padded on the left where the mask is 0.
+            attention_mask: int64 [batch, sequence]; by default all ones.
+            max_new_tokens: The largest number of tokens to add.
+            eos_token_id: The tokens that end a row; by default from the model's generation config, and none if ``()``.
+            inputs: Other inputs of an encoder, such as ``input_features``.
 
         Returns:
-            int64 [batch, sequence + new tokens]; of a model with an encoder [batch, 1 + new tokens].
+            int64 [batch, sequence + new tokens]; for a model with an encoder [batch, 1 + new tokens].
 
         Raises:
-            ConfigError: The arguments do not fit, or the files do not run on them.
+            ConfigError: The arguments are invalid, or the files do not run with them.
         """
         given = self._given({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -158,7 +160,7 @@ class Generator:
             raise ConfigError(f"{eos_token_id!r} is no token", location="generate: eos_token_id") from error
         try:
             new = self._parts.greedy(given, max_new_tokens, eos, self._pad)
-        except Exception as error:  # each runtime raises its own
+        except Exception as error:  # each runtime has its own exceptions
             raise ConfigError(
                 f"the files do not run on these inputs: {first_line(error)}",
                 location="generate",
@@ -169,7 +171,7 @@ class Generator:
         return torch.cat([before, new], 1).numpy()
 
     def _given(self, inputs: Mapping[str, Any]) -> Tensors:
-        """The inputs of the first part, with a mask that hides nothing where none is given."""
+        """Returns the inputs of the first part, with a mask of ones by default."""
         arrays = {name: np.asarray(value) for name, value in _rectangular(inputs).items() if value is not None}
         specs = {spec.name: spec for spec in self._inputs}
         if "attention_mask" in specs and "input_ids" in arrays:
@@ -188,11 +190,7 @@ class Generator:
 
 
 def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with lists as arrays.
-
-    Raises:
-        ConfigError: A list is of rows of several lengths.
-    """
+    """Converts lists to arrays; rejects rows of different lengths."""
     try:
         return {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in inputs.items()}
     except ValueError as error:
@@ -204,10 +202,10 @@ def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_left_padded(inputs: Mapping[str, torch.Tensor], location: str) -> None:
-    """Checks that every row of a prompt ends with a token.
+    """Checks that padding is on the left, so that the last token of every row is real.
 
     Raises:
-        ConfigError: One does not, or mask and tokens are of other shapes.
+        ConfigError: The last token of a row is padding, or the shapes of mask and tokens differ.
     """
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if ids.shape != mask.shape or ids.dim() != 2:
@@ -229,8 +227,8 @@ def open_parts(
     """Opens the files of one format.
 
     Raises:
-        ConfigError: There are none of that format.
-        OptexportError: A runtime refuses a file.
+        ConfigError: No file of that format was exported.
+        OptexportError: A runtime rejects a file.
     """
     runs = {name: _open(folder / name, manifest, file_format) for name, manifest in manifests.items()}
     own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)

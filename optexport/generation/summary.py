@@ -1,4 +1,4 @@
-"""What a run with a key/value cache says at its end, for people and for machines."""
+"""The summary of a run with a key/value cache, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optexport.report import terminal
 
 
 def show(result: GenerationResult, console: Console) -> None:
-    """Prints the summary of each part, and how the tokens compare."""
+    """Prints the summary of each part, and the comparison of tokens."""
     for name, part in result.parts.items():
         console.print(f"[bold]Part[/] {name}", highlight=False)
         terminal.show(part, console)
@@ -40,7 +40,7 @@ def _line(compared: Compared) -> str:
 
 
 def as_json(result: GenerationResult) -> dict[str, Any]:
-    """The result for machines."""
+    """Returns the result as JSON."""
     parts = {name: terminal.as_json(part) for name, part in result.parts.items()}
     return {
         "passed": all(part["passed"] for part in parts.values()),

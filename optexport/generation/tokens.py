@@ -1,4 +1,4 @@
-"""The proof on tokens: files must go on as ``model.generate`` does with the likeliest token, one by one."""
+"""Compares generated tokens of the files with greedy ``model.generate``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from optexport.generation.components import Prompt
 from optexport.generation.runtime import Parts
 from optexport.tracing import transformers_exporter
 
-# Two logits may each be off by the limit.
+# Each of two logits may have an error of one tolerance.
 _SIDES = 2
-# What makes `generate` take another token than the likeliest, or end elsewhere than at an end token, and the values at
-# which it does not; None is one of all. Sampling is what is asked for not to be done.
+# Settings that make `generate` take another token than the most likely, or end elsewhere than at an end token. The
+# values are neutral, and None always is. Sampling is not in the list, because do_sample = False turns it off.
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
@@ -33,11 +33,11 @@ _NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Tie:
-    """Where a row went another way, because the original's two best logits are nearer than what rounding may move.
+    """The end of a row at two nearly equal logits, closer than the tolerance allows to decide.
 
     Attributes:
-        token: The number of the new token, from 0; what comes after it in this row is not compared.
-        gap: How much larger the original's logit of its own token is than that of the file's.
+        token: The index of the new token, from 0; later tokens of this row are not compared.
+        gap: The original's logit of the expected token, minus its logit of the file's token.
     """
 
     row: int
@@ -47,10 +47,10 @@ class Tie:
 
 @dataclass(frozen=True)
 class Compared:
-    """How the tokens of one format compare on one prompt.
+    """The comparison of one format's tokens for one prompt.
 
     Attributes:
-        prompt: Its number, and which rows of it.
+        prompt: The index of the prompt, and which of its rows.
         compared: How many new tokens were compared, in all rows; all of them are equal.
     """
 
@@ -63,7 +63,7 @@ class Compared:
 
 
 def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
-    """Each prompt, and the first row of those of several rows, alone and without its padding."""
+    """Yields each prompt, and the first row of prompts with several, without its padding."""
     for index, prompt in enumerate(prompts):
         rows = next(iter(prompt.values())).shape[0]
         yield f"prompt {index}", prompt
@@ -76,9 +76,9 @@ def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
 
 
 def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Tensor:
-    """What ``generate`` adds to a prompt when it takes the likeliest token, and nothing ends it: [batch, tokens].
+    """Returns the new tokens of greedy ``generate`` without end tokens: [batch, tokens].
 
-    What else the model's generation config asks for is not done; `left_out` names it.
+    Other settings of the model's generation config are ignored; `left_out` lists them.
     """
     own: Any = model.generation_config
     plain = GenerationConfig(
@@ -90,10 +90,10 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,
     )
-    model.generation_config = plain  # type: ignore[assignment]  # which generate() fills up what is asked for from
+    model.generation_config = plain  # type: ignore[assignment]  # generate() takes missing settings from it
     try:
         with torch.no_grad(), transformers_exporter.quiet():
-            # Not the model's own: Whisper's also cuts long audio to pieces and forces tokens.
+            # Not the model's method: Whisper's also splits long audio and forces tokens.
             ids = GenerationMixin.generate(model, **dict(prompt), generation_config=plain)  # type: ignore[arg-type]
     finally:
         model.generation_config = own
@@ -102,9 +102,9 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:
-    """The settings of a model's generation config that `generate` heeds, and `likeliest_tokens` and the files do not.
+    """Returns the settings that `generate` uses, but `likeliest_tokens` and the files ignore.
 
-    The names are those of ``transformers.GenerationConfig``.
+    The names are fields of ``transformers.GenerationConfig``.
     """
     own = vars(model.generation_config)
     return tuple(name for name, neutral in _NEUTRAL.items() if own.get(name) not in (None, neutral))
@@ -113,15 +113,15 @@ def left_out(model: nn.Module) -> tuple[str, ...]:
 def compare(
     original: Parts, candidate: Parts, file_format: str, case: tuple[str, Prompt], expected: torch.Tensor, limit: float
 ) -> Compared:
-    """Compares the tokens of the files with those of the original.
+    """Compares the tokens of the files with the tokens of the original.
 
     Args:
-        original: The parts as they are in the model, for the logits where tokens differ.
-        expected: What the original adds, [batch, tokens].
-        limit: How far the proof lets a logit be from float64.
+        original: The parts of the original model, for the logits if tokens differ.
+        expected: The new tokens of the original, [batch, tokens].
+        limit: The tolerance of a logit.
 
     Raises:
-        ParityError: A token is another one, and its logit is not as near the best one as rounding may move it.
+        ParityError: A token differs, and its logit is not close enough to the best for rounding to explain it.
     """
     name, prompt = case
     found = candidate.greedy(prompt, expected.shape[1])
@@ -147,7 +147,7 @@ def compare(
 
 
 def _logits(original: Parts, prompt: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """The original's logits after a prompt and some tokens, [batch, vocabulary]."""
+    """Returns the original's logits after a prompt and more tokens, [batch, vocabulary]."""
     given = original.begin(prompt)
     given["input_ids"] = torch.cat([given["input_ids"], tokens], 1)
     if "attention_mask" in given:
