@@ -1,1 +1,1 @@
-"""Models with all that they need to be used: what makes inputs of texts and images, and answers of outputs."""
+"""Inference with a bundle: preprocessing, the model file, and postprocessing."""

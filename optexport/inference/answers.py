@@ -1,4 +1,4 @@
-"""What a model's outputs mean, by its task: labels with scores, transcripts, embeddings. Needs no torch."""
+"""Converts a model's outputs to answers of its task, such as labels; imports no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FIRST_NUMBERS = 4
 
 
 def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
-    """One answer for each row of a batch, as JSON holds it.
+    """Returns one answer for each row of a batch, as JSON.
 
-    A task that is not known here, or whose output or tokenizer is not there, is answered with the outputs as they are.
+    The answer has the raw outputs if the task is unknown, or if its output or tokenizer is missing.
     """
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
     application = bundle.application
@@ -43,7 +43,7 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
 
 
 def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
-    """The cosine of each two sentence embeddings; None where there are not two."""
+    """Returns the cosines of all pairs of sentence embeddings; None if there are not two."""
     rows = [answer.get("outputs", {}).get("sentence_embedding") for answer in found]
     if len(rows) < 2 or None in rows:
         return None
@@ -55,13 +55,13 @@ def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
 
 
 def _outputs(outputs: Arrays, row: int, rows: int) -> Answer:
-    """The outputs of a row; one that has no row for each is given whole."""
+    """Returns the outputs of a row; an output without a batch axis is returned completely."""
     own = {name: array[row] if array.ndim and array.shape[0] == rows else array for name, array in outputs.items()}
     return {"outputs": {name: _numbers(array) for name, array in own.items()}}
 
 
 def _numbers(array: Array) -> Any:
-    """Nested lists; NaN and infinity, which JSON does not have, are texts."""
+    """Returns nested lists; NaN and infinity become texts, because JSON has none."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         texts = np.where(np.isfinite(array), array.astype(object), array.astype(str))
         return texts.tolist()
@@ -69,12 +69,12 @@ def _numbers(array: Array) -> Any:
 
 
 def _scores(application: ApplicationRecord, given: Array, kind: str | None) -> Array:
-    """Scores of the last axis: softmax or sigmoid of logits, the logits themselves, or what the file made of them."""
+    """Returns the scores of the last axis: softmax, sigmoid, logits, or the file's scores."""
     logits = given.astype(np.float64)
     kind = kind if application.outputs == _LOGITS else None
     if kind == "softmax":
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
-        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's arithmetic is
+        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's arithmetic is untyped
     return 1 / (1 + np.exp(-logits)) if kind == "sigmoid" else logits
 
 
@@ -94,13 +94,13 @@ def _classes(bundle: Bundle, _: Arrays, given: Array) -> Answer:
 
 
 def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Answer:
-    """Labels by their indices, the likeliest first, with their scores."""
+    """Returns labels with their scores, in the order of the indices."""
     pairs = zip(labels.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True)
     return {"labels": [{"label": _label(application, index), "score": score} for index, score in pairs]}
 
 
 def _tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
-    """A label for every token that stands for a piece of the text."""
+    """Returns a label for every token that is not special."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
     scores = _scores(bundle.application, given, bundle.application.scores)
     said = [
@@ -112,7 +112,7 @@ def _tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
 
 
 def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
-    """The best tokens for each mask, and the text with each of them in its place."""
+    """Returns the best tokens for each mask, and the text with each of them."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
     masks = []
     for location in np.flatnonzero(ids == tokenizer.mask_token_id):
@@ -128,14 +128,14 @@ def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
 
 
 def _next_tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
-    """The most likely tokens after the text."""
+    """Returns the most likely tokens after the text."""
     kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(given), np.int64)))
     scores = _scores(bundle.application, given[kept[-1] if len(kept) else -1], "softmax")
     return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
 
 
 def _transcript(bundle: Bundle, _: Arrays, given: Array) -> Answer:
-    """The likeliest token at each moment, of which the tokenizer makes a text: repeated ones are one, blanks none."""
+    """Returns the text of a CTC output: the tokenizer merges repetitions and drops blanks."""
     return {"transcript": bundle.tokenizer.decode(given.argmax(-1))}
 
 
@@ -152,7 +152,7 @@ _OF_TOKENS = (_tokens, _fills, _next_tokens)
 
 
 def as_text(answer: Answer) -> list[str]:
-    """An answer as lines for people."""
+    """Returns an answer as lines of text."""
     if "transcript" in answer:
         return [answer["transcript"]]
     if "labels" in answer:
@@ -177,5 +177,5 @@ def _array_as_text(name: str, array: Array) -> list[str]:
 
 
 def similarities_as_text(table: Sequence[Sequence[float]]) -> list[str]:
-    """A table of cosines as lines for people."""
+    """Returns a table of cosines as lines of text."""
     return ["cosine similarity", *("  " + " ".join(f"{value:6.3f}" for value in row) for row in table)]

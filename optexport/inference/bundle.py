@@ -1,7 +1,7 @@
-"""A bundle in use: its file in its runtime, and its own tokenizer or processor.
+"""A bundle as a callable: its file in its runtime, with its tokenizer or processor.
 
-Needs neither the original model, nor its code or weights; for an ONNX file nothing but numpy and ONNX Runtime, and
-transformers where texts, images or sounds are to be made inputs of.
+Does not need the original model, its code or its weights. An ONNX file needs only numpy and ONNX Runtime, and
+transformers to preprocess texts, images or sounds.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from optexport.runtime import devices
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
-# Tokenizers that know no longest sequence say 1e30.
+# Tokenizers without a maximum length report 1e30.
 _UNLIMITED = 10**9
 
 
 class Bundle:
-    """What `Bundle.load` gives: call it with inputs by name.
+    """A loaded bundle, see `Bundle.load`; call it with inputs by name.
 
     Attributes:
-        manifest: What the bundle says of itself.
-        format: Which of its files is run.
+        manifest: The bundle's manifest.
+        format: The format of the loaded file.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, artifact: ArtifactRecord, run: Run) -> None:
@@ -55,16 +55,16 @@ class Bundle:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
-        """Opens a bundle, after checking that it is whole and unchanged.
+        """Opens a bundle, after checking that it is complete and unchanged.
 
         Args:
-            path: The bundle's folder, which may lie anywhere.
-            format: "onnx", "torchscript" or "pt2"; by default ONNX, or else the first that it holds.
+            path: The bundle's folder.
+            format: "onnx", "torchscript" or "pt2"; by default ONNX, or else the first format of the bundle.
 
         Raises:
-            ConfigError: The folder is no bundle, or holds no file of that format.
+            ConfigError: The folder is not a bundle, or has no file in that format.
             BundleError: A file is missing, added, changed, or cannot be loaded.
-            DeviceError: There is no such device here as the file is for.
+            DeviceError: This machine does not have the file's device.
         """
         folder = as_path(path, "path")
         manifest = read_manifest(folder)
@@ -84,7 +84,7 @@ class Bundle:
 
     @property
     def application(self) -> ApplicationRecord:
-        """What the model is for; a bundle that does not tell has no task, labels, tokenizer or processor."""
+        """The use of the model; without a record, there is no task, label, tokenizer or processor."""
         return self.manifest.application or ApplicationRecord(
             task=None, labels=None, scores=None, preprocessors=[], prompt="", missing=[]
         )
@@ -93,15 +93,15 @@ class Bundle:
         """Runs the file.
 
         Args:
-            inputs: numpy arrays or torch tensors by the names of the manifest's inputs. Integers of fewer bits are
-                taken where the model wants more, and floating point numbers likewise.
+            inputs: numpy arrays or torch tensors by the names of the manifest's inputs. Integers and floating point
+                numbers with fewer bits than the model's are converted.
 
         Returns:
-            The outputs by name; those in bfloat16 as float32.
+            The outputs by name; bfloat16 outputs as float32.
 
         Raises:
-            ConfigError: An input is missing, unknown, or not of its dtype, rank or sizes, or the file refuses it.
-            ExportError: There is not enough memory to run it.
+            ConfigError: An input is missing, unknown, or has a wrong dtype, rank or size, or the runtime rejects it.
+            ExportError: There is not enough memory.
         """
         specs = {spec.name: spec for spec in self.manifest.inputs}
         inputs = self._without_constants(inputs)
@@ -114,7 +114,7 @@ class Bundle:
         self._check_sizes(arrays)
         try:
             return self._run(arrays)
-        except Exception as error:  # each runtime raises its own
+        except Exception as error:  # each runtime has its own exceptions
             if is_of_memory(error):
                 raise ExportError(
                     "there is not enough memory to run it on these inputs",
@@ -129,7 +129,7 @@ class Bundle:
             ) from error
 
     def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs but for those that the file holds to the values that they are given with."""
+        """Removes inputs that are constants of the file, after checking their values."""
         for name, held in self.manifest.constants.items():
             if name in inputs and not is_held(held, inputs[name]):
                 raise held_error(name, held)
@@ -141,9 +141,9 @@ class Bundle:
         return f"It takes {'; '.join(shown)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
-        """Checks the sizes that are fixed, and that each dynamic one is the same everywhere.
+        """Checks that fixed sizes match, and that each dynamic size is the same everywhere.
 
-        Sizes beyond those that were proven are left to the runtime, as the bundle's files are.
+        The runtime decides on sizes outside of the checked range.
         """
         first: dict[str, tuple[str, int]] = {}
         for spec in self.manifest.inputs:
@@ -157,21 +157,21 @@ class Bundle:
                     raise ConfigError(problem, location=spec.name, hint=self._signature)
 
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
-        """Makes inputs of texts, images or sounds, or of several of them.
+        """Converts texts, images or sounds, or several of them, to inputs.
 
-        Several texts are padded to the longest, at the right, and cut to what the model takes.
+        Texts are padded on the right to the longest one, and cut to the longest that the model takes.
 
         Args:
-            texts: One, or several.
-            images: One, or several: paths, or images as PIL or numpy hold them.
-            sounds: One, or several of one length: paths of WAV files, or numpy arrays [samples] from -1 to 1, with as
-                many samples a second as the model takes.
+            texts: One text, or several.
+            images: One image, or several: paths, PIL images or numpy arrays.
+            sounds: One sound, or several of one length: paths of WAV files, or numpy arrays [samples] from -1 to 1, at
+                the model's sampling rate.
 
         Returns:
-            Inputs by name, as far as these make them.
+            Those inputs of the model that come from the arguments, by name.
 
         Raises:
-            ConfigError: The bundle has nothing to make them with, or they cannot be read or padded.
+            ConfigError: The bundle has no tokenizer or processor for them, or they cannot be read or padded.
         """
         arrays: Arrays = {}
         if texts is not None:
@@ -187,24 +187,24 @@ class Bundle:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The bundle's tokenizer, as transformers loads it.
+        """The bundle's tokenizer, loaded by transformers.
 
         Raises:
-            ConfigError: It has none.
-            BundleError: It cannot be loaded.
+            ConfigError: The bundle has no tokenizer.
+            BundleError: The tokenizer cannot be loaded.
         """
         self._check_holds("tokenizer")
         return preprocessors.load(self._folder, "tokenizer")
 
     @cached_property
     def image_processor(self) -> Any:
-        """The bundle's image processor, as transformers loads it; raises as `tokenizer` does."""
+        """The bundle's image processor, loaded by transformers; raises like `tokenizer`."""
         self._check_holds("image_processor")
         return preprocessors.load(self._folder, "image_processor")
 
     @cached_property
     def feature_extractor(self) -> Any:
-        """What makes inputs of sounds, as transformers loads it; raises as `tokenizer` does."""
+        """The bundle's feature extractor, loaded by transformers; raises like `tokenizer`."""
         self._check_holds("feature_extractor")
         return preprocessors.load(self._folder, "feature_extractor")
 
@@ -240,14 +240,14 @@ class Bundle:
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
             raise ConfigError("the tokenizer has no token to pad with", location="texts", hint="Give one at a time.")
         if min(lengths) < width:
-            # At the right, whatever the tokenizer prefers: before a text padding would change its positions.
+            # Always on the right: padding before a text would change its positions.
             pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
             encoded = _encoded(tokenizer, texts, **pad)
         arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 
     def _lengths(self) -> tuple[int, int]:
-        """The fewest and most tokens that the file was proven with."""
+        """Returns the smallest and the largest number of tokens that were checked."""
         shape = next((spec.shape for spec in self.manifest.inputs if spec.name == "input_ids"), [])
         size = shape[-1] if shape else ""
         if isinstance(size, int):
@@ -281,7 +281,7 @@ class Bundle:
             }
         except Exception as error:  # transformers raises many kinds
             raise ConfigError(f"they cannot be processed: {first_line(error)}", location="sounds") from error
-        if any(array.dtype == object for array in made.values()):  # rows of several lengths
+        if any(array.dtype == object for array in made.values()):  # rows of different lengths
             lengths = ", ".join(str(len(sound)) for sound in read)
             raise ConfigError(f"they are {lengths} samples long", location="sounds", hint="Give one at a time.")
         return made
@@ -291,7 +291,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
     try:
         with panics_as_errors():
             return tokenizer(texts, **options)
-    except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
+    except Exception as error:  # for example half a surrogate pair, from a wrong encoding
         raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", location="texts") from error
 
 
@@ -302,11 +302,11 @@ def _dtype(spec: TensorRecord) -> np.dtype[Any]:
 
 
 def is_held(held: Any, value: Any) -> bool:
-    """Whether a value is what a file holds an input to, as the manifest writes it; fractions may be of float32."""
+    """Returns True if a value equals a constant of the file; floats may be rounded to float32."""
     value = _untorched(value)
     try:
         given, own = np.asarray(value), np.asarray(held)
-    except (ValueError, TypeError):  # rows of several lengths, or a tensor that numpy does not hold
+    except (ValueError, TypeError):  # rows of different lengths, or a tensor that numpy cannot represent
         return False
     if given.tolist() == held:
         return True
@@ -316,30 +316,30 @@ def is_held(held: Any, value: Any) -> bool:
 
 
 def held_error(name: str, held: Any) -> ConfigError:
-    """That a file holds an input to another value than the one that it is given."""
+    """Returns the error for an input that differs from the file's constant."""
     return ConfigError(f"the file holds for {held} alone", location=name, hint="Export the model for others.")
 
 
 def _untorched(value: Any) -> Any:
-    """A tensor of torch as a numpy array, if it can be one; anything else as it is."""
-    if not hasattr(value, "detach"):  # torch is not imported for this
+    """Converts a torch tensor to a numpy array if possible; returns other values unchanged."""
+    if not hasattr(value, "detach"):  # avoids an import of torch
         return value
     try:
         value = value.detach().cpu()
-        # numpy does not hold bfloat16, and float32 holds all of it.
+        # numpy has no bfloat16, and float32 represents it exactly.
         return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    except (TypeError, RuntimeError):  # sparse, say
+    except (TypeError, RuntimeError):  # for example a sparse tensor
         return value
 
 
 def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
-    """An input as a runtime takes it.
+    """Converts an input to the array that a runtime takes.
 
     Args:
-        value: A numpy array, or a tensor of torch.
+        value: A numpy array, or a torch tensor.
 
     Raises:
-        ConfigError: It is neither, or not of the dtype or rank that the model takes, or holds tokens below 0.
+        ConfigError: The value has another type, dtype or rank, or a token below 0.
     """
     value = _untorched(value)
     if not isinstance(value, np.ndarray | np.generic):
@@ -351,23 +351,23 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
         raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", location=spec.name)
-    # Where PyTorch refuses a token below 0, ONNX counts it from the vocabulary's end.
+    # PyTorch rejects a token below 0, but ONNX counts it from the end of the vocabulary.
     if spec.name.endswith("input_ids") and array.size and array.min() < 0:
         raise ConfigError("a token is below 0", location=spec.name)
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 
 def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it on import; keeps the user's own setting
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it refuses, it raises too
+    options.log_severity_level = 4  # errors are also raised
     try:
         session = devices.onnx_session(folder / artifact.path, options, artifact.device)
     except OptexportError:
         raise
-    except Exception as error:  # the runtime's exceptions share no base class
+    except Exception as error:  # the runtime's exceptions have no common base class
         location = str(folder / artifact.path)
         raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", location=location) from error
     wanted = [given.name for given in session.get_inputs()]

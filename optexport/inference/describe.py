@@ -1,4 +1,4 @@
-"""What the manifest says of a model's use: its task, its labels, and what makes its inputs."""
+"""Describes the use of a model for the manifest: task, labels, and preprocessing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from optexport.loading.processing import processing_of
 from optexport.signature.positions import most_tokens
 from optexport.signature.signature import Signature
 
-# What the names of classes end with; a model without a head gives features.
+# Suffixes of class names, by task; a model without a head returns features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
 _ENDINGS |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
 
 
 def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
-    """Writes the model's tokenizer or processor to the draft of a bundle, and says what the model is for.
+    """Writes the tokenizer or processor to a bundle's draft, and describes the model's use.
 
     Args:
-        task: The one that the config names.
-        folder: The draft.
+        task: The task of the config, if any.
+        folder: The folder of the draft.
     """
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
-    encoded = getattr(config, "is_encoder_decoder", False)  # then its tokens are read by who generates
+    encoded = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
     classes = processing_of(loaded.model).classes
     saved = preprocessors.save(
         loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
@@ -67,7 +67,7 @@ def _labels(task: str | None, config: Any) -> list[str] | None:
 
 
 def _scores(task: str | None, config: Any) -> Literal["softmax", "sigmoid"] | None:
-    """As the pipelines of transformers make scores of logits."""
+    """Returns the function that transformers' pipelines apply to the logits."""
     problem = getattr(config, "problem_type", None)
     if not _classifies(task, config) or problem == "regression":
         return None

@@ -1,4 +1,4 @@
-"""Images as image processors take them: red, green and blue in 8 bits each, upright. Needs no torch."""
+"""Reads images for image processors: RGB, 8 bits, upright; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import numpy as np
 from optexport._utils.extras import check_extra
 from optexport.errors import ConfigError, first_line
 
-# So many channels has an image that is transparent in places.
+# The channels of an image with transparency.
 _WITH_ALPHA = 4
-# What Pillow calls pixels of more than 8 bits, or of fractions: made red, green and blue it cuts them off, so that an
-# image of 16 bits is white.
+# Pillow's modes with more than 8 bits, or with floats. Its conversion to RGB clips them: a 16-bit image becomes white.
 _DEEP = ("I", "F")
 
 
 def read(image: Any) -> Any:
-    """Reads an image, and turns it as its camera was held, which Exif tells, as transformers does.
+    """Reads an image, and rotates it as its Exif data say, like transformers.
 
     Args:
-        image: A path, an image of PIL, or an array of uint8 [height, width], with or without channels.
+        image: A path, a PIL image, or a uint8 array [height, width] or [height, width, channels].
 
     Returns:
-        An image of PIL, or the array where it has channels of colours already.
+        A PIL image, or the array if it has color channels.
 
     Raises:
-        ConfigError: It is none of these, cannot be read, or has pixels of more than 8 bits; or Pillow is missing.
+        ConfigError: The image has another type, cannot be read, or has more than 8 bits; or Pillow is missing.
     """
     if isinstance(image, np.ndarray) and image.dtype != np.uint8:
         raise ConfigError(f"it is {image.dtype}", location="images", hint="Give uint8, from 0 to 255.")

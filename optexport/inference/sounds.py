@@ -1,4 +1,4 @@
-"""Sounds as feature extractors take them: numbers from -1 to 1, of one channel. Needs no torch."""
+"""Reads sounds for feature extractors: mono, from -1 to 1; imports no torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
     """Reads a sound.
 
     Args:
-        sound: The path of a WAV file of whole numbers, whose channels are averaged, or an array [samples] of floating
-            point numbers, which has the rate already.
-        rate: How many samples a second the model takes.
+        sound: The path of a WAV file with integer samples, whose channels are averaged, or a floating point array
+            [samples], which must have the rate.
+        rate: The model's sampling rate, in samples per second.
 
     Returns:
         float32 [samples].
 
     Raises:
-        ConfigError: It is neither, empty, cannot be read, or of another rate.
+        ConfigError: The sound has another type or rate, is empty, or cannot be read.
     """
     if isinstance(sound, np.ndarray):
         if sound.ndim != 1 or sound.dtype.kind != "f" or not sound.size:
@@ -63,7 +63,7 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
 
 
 def _numbers(held: bytes, width: int) -> npt.NDArray[Any]:
-    """Whole numbers of so many bytes, as WAV holds them: little-endian with a sign, but for single bytes."""
+    """Converts WAV samples to floats: unsigned single bytes, otherwise signed little-endian."""
     if width == 1:
         return np.frombuffer(held, np.uint8) / 128 - 1.0
     digits = np.frombuffer(held, np.uint8).reshape(-1, width).astype(np.int64)
