@@ -1,1 +1,1 @@
-"""Where models come from, and what their files may carry."""
+"""Loads models from their sources, with their preprocessing."""

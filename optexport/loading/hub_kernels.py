@@ -1,6 +1,6 @@
-"""Code of the hub's that transformers loads, and runs, where the package ``kernels`` is installed.
+"""Blocks kernels of the hub: code that transformers runs if ``kernels`` is installed.
 
-A model's config names it, as ``"attn_implementation": "org/name"``, or a model of transformers asks for it by itself.
+A model's config may name one, as ``"attn_implementation": "org/name"``. Some transformers models also request one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from transformers.integrations import hub_kernels
 
 @contextlib.contextmanager
 def refused(options: Mapping[str, Any]) -> Iterator[None]:
-    """Has no such code loaded; transformers takes its own where it has some, and raises where it has none.
+    """Blocks kernels of the hub; transformers uses its own code instead, or raises.
 
     Args:
-        options: As for ``from_pretrained``: with ``trust_remote_code`` such code is loaded as ever.
+        options: Options of ``from_pretrained``. ``trust_remote_code`` allows the kernels.
     """
     usual = hub_kernels.get_kernel
     if not options.get("trust_remote_code"):
@@ -29,5 +29,5 @@ def refused(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _refuse(kernel_name: str, *_: Any, **__: Any) -> NoReturn:
-    # The error after which a model goes on without a kernel that it asks for by itself.
+    # transformers continues without a kernel after this error, if the model requested the kernel by default.
     raise FileNotFoundError(f"{kernel_name} is code of the hub's, which runs only with model.trust_remote_code = true")

@@ -1,4 +1,4 @@
-"""How an image processor rescales and normalises, as one shift and one factor for each channel."""
+"""Converts the rescaling and normalization of an image processor to a shift and a factor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optexport.errors import ConfigError, first_line
 if TYPE_CHECKING:
     from optexport.loading.loader import Pretrained
 
-# Height and width of the images that a processor is tried on, and how far from its own numbers, as a part of the
-# largest, its scale may bring it: some units in the last place of float32.
+# Heights and widths of the test images. The tolerance is relative to the largest number: some units in the last place
+# of float32.
 _SIZES = ((37, 61), (70, 50))
 _ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class ImageScale:
-    """A processor's numbers are ``(images - shift) * factor``.
+    """The scale of an image processor: ``(images - shift) * factor``.
 
     Attributes:
         shift, factor: float32, [channels, 1, 1].
@@ -34,16 +34,16 @@ class ImageScale:
 
 
 def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScale, Any]:
-    """Reads the scale off a model's image processor, and gives the processor without it.
+    """Returns the scale of a model's image processor, and the processor without it.
 
-    That the two together do what the processor does is tried on images: some processors normalise before they pad, or
-    round between their steps, which no scale behind them gives.
+    Checks on images that both together equal the processor. Some processors normalize before padding, or round between
+    steps, which a scale at the end cannot reproduce.
 
     Args:
-        location: What errors name.
+        location: The location for errors.
 
     Raises:
-        ConfigError: There is no image processor, it scales nothing, or something else than by this scale.
+        ConfigError: The image processor is missing, does not scale, or its scale is not such a shift and factor.
     """
     import transformers
 
@@ -52,7 +52,7 @@ def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScal
     options = {"local_files_only": True, **pretrained.options}
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(pretrained.name, backend="pil", **options)
-    except Exception as error:  # transformers raises many kinds where it finds none
+    except Exception as error:  # transformers raises many kinds of errors
         raise ConfigError(
             f"its image processor cannot be loaded: {first_line(error)}",
             location=location,
@@ -79,7 +79,7 @@ def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScal
 
 
 def _why_another(processor: Any, plain: Any, scale: ImageScale) -> str | None:
-    """How a processor's images differ from those of one that does not scale, once these are scaled; None where not."""
+    """Returns how a processor differs from a plain one followed by the scale, or None."""
     generator = np.random.default_rng(0)
     one, other = (generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in _SIZES)
     for images in ([one], [other], [one, other]):
@@ -88,7 +88,7 @@ def _why_another(processor: Any, plain: Any, scale: ImageScale) -> str | None:
         except Exception as error:  # transformers raises many kinds
             if len(images) == 1:
                 return first_line(error)
-            continue  # images of several sizes need not go together
+            continue  # images of different sizes may be unsupported
         if expected.keys() != given.keys() or IMAGES not in given:
             return f"it makes {', '.join(expected)}"
         if given[IMAGES].dtype != np.uint8:

@@ -1,4 +1,4 @@
-"""Loading the model, from wherever the config says it is."""
+"""Loads a model from the source in its config."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from optexport.transformations import registry
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where transformers finds a model's tokenizer or processor: a folder or hub id, and how to load from it.
+    """The location of a model's tokenizer or processor: a folder or hub id, and load options.
 
     Attributes:
-        tokenizer: The model's tokenizer, where it was loaded with the model.
-        image_processor: The model's image processor, where it is another than the one that lies there.
-        prompt: What stands before every text.
+        tokenizer: The tokenizer, if it was loaded with the model.
+        image_processor: The image processor, if it replaces the one in the folder.
+        prompt: A prefix of every text.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Loaded:
 
     Attributes:
         model: The original, to trace and to compare with.
-        program: The program that a ``.pt2`` file held; ``model`` is then its module.
-        revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
-        pretrained: Where its tokenizer or processor is; None where there is none.
-        constants: The arguments that are fixed, by name.
-        converted: What is traced instead of ``model``, where that is a TorchScript program.
+        program: The program of a ``.pt2`` file; ``model`` is then its module.
+        revision: The version of the source: a commit, or a package with its version; None if unknown.
+        pretrained: The location of the tokenizer or processor, or None.
+        constants: The fixed arguments, by name.
+        converted: The module to trace instead of ``model``, if that is a TorchScript program.
     """
 
     model: nn.Module
@@ -86,13 +86,13 @@ class Loaded:
         return self.program or self.converted or self.model
 
     def called_with(self, tensors: Mapping[str, torch.Tensor], arguments: Arguments | None) -> Loaded:
-        """The same, ready to be traced with an example.
+        """Returns the model prepared for a trace with an example.
 
         Args:
-            arguments: Where the tensors belong in the model's arguments; None where it takes them by these names.
+            arguments: The places of the tensors in the model's arguments; None if the names are arguments.
 
         Raises:
-            SourceError: It is a TorchScript program that no graph can be made of.
+            SourceError: The model is a TorchScript program that cannot be converted to a graph.
         """
         model, converted = self.model, self.converted
         if isinstance(model, torch.jit.ScriptModule):
@@ -108,7 +108,12 @@ class Loaded:
         )
 
     def holding(self, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> Loaded:
-        """The same with some of the tensors that it takes held to values; ``names`` are those of all."""
+        """Returns the model with some tensors fixed to values.
+
+        Args:
+            names: The names of all its tensors.
+            held: The fixed values by name.
+        """
         return replace(
             self,
             model=holding(self.model, names, held),
@@ -118,12 +123,15 @@ class Loaded:
 
     @classmethod
     def of_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
-        """A program, and the module that it is of."""
+        """Returns a program with its module."""
         return cls(unlift(program), program, revision, constants=exported_program.constants(program))
 
     @cached_property
     def weights_sha256(self) -> str:
-        """A digest of all parameters and buffers, those that are not saved too: names, dtypes, shapes and bytes."""
+        """A digest of the names, dtypes, shapes and bytes of all parameters and buffers.
+
+        Includes buffers that are not saved.
+        """
         digest = hashlib.sha256()
         tensors = {**dict(self.model.named_buffers(remove_duplicate=False)), **self.model.state_dict()}
         for name, tensor in sorted(tensors.items()):
@@ -133,10 +141,11 @@ class Loaded:
         return digest.hexdigest()
 
 
-# What modules set for the whole process as they were imported, which is once; it holds for their models in later runs.
+# Process-wide settings that modules change when they are imported. That is once per process, so later runs of their
+# models apply them again.
 _set_by: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
 
-# What holds for a tokenizer as it does for its model.
+# Options of a model that also apply to its tokenizer.
 _SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
 
 
@@ -144,11 +153,11 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
     """Loads a model.
 
     Args:
-        folder: The config's folder, which paths are relative to.
-        downloaded: Where the model of an MLflow source now lies: a folder of transformers, or a ``.pt2`` file.
+        folder: The folder of the config; paths are relative to it.
+        downloaded: The local copy of an MLflow source: a transformers folder, or a ``.pt2`` file.
 
     Raises:
-        SourceError: It cannot be loaded, or not without running untrusted code, or some of its weights are missing.
+        SourceError: The model cannot be loaded, needs untrusted code, or lacks some of its weights.
     """
     if config.adapter is not None:
         config = config.model_copy(update={"adapter": str(_resolved(config.adapter, folder))})
@@ -183,7 +192,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     try:
         with registry.importing_beside(folder):
             model = factory(**config.arguments)
-    except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",
             location=f"model.source: python:{location}",
@@ -210,7 +219,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
 
 
 def _heeds_training(module: nn.Module) -> bool:
-    """Whether a module computes something else in training, as far as its code tells: an activation does not."""
+    """Returns True if the code of a module reads ``self.training``; an activation does not."""
     try:
         return any(
             "self.training" in inspect.getsource(kind) for kind in type(module).__mro__[: -len(nn.Module.__mro__)]
@@ -220,7 +229,7 @@ def _heeds_training(module: nn.Module) -> bool:
 
 
 def _in_package(rest: str) -> tuple[Path, str | None]:
-    """The path inside an installed package, found without importing it."""
+    """Returns a path in a package and the package's version, without importing it."""
     name, _, inner = rest.partition("/")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
@@ -258,9 +267,9 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     try:
         if not local:
             pretrained_files.check_reachable(name, options)
-        config_limits.check_counts(name, options)
-        # transformers loads an adapter that lies beside a model, or beside a part of it, without being asked.
-        adapters.check_configs(name, options)
+        config_limits.check(name, options)
+        # transformers loads an adapter in a model's folder by default.
+        peft_patterns.check_beside(name, options)
         pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
@@ -278,7 +287,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     except (ConfigError, SourceError):
         raise
     except Exception as error:  # transformers and its hub client raise many kinds
-        if "Weights only load failed" in str(error):  # torch advises to run the code
+        if "Weights only load failed" in str(error):  # torch's own advice is to run the code
             raise SourceError(
                 "its weights are a pickle that calls code, which is not run",
                 location=f"model.source: {config.source}",
@@ -293,7 +302,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             "Check the path, or the name and the network.",
         ) from error
     adapter = None if config.adapter is None else Path(config.adapter)
-    brought = () if adapter is None else adapters.saved_weights(adapter)  # a head that was trained with it, for one
+    brought = () if adapter is None else adapters.saved_weights(adapter)  # for example a head that was trained with it
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing := [key for key in absent if key not in brought]:
         raise SourceError(

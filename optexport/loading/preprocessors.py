@@ -1,6 +1,6 @@
-"""Tokenizers and processors that travel in a bundle: written beside its files, and loaded from there.
+"""Tokenizers and processors in a bundle: saves and loads them.
 
-They are data: JSON, texts and vocabularies. Code of others is neither written nor run when they are loaded.
+They are data: JSON, texts and vocabularies. Custom code is neither saved nor run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FOLDER = "preprocessor"
 Kind = Literal["tokenizer", "image_processor", "feature_extractor"]
 
-# What each kind makes of texts, images and sounds, and the files of which one at least lies where there is one.
+# The inputs that each kind returns, and the files that show that a model has one.
 _MAKES: dict[Kind, set[str]] = {
     "tokenizer": {"input_ids"},
     "image_processor": {"pixel_values"},
@@ -39,10 +39,10 @@ _AUTO_CLASSES: dict[Kind, str] = {
     "image_processor": "AutoImageProcessor",
     "feature_extractor": "AutoFeatureExtractor",
 }
-_BACKENDS: dict[Kind, dict[str, str]] = {"image_processor": {"backend": "pil"}}  # others want torchvision
+_BACKENDS: dict[Kind, dict[str, str]] = {"image_processor": {"backend": "pil"}}  # other backends need torchvision
 # Neither code nor pickles.
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".bpe"}
-# Where the files came from and how they were loaded, which another machine has no use for.
+# Local paths and load options, which have no use on another machine.
 _OF_THIS_MACHINE = {
     *(
         "name_or_path",
@@ -60,10 +60,10 @@ _OF_THIS_MACHINE = {
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written.
+    """The saved kinds.
 
     Attributes:
-        missing: Why what the source has was not.
+        missing: Reasons for kinds that the source has, but that were not saved.
     """
 
     kinds: tuple[Kind, ...] = ()
@@ -78,20 +78,20 @@ def save(
     *,
     gives_tokens: bool = False,
 ) -> Saved:
-    """Writes what makes a model's inputs, if its source has it, to ``preprocessor/`` of a bundle.
+    """Saves the tokenizer or processor of a model to ``preprocessor/`` in a bundle, if any.
 
     Args:
-        pretrained: Where the model's tokenizer or processor is.
+        pretrained: The location of the model's tokenizer or processor.
         inputs: The names of the model's inputs.
-        folder: The bundle's.
-        longest: How many tokens the model takes, where it tells; many a tokenizer does not.
-        gives_tokens: Whether a tokenizer reads what the model gives, whatever it takes.
+        folder: The bundle's folder.
+        longest: The most tokens that the model takes, if known; many tokenizers do not know it.
+        gives_tokens: Whether a tokenizer decodes the model's outputs.
     """
     kinds: list[Kind] = []
     missing: list[str] = []
     if pretrained is None:
         return Saved()
-    # Of a model that a factory made nothing but its name is known: nothing is fetched for that.
+    # For a model from a factory, only a name is known: nothing is downloaded for it.
     options = {"local_files_only": True, **pretrained.options}
     for kind, makes in _MAKES.items():
         if makes.isdisjoint(inputs) and not (gives_tokens and kind == "tokenizer"):
@@ -105,17 +105,17 @@ def save(
                 processor.model_max_length = min(processor.model_max_length, longest)
             _save(processor, folder / FOLDER)
             kinds.append(kind)
-        except Exception as error:  # transformers raises many kinds; the model itself is good without it
+        except Exception as error:  # transformers raises many kinds; the model works without it
             missing.append(f"{kind.replace('_', ' ')}: {first_line(error)}")
     return Saved(tuple(kinds), tuple(missing))
 
 
 def _check_links(source: Path) -> None:
-    """Refuses a link out of a model's folder: another's folder would carry any file of this machine into a bundle."""
-    if not source.is_dir():  # a hub id, whose files the hub's own client lays down
+    """Rejects links out of a model's folder, which could copy any local file into a bundle."""
+    if not source.is_dir():  # a hub id: the hub's client writes the files
         return
     inside = source.resolve()
-    blobs = inside.parent.parent / "blobs"  # where the hub's cache keeps what its snapshots link to
+    blobs = inside.parent.parent / "blobs"  # the hub's cache has links to this folder
     for path in sorted(source.rglob("*")):
         if path.is_symlink() and (path.suffix in _SUFFIXES or path.is_dir()):
             aim = path.resolve()
@@ -124,7 +124,7 @@ def _check_links(source: Path) -> None:
 
 
 def _at_hand(pretrained: Pretrained, kind: Kind) -> Any:
-    """What was loaded with the model; None where nothing was."""
+    """Returns the processor that was loaded with the model, or None."""
     return {"tokenizer": pretrained.tokenizer, "image_processor": pretrained.image_processor}.get(kind)
 
 
@@ -146,10 +146,10 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
 
 
 def _save(processor: Any, folder: Path) -> None:
-    """Writes files that are the same for the same processor, wherever it came from and whatever it was used for."""
+    """Writes the same files for the same processor, independent of its origin and use."""
     if not type(processor).__module__.startswith("transformers."):
         raise ValueError(f"{type(processor).__name__} is code of the model's own, which no bundle holds")
-    if getattr(processor, "is_fast", False):  # a call leaves its padding and its limit behind
+    if getattr(processor, "is_fast", False):  # calls change the padding and truncation settings
         processor.backend_tokenizer.no_padding()
         processor.backend_tokenizer.no_truncation()
     with signals.temporary_folder() as scratch:
@@ -170,10 +170,10 @@ def _save(processor: Any, folder: Path) -> None:
 
 
 def load(folder: Path, kind: Kind) -> Any:
-    """Loads a tokenizer or processor of a bundle, with classes of transformers alone.
+    """Loads a tokenizer or processor of a bundle, with classes of transformers only.
 
     Args:
-        folder: The bundle's.
+        folder: The bundle's folder.
 
     Raises:
         BundleError: It cannot be loaded.
@@ -192,7 +192,7 @@ def load(folder: Path, kind: Kind) -> Any:
 
 
 def pad_token(tokenizer: Any) -> str | None:
-    """What a tokenizer pads with: its own token, or else that of the end, as models without one do."""
+    """Returns the token that a tokenizer pads with; by default the end token."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer.pad_token  # type: ignore[no-any-return]  # a tokenizer of any class
+    return tokenizer.pad_token  # type: ignore[no-any-return]  # the tokenizer is untyped

@@ -1,4 +1,4 @@
-"""Files that lie beside a model of transformers, in its folder or on the hub."""
+"""Finds and checks files of a transformers model, in its folder or on the hub."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _FROM_HUB = ("local_files_only", "revision")
 
 
 def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]:
-    """The files of that name in a folder and in those of a model's parts; of a model on the hub its own alone.
+    """Returns all files with a name in a folder and its subfolders, or one on the hub.
 
     Args:
-        name, options: As for `find`.
+        name: As for `find`.
+        options: As for `find`.
     """
     if Path(name).is_dir():
         return sorted(path for path in Path(name).rglob(filename) if path.is_file())
@@ -25,11 +26,11 @@ def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]
 
 
 def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
-    """Where a file of a model lies on this machine, fetched from the hub if it must be; None where there is none.
+    """Returns the local path of a model's file, or None; downloads the file if necessary.
 
     Args:
         name: A folder, or a hub id.
-        options: ``local_files_only``, ``revision`` and ``subfolder``, of ``from_pretrained``; others are passed over.
+        options: Options of ``from_pretrained``; only ``local_files_only``, ``revision`` and ``subfolder`` are used.
     """
     if Path(name).is_dir():
         path = Path(name, options.get("subfolder", ""), filename)
@@ -47,15 +48,15 @@ def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def check_shards(name: str) -> None:
-    """Checks that the parts of a model's weights lie in its folder, as its index names them.
+    """Checks that the weight files in a model's index are in its folder.
 
-    Another's folder would have any weights of this machine exported as its own.
+    A path to another folder would export any local weights as the model's.
 
     Args:
-        name: A folder, or a hub id, whose files the hub's client fetches by their names.
+        name: A folder, or a hub id; the hub's client downloads shards by name, so these are not checked.
 
     Raises:
-        SourceError: An index names a file elsewhere, or is no JSON.
+        SourceError: An index names a file elsewhere, or is not JSON.
     """
     for path in find_all(name, "*.index.json", {}) if Path(name).is_dir() else ():
         try:
@@ -73,14 +74,16 @@ def check_shards(name: str) -> None:
 
 
 def check_reachable(name: str, options: Mapping[str, Any]) -> None:
-    """Asks for the config of a model on the hub, for 23 seconds where that does not answer, as `find` does every time.
+    """Requests the config of a model on the hub, so that a missing network is reported early.
+
+    A request without an answer takes 23 seconds, and `find` would repeat it for every file.
 
     Args:
         name: A hub id.
         options: As for `find`.
 
     Raises:
-        OSError: It is not on this machine, and the hub does not answer; or that has no such model.
+        OSError: The file is not on this machine, and the hub does not answer or has no such model.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -89,5 +92,5 @@ def check_reachable(name: str, options: Mapping[str, Any]) -> None:
         hf_hub_download(name, "config.json", **{key: options[key] for key in _FROM_HUB if key in options})
     except LocalEntryNotFoundError:
         raise
-    except EntryNotFoundError:  # for transformers to say what that means
+    except EntryNotFoundError:  # transformers reports this error better
         return

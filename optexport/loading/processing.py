@@ -1,6 +1,6 @@
-"""Pre- and post-processing that becomes part of the exported files: images as they are, probabilities, best labels.
+"""Adds pre- and postprocessing to a model: image normalization, probabilities, labels.
 
-The model that does it is the original: it is traced, run in float64 and compared with as any other is.
+The resulting model is the original of the run: it is traced, and run in float64 as the reference.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NORMALIZE = "processing.normalize"
 
 @dataclass(frozen=True)
 class Classes:
-    """What a model gives in place of its logits.
+    """The outputs that replace a model's logits.
 
     Attributes:
-        function: What makes probabilities of them.
-        best: How many of the likeliest labels are given; None where all classes keep their place.
-        alone: Whether the one best label has no axis of its own.
+        function: The function that computes probabilities.
+        best: How many of the most likely labels are returned; None for the probabilities of all classes.
+        alone: Whether the single best label has no axis.
     """
 
     function: Function
@@ -45,17 +45,17 @@ class Classes:
     alone: bool = False
 
     def of(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Probabilities and labels.
+        """Returns probabilities and labels.
 
         Args:
-            logits: Floating point, classes along the last axis, or along the second where there are four or more.
+            logits: Floating point, with the classes on the last axis, or on the second if there are four or more axes.
 
         Returns:
-            ``probabilities``, of the dtype and shape of the logits. Of the best labels these are [batch, best], or
-            [batch], the likeliest first, beside ``labels``, int64 of the same shape.
+            ``probabilities``, with the dtype and shape of the logits. For the best labels, ``probabilities`` and
+            ``labels`` (int64) are [batch, best], the most likely first, or [batch].
 
         Raises:
-            ConfigError: There are no several classes to choose from, several positions, or fewer classes than labels.
+            ConfigError: The logits have only one class, several positions, or fewer classes than labels.
         """
         axis = 1 if logits.dim() > 3 else -1
         if self.function == "softmax" and (logits.dim() < 2 or logits.shape[axis] == 1):
@@ -80,7 +80,7 @@ class Classes:
                 location="processing.k",
                 hint="Write a smaller one.",
             )
-        # Of the logits, since probabilities that are near 1 may be equal where logits are not.
+        # Uses the logits, because probabilities near 1 may be equal if the logits are not.
         labels = logits.argmax(-1, keepdim=True) if self.alone else logits.topk(self.best, -1).indices
         found = {LABELS: labels, PROBABILITIES: probabilities.gather(-1, labels)}
         return {name: tensor.squeeze(-1) for name, tensor in found.items()} if self.alone else found
@@ -88,11 +88,11 @@ class Classes:
 
 @dataclass(frozen=True)
 class Processing:
-    """What a model does besides: scales its images, names its classes, or both.
+    """The processing that is part of a model.
 
     Attributes:
-        scales: Whether it takes images as they are, and scales them by its ``image_shift`` and ``image_factor``.
-        classes: What stands in place of logits; None where these are given.
+        scales: Whether the model takes uint8 images, and scales them by its ``image_shift`` and ``image_factor``.
+        classes: The outputs that replace the logits, or None.
     """
 
     scales: bool
@@ -100,7 +100,7 @@ class Processing:
 
 
 class _Processes(nn.Module):
-    """What a model's class is joined with."""
+    """A mixin for a model's class that adds processing to ``forward``."""
 
     _processing: Processing
     image_shift: torch.Tensor
@@ -122,11 +122,7 @@ class _Processes(nn.Module):
 
 
 def _with_classes(outputs: Any, classes: Classes) -> dict[str, Any]:
-    """What a model gives, with probabilities and labels where the logits were.
-
-    Raises:
-        ConfigError: There are no logits, or an output of another meaning is called so.
-    """
+    """Replaces the logits of outputs by probabilities and labels; raises if there are none."""
     if isinstance(outputs, torch.Tensor):
         return {**classes.of(outputs)}
     given = dict(outputs) if isinstance(outputs, Mapping) else {}
@@ -145,16 +141,15 @@ def _with_classes(outputs: Any, classes: Classes) -> dict[str, Any]:
 
 
 def processing_of(model: nn.Module) -> Processing:
-    """What a model does besides; nothing of one that `built_in` was not asked for."""
+    """Returns the processing that is part of a model."""
     return model._processing if isinstance(model, _Processes) else Processing(False, None)
 
 
 def built_in(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
-    """The model with what the config asks for as a part of it; the one that is given is not changed.
+    """Returns a model with the configured processing; the given model is not changed.
 
     Raises:
-        ConfigError: The model cannot be joined with it, takes no images, or has no image processor that says how these
-            are scaled.
+        ConfigError: The model cannot be changed, takes no images, or has no image processor that defines their scale.
     """
     if config is None or not (config.normalize or config.outputs):
         return loaded
@@ -187,11 +182,7 @@ def _classes(config: ProcessingConfig, model: nn.Module) -> Classes | None:
 
 
 def _function_of(model: nn.Module) -> Function:
-    """What makes probabilities of a model's logits, as its config says; where that says nothing, softmax.
-
-    Raises:
-        ConfigError: It is a regression.
-    """
+    """Returns the function for a model's logits from its config; by default softmax."""
     config: Any = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
@@ -203,7 +194,7 @@ def _function_of(model: nn.Module) -> Function:
 
 
 def _joined(model: nn.Module, scale: ImageScale | None, classes: Classes | None) -> nn.Module:
-    """A model of a class made of the model's own, which shares all of it under the same paths."""
+    """Returns a model of a derived class, which shares all tensors under the same paths."""
     cls = type(model)
     forward: Callable[..., Any] = functools.wraps(cls.forward)(lambda self, *a, **k: _Processes.forward(self, *a, **k))
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
@@ -218,7 +209,7 @@ def _joined(model: nn.Module, scale: ImageScale | None, classes: Classes | None)
 
 
 def as_whole_numbers(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Made-up inputs, with images of whole numbers where the model takes these: uint8, over all of 0 to 255."""
+    """Converts made-up images to uint8 from 0 to 255, if the model takes such images."""
     if not processing_of(model).scales or IMAGES not in batch:
         return batch
     images = batch[IMAGES].double()
@@ -227,10 +218,10 @@ def as_whole_numbers(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[s
 
 
 def check_images(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
-    """Checks that images are whole numbers where the model scales them itself.
+    """Checks that images are uint8 if the model scales them.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: They have another dtype.
     """
     images = batch.get(IMAGES)
     if processing_of(model).scales and images is not None and images.dtype != torch.uint8:

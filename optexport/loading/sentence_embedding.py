@@ -1,6 +1,6 @@
-"""Models of sentence-transformers: a transformer, and the modules that make one vector of a sentence of its output.
+"""Loads models of sentence-transformers: a transformer, and modules that embed a sentence.
 
-The one door to ``sentence_transformers``, an optional package: its extra is ``sentence-transformers``.
+Only this module imports ``sentence_transformers``, an optional package with the extra ``sentence-transformers``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SentenceEmbedder(nn.Module):
     """The modules of a ``SentenceTransformer`` as a function of tensors.
 
     Args:
-        modules: The transformer first, then whatever makes a sentence's embedding of its token embeddings.
-        width: How many numbers of an embedding are kept; all where it is None.
+        modules: The transformer, then the modules that compute a sentence embedding from token embeddings.
+        width: The size that embeddings are truncated to, or None.
     """
 
     main_input_name = "input_ids"
@@ -54,7 +54,7 @@ class SentenceEmbedder(nn.Module):
 
         Args:
             input_ids: Integers, [batch, sequence].
-            attention_mask: 0 where a row is padded; integers, [batch, sequence].
+            attention_mask: Integers, [batch, sequence]; 0 for padding.
             token_type_ids: Integers, [batch, sequence].
 
         Returns:
@@ -70,11 +70,11 @@ class SentenceEmbedder(nn.Module):
 
 @dataclass(frozen=True)
 class Embedder:
-    """A loaded model, in eval mode.
+    """A loaded sentence-transformers model, in eval mode.
 
     Attributes:
-        tokenizer: That of the model, which cuts texts where the model wants it.
-        prompt: What stands before every text.
+        tokenizer: The model's tokenizer, which truncates texts as the model requires.
+        prompt: A prefix of every text.
     """
 
     model: SentenceEmbedder
@@ -83,17 +83,17 @@ class Embedder:
 
 
 def wanted(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a source is to be loaded with its modules: where that is asked for, or where it has some and nothing is.
+    """Returns True if the task, or without one the folder, asks for sentence embeddings.
 
     Args:
         name: A folder, or a hub id.
-        options: As for ``from_pretrained``.
+        options: Options of ``from_pretrained``.
     """
     return task == SENTENCES or (task is None and _kind(name, options) == "SentenceTransformer")
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> str | None:
-    """The class of sentence-transformers that a source was saved from; None where it is none."""
+    """Returns the sentence-transformers class of a source, or None."""
     if find(name, MODULES, options) is None:
         return None
     path = find(name, "config_sentence_transformers.json", options)
@@ -109,12 +109,12 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     Args:
         name: A folder, or a hub id.
         options: ``trust_remote_code``, ``local_files_only`` and ``revision``.
-        model_options: What else the transformer is to be loaded with: ``dtype`` and ``attn_implementation``.
-        location: What errors name.
+        model_options: Further options of the transformer: ``dtype`` and ``attn_implementation``.
+        location: The location for errors.
 
     Raises:
         ConfigError: The library is not installed.
-        SourceError: It is none, cannot be loaded, lacks weights, or does something that no graph of tensors holds.
+        SourceError: The source is not such a model, cannot be loaded, lacks weights, or needs more than tensors.
     """
     kind = _kind(name, options)
     if kind != "SentenceTransformer":
@@ -128,7 +128,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     from sentence_transformers import SentenceTransformer
 
     sentence_settings.check(name, options)
-    given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
+    given = {**model_options, "weights_only": True}  # these options override the folder's settings
     try:
         with panics_as_errors():
             sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
@@ -163,7 +163,7 @@ def _check_transformer(module: nn.Module, location: str) -> None:
             hint="Models that start with a Transformer are exported; for others give a python: factory.",
         )
     takes: Any = module.modality_config
-    if "text" not in takes or "message" in takes:  # a message is what a chat is made of
+    if "text" not in takes or "message" in takes:  # chat models take messages
         raise SourceError(
             f"it takes {', '.join(map(str, takes))}, and not plain texts",
             location=location,
@@ -172,7 +172,7 @@ def _check_transformer(module: nn.Module, location: str) -> None:
 
 
 def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str, Any], location: str) -> None:
-    """Refuses a checkpoint without some of the weights: sentence-transformers would go on with random numbers."""
+    """Rejects a checkpoint that lacks weights; sentence-transformers would use random ones."""
     path = find(name, MODULES, options)
     assert path is not None
     for module, entry in zip(modules, json.loads(path.read_text(encoding="utf-8")), strict=True):
@@ -182,9 +182,9 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
         _, info = type(model).from_pretrained(
             name, subfolder=entry["path"], config=model.config, output_loading_info=True, **options
         )
-        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]  # an attribute of its own
+        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]  # an attribute of the module
         missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-        if read == "last_hidden_state":  # of which no pooler is a part
+        if read == "last_hidden_state":  # the pooler is not used
             missing = [key for key in missing if not key.startswith("pooler.")]
         if missing:
             raise SourceError(
@@ -194,7 +194,7 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
 
 
 def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], location: str) -> None:
-    """Runs the modules on what a graph takes, so that one which needs more is named."""
+    """Runs the modules on ids and mask only, so that an error names the module."""
     features = {name: value for name, value in features.items() if name in ("input_ids", "attention_mask")}
     for module in modules:
         what = f"{location}, {type(module).__name__}"

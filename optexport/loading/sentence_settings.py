@@ -1,9 +1,9 @@
-"""What a folder of sentence-transformers may set for the libraries that read it: options, but no path and no switch.
+"""Checks that the settings in a sentence-transformers folder are harmless.
 
-Its ``sentence_bert_config.json`` holds tables that sentence-transformers hands to ``from_pretrained`` as they stand:
-``weights_only = false`` there unpickles the weights, which runs any code, and ``vocab_file`` reads any file of the
-machine. Its modules are of any class in sentence-transformers, and some load whatever else their own files name, as
-``WordEmbeddings`` does a whole other model. So only what is known to be harmless is let through.
+sentence-transformers passes tables of ``sentence_bert_config.json`` to ``from_pretrained`` unchanged. There,
+``weights_only = false`` unpickles the weights, which runs any code, and ``vocab_file`` reads any file of the machine.
+Modules may have any class in sentence-transformers, and some load more files that their own files name:
+``WordEmbeddings`` loads another model. Therefore only a list of harmless settings and classes is allowed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from optexport.loading import adapters
 from optexport.loading.pretrained_files import find
 
 MODULES = "modules.json"
-# All that a Transformer of sentence-transformers looks for in its folder.
+# All settings files that a Transformer of sentence-transformers looks for.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _SETTINGS = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 _CONFIG_FILE = "config.json"
-_ROUTERS = ("router_config.json", _CONFIG_FILE)  # of a module that holds others, in folders of their own
+_ROUTERS = ("router_config.json", _CONFIG_FILE)  # of a module that contains others, in subfolders
 
-# The modules that load nothing but numbers and a tokenizer of their own folder, wherever releases have their classes.
+# Modules that load only numbers and a tokenizer from their folder. Their Python modules vary between releases.
 _CLASSES = {
     *("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout", "CNN", "LSTM", "WeightedLayerPooling"),
     *("Router", "Asym", "StaticEmbedding", "BoW", "WordWeights"),
 }
-_OWN = "sentence_transformers."  # others are code of the model's own, which sentence-transformers asks for before
+_OWN = "sentence_transformers."  # other classes are custom code, which sentence-transformers itself checks
 
 _MODEL = {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype"}
 _TOKENIZER = {
@@ -48,20 +48,20 @@ _ALLOWED: Mapping[str, Collection[str]] = {
     "config_kwargs": _CONFIG,
     "config_args": _CONFIG,
 }
-_MOST = 200  # modules: links in a circle would make many of few
-_DROPPED = "trust_remote_code"  # sentence-transformers itself passes over what a folder says of that
+_MOST = 200  # modules; circular links would otherwise repeat them
+_DROPPED = "trust_remote_code"  # sentence-transformers ignores this setting of a folder
 _ELSEWHERE = ("model_name_or_path", "tokenizer_name_or_path", "processor_name", "cache_dir")
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Checks that what lies beside a model's modules sets nothing but what is known to be harmless.
+    """Checks that the files of a model's modules contain only harmless settings.
 
     Args:
         name: A folder, or a hub id.
-        options: As for ``from_pretrained``.
+        options: Options of ``from_pretrained``.
 
     Raises:
-        SourceError: It does, or is no JSON object.
+        SourceError: They contain another setting, or are not JSON objects.
     """
     modules = find(name, MODULES, options)
     listed = [] if modules is None else _read(modules)
@@ -99,7 +99,7 @@ def _read(path: Path) -> Any:
 
 
 def _known_class(kind: Any, path: Path | None) -> str:
-    """The name of a class; one of sentence-transformers must be known to load nothing but its own folder's files."""
+    """Returns the name of a class; rejects unknown classes of sentence-transformers."""
     name = kind.rpartition(".")[2] if isinstance(kind, str) else ""
     if not name or (kind.startswith(_OWN) and name not in _CLASSES):
         raise SourceError(
@@ -111,7 +111,7 @@ def _known_class(kind: Any, path: Path | None) -> str:
 
 
 def _check_dense(path: Path | None) -> None:
-    """Refuses what sentence-transformers puts another thing in place of, or leaves out, and tells only its log."""
+    """Rejects settings that sentence-transformers replaces or ignores, with only a log entry."""
     from sentence_transformers.base.modules import Dense
 
     settings = None if path is None else _read(path)
@@ -152,7 +152,7 @@ def _check_settings(settings: Any, path: Path) -> None:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a number, a switch or a name: no path, and none of a hub's, as of code for attention."""
+    """Returns True for a number, a boolean, or a name that is neither a path nor a hub id."""
     if isinstance(value, str):
         return re.fullmatch(r"[\w.]*", value) is not None
     return value is None or isinstance(value, bool | int | float)
