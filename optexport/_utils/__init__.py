@@ -1,1 +1,1 @@
-"""Helpers that know nothing about models or bundles."""
+"""Helpers that do not depend on models or bundles."""

@@ -9,7 +9,7 @@ from torch import fx
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by the names in the operator's schema, with the defaults of those that are not given."""
+    """Returns the arguments of a call by the names in the operator's schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     given = {argument.name: argument.default_value for argument in schema}

@@ -1,4 +1,4 @@
-"""Packages that only some work needs: which extra of this one brings them, and what is told where one is missing."""
+"""Optional packages, by the extra that installs them, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 
 from optexport.errors import ConfigError
 
-# The modules that are imported of each extra; pyOpenSSL is what model_signing imports and does not ask for. That of
-# `cuda` has the modules of onnxruntime itself, so that only ONNX Runtime can tell, see optexport.runtime.devices.
+# Modules that show if an extra is installed. model_signing imports pyOpenSSL without requiring it. The extra `cuda` is
+# not here: it has the same modules as onnxruntime, so ONNX Runtime must be asked, see optexport.runtime.devices.
 _MODULES = {
     "adapters": ("peft",),
     "images": ("PIL",),
@@ -18,19 +18,19 @@ _MODULES = {
 
 
 def how_to_install(extra: str) -> str:
-    """The command for an extra. The package is in no registry: it is installed from a checkout."""
+    """Returns the command to install an extra from a checkout; the package is in no registry."""
     return f"In the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def check_extra(extra: str, location: str, otherwise: str | None = None) -> None:
-    """Checks that what an extra brings is installed, without importing it.
+    """Checks that the packages of an extra are installed, without importing them.
 
     Args:
-        location: What needs it.
-        otherwise: What can be done without it.
+        location: The key or option that needs the extra.
+        otherwise: A hint for doing without the extra.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: A package is missing.
     """
     for module in _MODULES[extra]:
         if importlib.util.find_spec(module) is None:

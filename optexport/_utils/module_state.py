@@ -1,4 +1,4 @@
-"""The memory of a model, which it may write to as it runs: outputs are kept out of it, and buffers put back."""
+"""Protects outputs and buffers from a model that writes to its own memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 
 def apart(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What a model gave, in other memory where it lies in that of the model, which the next call may write to."""
+    """Copies outputs that share memory with the model, because the next call may change them."""
     held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return [tensor.clone() if _memory(tensor) in held else tensor for tensor in outputs]
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Puts back, at its end, what a model that changes its own buffers has written there.
+    """Restores at the end the buffers that a model changes.
 
-    The function that it gives tells, within it, which of them hold other numbers than at its begin.
+    Yields a function that returns the names of the buffers that have changed so far.
     """
     kept = [
         (module, f"{path}.{name}".removeprefix("."), name, buffer, buffer.clone())
@@ -43,7 +43,7 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 @contextmanager
 def tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Has a model hold the same tensors at its end, where it may have put others in their place, or beside them."""
+    """Restores the tensor attributes of a model at the end, if it replaces or adds any."""
 
     def held(module: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
@@ -61,11 +61,11 @@ def tensors_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided:  # of which torch compares none
+    if one.layout is not torch.strided:  # torch.equal supports only strided tensors
         one, other = one.to_dense(), other.to_dense()
     return torch.equal(one, other)
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():  # a stand-in for a weight has memory of its own
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass that represents a weight has separate memory
         return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

@@ -1,4 +1,4 @@
-"""The packages that are installed, as their metadata tells them: none of them is imported for it."""
+"""Versions of installed packages, from their metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
-# Other packages with the same modules.
+# Other distributions with the same modules.
 _IN_PLACE_OF = {"onnxruntime": [f"onnxruntime-{kind}" for kind in ("gpu", "openvino", "directml", "qnn", "training")]}
 
 
 def versions() -> dict[str, str]:
-    """The versions of everything that has a say in the files; those that are not installed are left out."""
+    """Returns the versions of all installed packages that affect the files."""
     found = {name: _version(name) for name in _PACKAGES}
     here = {name: version for name, version in found.items() if version is not None}
     return {"optexport": __version__, "python": platform.python_version(), **here}
 
 
 def changed(was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each version that is another than it was."""
+    """Yields a line for each version that changed."""
     for name in sorted({*was, *now}):
         if was.get(name) != now.get(name):
             yield f"{name} was {was.get(name, 'absent')}, and is {now.get(name, 'absent')} now"
 
 
 def check(was: Mapping[str, str] | None = None) -> None:
-    """Checks that what this package and transformers need is installed, in versions that they take.
+    """Checks that the requirements of optexport and transformers are installed.
 
-    transformers refuses others while it is imported, as an error of Python; and older ones of other packages fail in
-    the middle of the work, with errors that name a file or an argument.
+    transformers raises ImportError for wrong versions when it is imported. Old versions of other packages fail later,
+    with errors that name a file or an argument.
 
     Args:
-        was: The versions that a bundle was made with; those that are others now are then told too.
+        was: The package versions of a bundle; the error also lists their changes.
 
     Raises:
-        ConfigError: Something is not; all that is not is named.
+        ConfigError: A package is missing or has a wrong version; the error lists all of them.
     """
     unmet = list(_unmet())
     if unmet:
         lines = [*(each for each, _ in unmet), *([] if was is None else changed(was, versions()))]
         told = "".join(f"\n  {line}" for line in lines)
-        # Each once, as two may need one: the mend is read by people.
+        # Two packages may need the same one; the command lists it once.
         wanted = {requirement.name: requirement.specifier for _, requirement in unmet}
         for _, requirement in unmet:
             wanted[requirement.name] &= requirement.specifier
@@ -57,13 +57,13 @@ def check(was: Mapping[str, str] | None = None) -> None:
 
 
 def _unmet() -> Iterator[tuple[str, Requirement]]:
-    """What is wrong, and what is needed instead."""
-    from packaging.requirements import Requirement  # a hundredth of a second that --help need not wait for
+    """Yields a description of each wrong package, and the requirement."""
+    from packaging.requirements import Requirement  # takes 10 ms that --help should not wait for
 
     for package in ("optexport", "transformers"):
         try:
             needed = map(Requirement, metadata.requires(package) or ())
-        except metadata.PackageNotFoundError:  # run from a checkout; or what needs it says so
+        except metadata.PackageNotFoundError:  # optexport runs from a checkout, or the package that needs it reports it
             continue
         for one in needed:
             if one.marker is not None and not one.marker.evaluate({"extra": ""}):

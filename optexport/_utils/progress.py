@@ -1,4 +1,4 @@
-"""Names and times the stages of a run for the progress display."""
+"""Progress of a run: its steps, with names and times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from optexport._utils import signals
 
 @dataclass
 class Progress:
-    """Announces and times the stages of a run.
+    """Announces and times the steps of a run.
 
     Attributes:
-        announce: Called with a stage's name and None when it starts, and with its name and seconds when it ends.
-        seconds: Wall-clock seconds by stage.
+        announce: Receives a step's name at its start, and its name and seconds at its end.
+        seconds: Wall-clock seconds by step.
     """
 
     announce: Callable[[str, float | None], None] = lambda name, seconds: None
@@ -24,10 +24,10 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Times the block as a stage. A stage that fails is not announced as ended.
+        """Runs a step in a context; a failed step is not announced as ended.
 
         Raises:
-            KeyboardInterrupt: A signal to end arrived.
+            KeyboardInterrupt: The process received a signal to end.
         """
         signals.check()
         self.announce(name, None)

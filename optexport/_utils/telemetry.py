@@ -1,14 +1,14 @@
-"""Keeps libraries from calling home. A user's own setting, in the environment, stays."""
+"""Turns off the telemetry of libraries, except if the user's environment sets it."""
 
 from __future__ import annotations
 
 import os
 
-# onnxruntime reports on Windows only; torch, transformers, onnx, safetensors and Hypothesis report nothing themselves.
+# onnxruntime has telemetry on Windows only; torch, transformers, onnx, safetensors and Hypothesis have none.
 _SWITCHES = {"MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def off() -> None:
-    """Turns the libraries' telemetry off. They read this when they are imported, so it is called before."""
+    """Turns telemetry off; call it before the libraries are imported, as they read it then."""
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Settings of torch that hold for a whole process, which code of others may change as it is imported."""
+"""Process-wide settings of torch, which imported code may change."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """What torch computes by where nothing else is said.
+    """Process-wide defaults of torch.
 
     Attributes:
-        dtype: Of real numbers that are made without one.
-        device: Of tensors that are made without one.
-        flushes: Whether the smallest numbers are taken for zero.
-        is_repeatable: Whether only operators are used that always give the same.
+        dtype: The default floating point dtype.
+        device: The default device.
+        flushes: Whether denormal numbers are flushed to zero.
+        is_repeatable: Whether only deterministic algorithms are used.
     """
 
     dtype: torch.dtype
@@ -27,13 +27,13 @@ class Settings:
 
     @classmethod
     def now(cls) -> Settings:
-        """Those of this process."""
+        """Returns the settings of this process."""
         smallest = torch.full((), 1e-310, dtype=torch.float64, device="cpu")
         flushes, is_repeatable = float(smallest * 1.0) == 0.0, torch.are_deterministic_algorithms_enabled()
         return cls(torch.get_default_dtype(), torch.get_default_device(), flushes, is_repeatable)
 
     def apply(self) -> None:
-        """Makes them those of this process."""
+        """Applies the settings to this process."""
         torch.set_default_dtype(self.dtype)
         if torch.get_default_device() != self.device:
             torch.set_default_device(None if self.device.type == "cpu" else self.device)
@@ -46,7 +46,7 @@ _FRESH = Settings(torch.float32, torch.device("cpu"), flushes=False, is_repeatab
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """Puts the settings back, at its end, that held at its begin."""
+    """Restores the settings at the end of a context."""
     before, has_gradients = Settings.now(), torch.is_grad_enabled()
     try:
         yield
@@ -57,7 +57,7 @@ def put_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[None]:
-    """Within it torch computes by what holds in a process that has set nothing, as those do that load a file."""
+    """Runs a context with torch's defaults, as in a new process that loads a file."""
     with put_back(), torch.autocast("cpu", enabled=False):
         _FRESH.apply()
         yield
