@@ -11,7 +11,7 @@ def in_seconds(text: str) -> int:
     """Returns the seconds of a duration such as ``5m``.
 
     Raises:
-        ValueError: The text is not a duration; the message shows the syntax.
+        ValueError: The text is not a duration. The message shows the syntax.
     """
     if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
         raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder, with keys and values for all steps: ``present_I_encoder_key`` and ``_value``.
+    """An encoder, with keys and values of all steps: ``present_I_encoder_key``, ``_value``.
 
     They come from the cache after the decoder's first step. The graph contains nothing else of this step.
     """

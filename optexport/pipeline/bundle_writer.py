@@ -68,7 +68,7 @@ def manifest(
     parity: ParityRecord,
     reference_cases: Sequence[str],
 ) -> Manifest:
-    """Returns the manifest without the list of files, because some are not written yet.
+    """Returns the manifest without the list of files, because some are still missing.
 
     Args:
         made: The results of the variants.
