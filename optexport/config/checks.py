@@ -91,8 +91,8 @@ def check_formats(config: Config, location: str) -> None:
     """Checks that keys for single formats name exported ones, and that the layout has a file.
 
     Raises:
-        ConfigError: A key names a format that is not exported, the layout has no file to serve, or a rule for all files
-            is restricted to some formats.
+        ConfigError: A key names a format that is not exported, no exported file fits the layout, or a rule for all
+            files is restricted.
     """
     exported = config.export.formats
     said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
