@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 10.0
 
 def main() -> None:
     """Runs the command line; installs signal handlers before the slow imports."""
-    signals.end_at_once()
+    signals.exit_on_signal()
     leave = os._exit
     _never_end_as_if_done()
     _keep_descriptors()

@@ -1,4 +1,4 @@
-"""Checks for the tests of transformations: the laws that every transformation obeys."""
+"""Checks the laws of transformations: outputs, second application, undo, no side effects."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from optexport.transformations import ReversibleTransformation, Rule, Transforma
 from optexport.transformations.composition import Composition
 from optexport.transformations.rule import Report, run
 
-# Under pytest, a failing test would otherwise print hundreds of its lines.
+# Without this filter, pytest prints hundreds of its lines after the message of a failed test.
 if "TORCH_TRACE" not in os.environ:
     logging.getLogger("torch.__trace").addFilter(lambda record: False)
 
 Inputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 
-# Tolerance of `assert_close`, in units in the last place of an output's largest number.
-_ROUNDINGS = {torch.float64: 512, torch.float32: 128, torch.float16: 16, torch.bfloat16: 8}
+# Tolerance of assert_close, in units in the last place of the largest number of an output.
+_MAX_ULPS = {torch.float64: 512, torch.float32: 128, torch.float16: 16, torch.bfloat16: 8}
 
 
 def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
-    """Runs a copy of a graph on copies of its inputs, so that neither changes."""
+    """Runs a copy of a graph on copies of the inputs, and returns all output tensors."""
     graph_module, inputs = copy.deepcopy(graph_module), copy.deepcopy(inputs)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -43,27 +43,23 @@ def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    """Asserts that outputs are bit-exact."""
-    assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
-        assert _bits(one) == _bits(other), f"{what}: output {index} differs"
+    """Asserts that outputs are bit-exact. Messages start with `what`."""
+    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
+        _assert_same_kind(result, expected, f"{what}: output {index}")
+        assert _bits(result) == _bits(expected), f"{what}: output {index} differs"
 
 
 def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, scale: float | None = None) -> None:
-    """Asserts that outputs agree within rounding.
-
-    Args:
-        what: The start of the error message.
-        scale: The value that rounding is relative to, if it is above the largest number of the output.
-    """
-    assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
-        if other.is_complex():
-            one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
-        if not other.is_floating_point():
-            assert torch.equal(one, other), f"{what}: output {index} differs"
+    """Asserts that outputs agree to rounding, relative to `scale` or their largest number."""
+    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
+        label = f"{what}: output {index}"
+        _assert_same_kind(result, expected, label)
+        if expected.is_complex():
+            result, expected = (torch.view_as_real(tensor.resolve_conj()) for tensor in (result, expected))
+        if not expected.is_floating_point():
+            assert torch.equal(result, expected), f"{label} differs"
             continue
         finite = expected.isfinite()
         assert torch.equal(result.isfinite(), finite), f"{label}: NaN or infinity in other places"
@@ -83,15 +79,15 @@ def _assert_same_kind(result: torch.Tensor, expected: torch.Tensor, label: str) 
 
 
 def sharing(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a second graph with the same modules and tensors, as ``torch.fx`` makes one."""
+    """Copies a graph but shares its modules and tensors, as a ``torch.fx`` trace does."""
     shared: list[Any] = [*graph_module.parameters(), *graph_module.buffers()]
     shared += [module for module in graph_module.modules() if type(module) is not nn.Module][1:]
     return copy.deepcopy(graph_module, {id(item): item for item in shared})
 
 
 def owned(module: nn.Module) -> dict[str, Any]:
-    """Returns all visible properties of a caller's model: modules, tensors, flags and hooks."""
-    seen: dict[str, Any] = {}
+    """Describes the state of a caller's model: its modules, bits of tensors, and hooks."""
+    state: dict[str, Any] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         dicts = ("_parameters", "_buffers", "_modules")
         state[name] = {
@@ -108,13 +104,13 @@ def owned(module: nn.Module) -> dict[str, Any]:
 
 
 def written(graph_module: fx.GraphModule) -> dict[str, Any]:
-    """Returns all properties that undoing must restore: graph, code, names, order and values."""
+    """Describes what undo must restore: the graph, its code, modules, and bits of tensors."""
     return {
         "graph text": str(graph_module.graph),
         "code": graph_module.code,
         "state_dict": [(k, _tensor(v)) for k, v in graph_module.state_dict(keep_vars=True).items()],
         "parameters": [(k, type(p)) for k, p in graph_module.named_parameters(remove_duplicate=False)],
-        # Each GraphModule has its own class, and copies do not keep the class name.
+        # Every GraphModule has its own class, and a copy of it has a class of another name.
         "modules": [(k, _class(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
         "contents": [(k, _contents(m)) for k, m in graph_module.named_modules() if k],
     }
@@ -128,12 +124,14 @@ def check_laws(
     exact: bool = False,
     scale: float | None = None,
 ) -> fx.GraphModule:
-    """Applies a transformation, applies it again, undoes it, and asserts every law.
+    """Applies a transformation, applies it again, undoes it, and asserts all laws.
 
     Args:
-        graph_module: The caller's model. The transformation gets a graph that shares its modules.
-        exact: Whether the outputs must stay bit-exact.
-        scale: The value that rounding is relative to, if intermediate values are larger than the outputs.
+        transformation: The transformation to check.
+        graph_module: Stands for the caller's model. The transformation gets a graph that shares its modules.
+        inputs: Inputs of the graph.
+        exact: Require bit-exact outputs.
+        scale: Largest intermediate value, if larger than the outputs: the tolerance is relative to it.
 
     Returns:
         The transformed graph.
@@ -172,7 +170,7 @@ def check_laws(
 
     transformed = transformation(transformed)
     if isinstance(transformation, Composition):
-        # One member may create matches for another: a second application may use them, but not change the outputs.
+        # A member may create matches for an earlier one. A second application may use them, with equal outputs.
         once = written(transformed)
         if transformation.preserves_computation:
             assert_close(outputs(transformed, inputs), want, "outputs must agree after a second application", scale)
@@ -208,7 +206,7 @@ def _check_undo(
 def check_undo_alone(
     rules: Sequence[Rule], graph_module: fx.GraphModule, inputs: Inputs, scale: float | None = None
 ) -> None:
-    """Asserts that each single rule of several is undone correctly, or refuses unchanged."""
+    """Asserts that undoing one of several rules keeps the outputs, or fails cleanly."""
     want = outputs(graph_module, inputs)
     for rule in rules:
         if not isinstance(rule, ReversibleTransformation):
@@ -234,12 +232,15 @@ def check_applied(
     exact: bool = False,
     scale: float | None = None,
 ) -> Report:
-    """Asserts the number of a rule's matches, and the laws; returns the report.
+    """Asserts that a rule matches in `count` places, and the laws. Returns its report.
 
     Args:
-        count: The expected number of matches.
-        exact: As for `check_laws`.
-        scale: As for `check_laws`.
+        rule: The rule to check.
+        graph_module: The graph, which does not change.
+        inputs: Inputs of the graph.
+        count: The number of matches.
+        exact: See `check_laws`.
+        scale: See `check_laws`.
     """
     _, report = run(rule, sharing(graph_module))
     assert len(report.changes) == count, report
@@ -248,15 +249,10 @@ def check_applied(
 
 
 def check_refused(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs | None, *reasons: str) -> None:
-    """Asserts that a rule changes nothing, and that its skips have these reasons.
-
-    Args:
-        inputs: Inputs for `check_laws`; None omits this check.
-        reasons: A part of the reason of each skip, in order; none if the rule reports no skip.
-    """
-    given = sharing(graph_module)
-    before = written(given)
-    after, report = run(rule, given)
+    """Asserts that a rule changes nothing, and that its skip reasons contain these texts."""
+    graph = sharing(graph_module)
+    before = written(graph)
+    after, report = run(rule, graph)
     assert not report.changes, report
     _assert_equal(written(after), before, "a skip must change nothing")
     skipped = [near_miss.reason for near_miss in report.near_misses]
@@ -288,8 +284,8 @@ def _class(module: nn.Module) -> type[nn.Module]:
     return fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
 
 
-def _held(module: nn.Module) -> dict[str, Any]:
-    """Returns the attribute names of a module, the order of its tensors, and its hooks."""
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attribute names, tensor names in order, and numbers of hooks."""
     return {
         "attributes": sorted(vars(module)),
         "tensors": [*module._parameters, *module._buffers, *sorted(module._non_persistent_buffers_set)],

@@ -1,4 +1,4 @@
-"""Renders a Matplotlib figure."""
+"""Renders Matplotlib figures to files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 
-def plot_file(figure: Any, form: str, **options: Any) -> bytes:
+def plot_file(figure: Any, file_format: str, **options: Any) -> bytes:
     """Renders a figure as ``png`` or ``svg``, without warnings about missing glyphs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing from")

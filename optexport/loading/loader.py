@@ -267,9 +267,9 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     try:
         if not local:
             pretrained_files.check_reachable(name, options)
-        config_limits.check(name, options)
+        config_limits.check_counts(name, options)
         # transformers loads an adapter in a model's folder by default.
-        peft_patterns.check_beside(name, options)
+        adapters.check_configs(name, options)
         pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)

@@ -1,4 +1,4 @@
-"""Measures the files of a run, compares them with the plain export, and checks the gates."""
+"""Benchmarks the files of a run against the plain export, and checks the gates."""
 
 from __future__ import annotations
 
@@ -37,12 +37,9 @@ class Exports:
 
 
 def workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
-    """Returns the workloads to measure; empty if the config needs no times.
+    """Returns the workloads of a run; empty if nothing is to be measured.
 
-    Runs before the export, so that invalid sizes are reported early.
-
-    Args:
-        folder: The folder for the inputs of the workloads.
+    Runs before the export, so that wrong sizes are reported early.
     """
     config = job.config
     if not (config.bench.enabled or config.tune is not None or config.gate.needs_times):
@@ -53,17 +50,20 @@ def workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
 def measure_exports(
     job: Job, workloads: Sequence[Workload], exports: Exports, progress: Progress, *, tuned: bool
 ) -> Report | None:
-    """Measures the files if the config asks for it, and checks the gates.
+    """Benchmarks the files if the config asks for it, and checks the gates.
 
     Args:
-        given: The workloads; empty if nothing is to be measured.
-        draft: The folder of the files.
-        scratch: The folder for the plain export.
-        proof: The parity record of the files, for the error.
-        tuned: Whether tuning chose the files. Then they must not be slower than the plain export.
+        job: The run.
+        workloads: Workloads to measure; empty if times are not needed.
+        exports: Files to measure.
+        progress: Times the stage.
+        tuned: True if tuning chose the files; they must then not be slower than the plain export.
+
+    Returns:
+        The report; None if nothing was measured.
 
     Raises:
-        GateError: A gate fails, or tuned files are slower than the plain export.
+        GateError: A gate fails, or a tuned file is slower than the plain export.
     """
     gate = job.config.gate
     if not workloads and gate.max_size_mb is None:

@@ -1,4 +1,4 @@
-"""Checks that undoing the last reversible rules restores the earlier graph."""
+"""Undoes the last reversible rules on a copy, and compares it with the earlier graph."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def check_undo(
 ) -> None:
     """Checks that undoing rules on a copy of a graph restores the earlier graph, bit for bit.
 
-    Code, names, ``state_dict``, and the outputs on the example must be bit-exact.
+    Compares code, names, ``state_dict``, and the outputs for the example.
 
     Args:
-        rules: The last rules that changed the graph, in their order; all reversible.
+        graph_module: The graph after the rules; it does not change.
+        rules: The rules that changed the graph last, in the order of application; all reversible.
         earlier: The graph before these rules.
+        example: Inputs of the graph.
 
     Raises:
         TransformationError: The graphs differ, or a rule cannot be undone.
@@ -46,8 +48,9 @@ def check_undo(
         )
 
 
-def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns the first difference of two graphs, or None."""
+def _find_difference(
+    undone: fx.GraphModule, earlier: fx.GraphModule, example: Mapping[str, torch.Tensor]
+) -> str | None:
     if undone.code != earlier.code:
         lines = zip(undone.code.splitlines(), earlier.code.splitlines(), strict=False)
         pairs = (f'found "{a.strip()}", expected "{b.strip()}"' for a, b in lines if a != b)
@@ -66,14 +69,12 @@ def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mappin
 
 
 def _run(graph_module: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the outputs of a graph that may share its buffers with another graph."""
+    """Runs a graph without changing its buffers, which it may share with another graph."""
     with torch.no_grad(), buffers_kept(graph_module):
         outputs = flatten_outputs(graph_module(**copy.deepcopy(as_arguments(example))))
         return apart(graph_module, outputs.values())
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns True if two tensors are bit-exact, including NaN and the sign of zero."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(bytes_of(one), bytes_of(other))
+def _is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compares bits, so that NaN equals NaN and 0.0 differs from -0.0."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bytes_of(a), bytes_of(b))
