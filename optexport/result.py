@@ -7,10 +7,10 @@ from pathlib import Path
 
 from optexport.bench.measure import Report
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.outcomes import Outcome
 from optexport.errors import OptexportError, TrackingError
 from optexport.parity.checker import TargetParity
 from optexport.tracking.registry import Registered
-from optexport.tuning.outcome import Outcome
 
 
 @dataclass(frozen=True)

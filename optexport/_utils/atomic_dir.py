@@ -22,7 +22,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from optexport._utils import signals
-from optexport.bundle.layout import GENERATION, check_replaceable
 from optexport.errors import ConfigError, OptexportError
 
 # Errors of file systems without locks.
@@ -33,9 +32,7 @@ _own_drafts: set[Path] = set()
 
 
 @contextmanager
-def drafting(
-    output: Path, check: Callable[[Path], None] = check_replaceable, held: contextlib.ExitStack | None = None
-) -> Iterator[Path]:
+def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitStack | None = None) -> Iterator[Path]:
     """Gives a folder that takes the name of the output when the block succeeds, and is removed when it fails.
 
     Args:
@@ -79,18 +76,19 @@ def recover(output: Path) -> None:
 
 
 @contextmanager
-def scratch(bundle: Path) -> Iterator[Path]:
+def scratch(bundle: Path, outermost: Path | None = None) -> Iterator[Path]:
     """Gives a temporary folder on the file system of a bundle.
 
     It is beside the bundle, so that a killed program leaves nothing in the bundle; the next call removes what was left.
     It is within the bundle if the folder beside is not writable or is on another file system.
 
+    Args:
+        outermost: The bundle that has this one as a part; a signature covers all its parts.
+
     Raises:
         OSError: The bundle is not writable either.
     """
-    location = bundle.resolve()
-    while (location.parent / GENERATION).is_file():  # a part of a bundle: the signature covers all parts
-        location = location.parent
+    location = (outermost or bundle).resolve()
     parent = location.parent
     if (
         not _own_drafts.isdisjoint((location, *location.parents))

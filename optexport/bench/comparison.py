@@ -5,57 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from optexport.config.benchmarks import LEAST_ROUNDS
-
-Verdict = Literal["faster", "slower", "inconclusive"]
+from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison, Verdict
 
 _RESAMPLES = 4000
 _LEVEL = 0.95
 # Rounds in total; a suggestion of more rounds would take too long to follow.
 _MAX_ROUNDS = 2000
-# Artifacts count as equal if the whole interval is within this share.
-_EQUAL_WITHIN = 0.05
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Speed of a candidate relative to its baseline.
-
-    Attributes:
-        speedup: Time of the baseline over time of the candidate; above 1 the candidate is faster.
-        low: Lower end of the 95 % interval of ``speedup``.
-        high: Upper end.
-        verdict: "faster" or "slower" if the interval excludes 1.
-        more_rounds: Additional rounds that would probably give a verdict; None if there is one, or they are too many.
-        rounds: Number of rounds that were compared.
-    """
-
-    speedup: float
-    low: float
-    high: float
-    verdict: Verdict
-    more_rounds: int | None = None
-    rounds: int = LEAST_ROUNDS
-
-    @property
-    def verdict_text(self) -> str:
-        """The verdict with its reason."""
-        if self.verdict != "inconclusive":
-            return self.verdict
-        if self.rounds < LEAST_ROUNDS:
-            return f"inconclusive: fewer than {LEAST_ROUNDS} rounds"
-        width = max(1 / self.low, self.high) - 1
-        if width <= _EQUAL_WITHIN:  # more useful than a number of rounds
-            return f"equal within {math.ceil(round(width * 1000, 6)) / 10:g} %"
-        if self.more_rounds is not None:
-            return f"inconclusive: needs about {self.more_rounds} more rounds"
-        return "inconclusive: timings are too noisy on this machine"
 
 
 def compare(baseline: npt.ArrayLike, candidate: npt.ArrayLike) -> Comparison:

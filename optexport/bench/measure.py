@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison, compare, interval, percentiles
+from optexport.bench.comparison import compare, interval, percentiles
 from optexport.bench.turns import Settings, Timing, race
 from optexport.bench.workload import Workload
-from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison
 from optexport.errors import BenchError
 
 Pair = tuple[Artifact, Artifact]

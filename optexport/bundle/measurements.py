@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from optexport.bundle import digest_json
 from optexport.bundle.layout import MEASUREMENTS
 from optexport.bundle.manifest import Count
-from optexport.tuning.outcome import Outcome
+from optexport.bundle.outcomes import Outcome
 
 
 class _Record(BaseModel):

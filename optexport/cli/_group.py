@@ -176,6 +176,6 @@ def _document(ctx: click.Context, failure: Failure) -> str:
     if not ctx.meta.get(_AS_JSON):
         return ""
     ctx.meta[_AS_JSON] = False
-    cause = failure.message
+    cause = failure.cause
     parity = None if cause is None or cause.proof is None else cause.proof.model_dump(mode="json")
     return _as_json({"passed": False, "exit_code": failure.exit_code, "error": failure.message, "parity": parity})

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.config.durations import in_seconds
 from optexport.config.validation import shown
 from optexport.errors import ConfigError, did_you_mean
 
-# With fewer rounds the interval of a comparison is not reliable, see optexport.bench.comparison.
-LEAST_ROUNDS = 12
 # Seconds. A larger budget is probably written in the wrong unit.
 _MOST_BUDGET = 7 * 24 * 3600
 

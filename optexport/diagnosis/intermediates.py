@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from optexport._utils import atomic_dir, signals
+from optexport.bundle import parts
 from optexport.errors import first_line
 from optexport.redaction import redact_error
 from optexport.runtime import devices
@@ -160,7 +161,7 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
     # Hard links to the weights need a folder on the same file system.
     here = os.access(path.parent, os.W_OK)
-    with atomic_dir.scratch(path.parent) if here else signals.temporary_folder() as folder:
+    with atomic_dir.scratch(path.parent, parts.whole(path.parent)) if here else signals.temporary_folder() as folder:
         data = path.with_name(f"{path.name}.data")
         if data.is_file():
             _link(data, folder / data.name)

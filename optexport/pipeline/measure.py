@@ -13,7 +13,7 @@ from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.manifest import ArtifactRecord, ParityRecord
-from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.signature.signature import Signature

@@ -18,6 +18,7 @@ from optexport.bench import report
 from optexport.bundle import contents, digests, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
+from optexport.bundle.outcomes import Outcome
 from optexport.config.benchmarks import TuneConfig
 from optexport.config.checks import check_extras
 from optexport.config.load import load_config
@@ -41,6 +42,7 @@ from optexport.parity.reference_file import write_reference
 from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline import bundle_writer, lockfile, measure, triton, variant
 from optexport.pipeline.steps import run_reference, sizes_apart, trace_original
+from optexport.report import tuning
 from optexport.report.html import page
 from optexport.result import Result
 from optexport.runtime import devices
@@ -48,9 +50,8 @@ from optexport.signature.arguments import arguments_of, as_constants
 from optexport.signature.signature import Signature
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
-from optexport.tuning import outcome, tuner
+from optexport.tuning import tuner
 from optexport.tuning.candidate_builder import CandidateBuilder
-from optexport.tuning.outcome import Outcome
 
 
 @torch_settings.put_back()
@@ -185,7 +186,7 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
         held: Takes over the lock of the bundle. No other run replaces the bundle until the stack is closed.
     """
     with (
-        atomic_dir.drafting(job.output, held=held) as draft,
+        atomic_dir.drafting(job.output, layout.check_replaceable, held) as draft,
         torch.random.fork_rng(devices=[]),
         signals.temporary_folder() as scratch,
     ):
@@ -236,7 +237,7 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
             contents.write_manifest(draft, manifest)
         measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
         measured |= {} if bench is None else {"bench": report.as_json(bench)}
-        measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
+        measured |= {"tune": tuning.as_json(tuned)} if tuned else {}
         measured |= {"kept": kept} if kept else {}
         measured |= {"origin": job.origin.model_dump(exclude_none=True)}
         contents.write_measurements(draft, bundle_writer.measurements(progress.seconds, measured))

@@ -17,9 +17,9 @@ from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, P
 from optexport.config.metrics import beside_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import ORIGINAL, CaseParity, OutputParity, TargetParity
+from optexport.report import tuning
 from optexport.report.parity_text import case_names
 from optexport.result import Result
-from optexport.tuning import outcome
 
 _SHOWN_NEAR_MISSES = 3
 # From this console width on, the parity table has all figures.
@@ -35,7 +35,7 @@ def show(result: Result, console: Console) -> None:
         _print(console, f"From cache: {', '.join(result.kept)} (set OPTEXPORT_CACHE= to disable)")
     if result.tuned:
         console.print("\n[bold]Tuning[/]", highlight=False)
-        outcome.show(result.tuned, console)
+        tuning.show(result.tuned, console)
     if result.bench is not None:
         console.print("\n[bold]Benchmark[/]", highlight=False)
         report.show(result.bench, console)
@@ -298,7 +298,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "passed": result.passed,
         "exit_code": 0 if result.failure is None else result.failure.exit_code,
         "error": None if result.failure is None else str(result.failure),
-        "tune": outcome.as_json(result.tuned),
+        "tune": tuning.as_json(result.tuned),
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},

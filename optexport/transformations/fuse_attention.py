@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.analysis import effects, modules, usage, written_attention
-from optexport.transformations.analysis.written_attention import Attention
+from optexport.transformations import attention_pattern
+from optexport.transformations.analysis import effects, modules, usage
+from optexport.transformations.attention_pattern import Attention
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ class FuseAttention(Rule):
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        return written_attention.find_attention(graph_module, node)
+        return attention_pattern.find_attention(graph_module, node)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Attention)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from optexport.bundle.outcomes import AS_CONFIGURED
 from optexport.config.format_passes import PASSES
 from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.transformations.apply import NamedRule
-from optexport.tuning.outcome import AS_CONFIGURED
 
 # The position of a rule in the run, or the name of a format pass.
 Option = int | str

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
+from optexport.bundle.outcomes import PARITY_FAILED
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, first_line
 from optexport.exporters.writer import Writer
@@ -20,7 +21,6 @@ from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, sharing_copy, transform
 from optexport.tuning.candidate import Candidate, passes_in, rules_in
-from optexport.tuning.outcome import PARITY_FAILED
 
 _Result = TypeVar("_Result")
 

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison
+from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison, Outcome, Trial
 from optexport.config import format_passes
-from optexport.config.benchmarks import LEAST_ROUNDS
 from optexport.config.schema import Format
 from optexport.errors import BenchError
 from optexport.job import Job
@@ -24,7 +23,6 @@ from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
 from optexport.tuning.candidate import Candidate, Option, configured, describe_change, in_order, passes_in, rules_in
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, digest_of
-from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.tournament import Tournament
 
 _FIRST_ROUNDS = 4

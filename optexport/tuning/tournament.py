@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison, compare
+from optexport.bench.comparison import compare
 from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing, race
 from optexport.bench.workload import Workload
+from optexport.bundle.outcomes import Comparison
 from optexport.tuning.candidate import Candidate
 
 Race = Callable[[Sequence[Artifact], Sequence[Workload], Settings], list[Timing]]

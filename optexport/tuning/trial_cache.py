@@ -7,9 +7,8 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
+from optexport.bundle.outcomes import LEAST_ROUNDS, PARITY_FAILED, Trial
 from optexport.cache import store
-from optexport.config.benchmarks import LEAST_ROUNDS
-from optexport.tuning.outcome import PARITY_FAILED, Trial
 
 _TRIALS = TypeAdapter(list[Trial])
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
+from optexport.bundle.outcomes import Outcome
 from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
 from optexport.config.metrics import METRIC
@@ -19,7 +20,6 @@ from optexport.transformations.apply import is_built_in
 from optexport.tuning import trial_cache
 from optexport.tuning.candidate import configured
 from optexport.tuning.candidate_builder import CandidateBuilder
-from optexport.tuning.outcome import Outcome
 from optexport.tuning.search import Search
 from optexport.tuning.tournament import Tournament
 
@@ -107,7 +107,7 @@ def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
         ]
         if rule_formats:
             rules.append(replace(rule, formats=None if rule_formats == formats else tuple(rule_formats)))
-    passes = {**job.config.export.passes, **{name: list(trial.passes) for name, trial in chosen.items()}}
+    passes = {**job.config.export.passes, **{name: list(chosen[name].passes) for name in formats if name in chosen}}
     export = job.config.export.model_copy(update={"passes": {name: names for name, names in passes.items() if names}})
     config = resolved(job.config.model_copy(update={"export": export, "tune": None}), rules)
     return replace(job, config=config, rules=tuple(rules))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,13 +22,22 @@ from filelock import FileLock
 
 from optexport import export
 from optexport._utils import atomic_dir
-from optexport._utils.atomic_dir import drafting
 from optexport.bundle import digests
 from optexport.bundle.layout import GENERATION, REPORT, check_replaceable
 from optexport.bundle.parts import read_bundles
 from optexport.errors import ConfigError
 from optexport.report.html import page
 from tests._helpers import exports
+
+
+def drafting(
+    output: Path,
+    check: Callable[[Path], None] = check_replaceable,
+    held: contextlib.ExitStack | None = None,
+) -> contextlib.AbstractContextManager[Path]:
+    """Makes a draft as a run does, which replaces nothing but bundles."""
+    return atomic_dir.drafting(output, check, held)
+
 
 _CONTEXT = multiprocessing.get_context("fork")  # everything is imported already
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport.bench.comparison import Comparison, compare, interval, percentiles
-from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.bench.comparison import compare, interval, percentiles
+from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison
 
 Times = npt.NDArray[np.float64]
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison
 from optexport.bench.measure import Figures, PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
+from optexport.bundle.outcomes import Comparison
 from optexport.cli.main import cli
 from optexport.config.benchmarks import GateConfig
 from optexport.errors import GateError

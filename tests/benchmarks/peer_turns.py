@@ -32,7 +32,7 @@ from optexport.bench.artifact import Artifact, file_size
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
-from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.pipeline.run import run
 from tests.benchmarks.models import RACERS, Racer
 from tests.benchmarks.peers import PEERS, Failed

@@ -15,6 +15,7 @@ import torch
 from optexport import export
 from optexport._utils import atomic_dir
 from optexport.bundle import contents, digests
+from optexport.bundle.layout import check_replaceable
 from optexport.errors import BundleError, ConfigError, OptexportError
 from optexport.parity.cases import Case
 from optexport.parity.reference import Reference
@@ -41,7 +42,7 @@ def copied(tmp_path: Path) -> Path:
 
 def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    with atomic_dir.drafting(output) as draft:
+    with atomic_dir.drafting(output, check_replaceable) as draft:
         assert draft.parent == tmp_path
         assert draft.name.startswith(".bundle.partial-")
         (draft / "model.onnx").write_bytes(b"new")
@@ -74,7 +75,7 @@ def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    with pytest.raises(RuntimeError), atomic_dir.drafting(output) as draft:
+    with pytest.raises(RuntimeError), atomic_dir.drafting(output, check_replaceable) as draft:
         (draft / "model.onnx").write_bytes(b"half")
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
@@ -84,7 +85,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
 def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     contents.check_output(output)
-    with atomic_dir.drafting(output) as draft:
+    with atomic_dir.drafting(output, check_replaceable) as draft:
         (draft / "manifest.json").write_bytes(b"new")
     assert [path.name for path in output.iterdir()] == ["manifest.json"]
     assert leftovers(tmp_path) == []
@@ -122,7 +123,7 @@ def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path
 def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, name: str) -> None:
     output = tmp_path / "bundle"
     contents.check_output(output)
-    with pytest.raises(OptexportError), atomic_dir.drafting(output):
+    with pytest.raises(OptexportError), atomic_dir.drafting(output, check_replaceable):
         OTHERS[name](output)
     assert output.is_file() or any(output.iterdir())
     assert leftovers(tmp_path) == []

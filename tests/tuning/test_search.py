@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from optexport.bench.artifact import Artifact
 from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
+from optexport.bundle.outcomes import Outcome, Trial
 from optexport.config import format_passes
 from optexport.config.benchmarks import BarConfig
 from optexport.errors import BenchError
 from optexport.tuning.candidate import Candidate, Option, rules_in
 from optexport.tuning.candidate_builder import CandidateRejected
-from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.search import Search
 from optexport.tuning.tournament import Tournament
 from optexport.tuning.tuner import share

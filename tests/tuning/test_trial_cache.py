@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from optexport.bench.comparison import Comparison
+from optexport.bundle.outcomes import Comparison, Trial
 from optexport.cache import store
 from optexport.tuning import trial_cache
-from optexport.tuning.outcome import Trial
 
 CHOSEN = Trial("with freeze", (0,), ("freeze",), comparison=Comparison(1.2, 1.1, 1.3, "faster", None, 20))
 MEASURED = Trial("without a", (), (), comparison=Comparison(0.9, 0.8, 0.95, "slower", None, 12))

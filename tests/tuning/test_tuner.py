@@ -17,13 +17,13 @@ from torch import fx, nn
 
 from optexport._utils.progress import Progress
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison
 from optexport.bench.gates import check_never_slower
 from optexport.bench.measure import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
 from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.outcomes import Comparison
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, GateError

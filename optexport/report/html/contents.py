@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from optexport.bundle.manifest import ArtifactRecord, CaseRecord, Manifest, OutputRecord, ParityRecord, TargetRecord
 from optexport.bundle.measurements import Measured
+from optexport.bundle.outcomes import AS_CONFIGURED, Trial
 from optexport.errors import on_one_line
 from optexport.report.html.figures import Interval
 from optexport.report.parity_text import case_names
-from optexport.tuning.outcome import AS_CONFIGURED, Trial
 
 MAX_ROWS = 200
 _MAX_NAMES = 12

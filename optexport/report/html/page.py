@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from optexport._utils import atomic_dir, signals
 from optexport.bench.report import size_in_words
-from optexport.bundle import digest_json
+from optexport.bundle import digest_json, parts
 from optexport.bundle.digests import sha256
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT
 from optexport.bundle.manifest import Manifest
@@ -80,7 +80,7 @@ def write(folder: Path) -> None:
     old_digest = sha256(folder / REPORT) if (folder / REPORT).is_file() else None
     # An interruption must not leave a report that contradicts its digest: between the two renames, the measurements
     # accept both the old and the new report.
-    with signals.deferred(), atomic_dir.scratch(folder) as draft:
+    with signals.deferred(), atomic_dir.scratch(folder, parts.whole(folder)) as draft:
         report, final, transitional = draft / REPORT, draft / MEASUREMENTS, draft / "both.json"
         report.write_text(html, encoding="utf-8")
         measurements["report_sha256"] = sha256(report)

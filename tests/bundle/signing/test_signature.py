@@ -21,6 +21,7 @@ import optexport
 from optexport._utils import atomic_dir
 from optexport.bench.artifact import open_artifacts
 from optexport.bundle import contents
+from optexport.bundle.layout import check_replaceable
 from optexport.bundle.signing.signature import check, sign
 from optexport.errors import BundleError
 from tests._helpers import exports, signed
@@ -130,7 +131,7 @@ def test_everything_else_takes_a_signed_bundle(whole: Path) -> None:
 
 def test_a_later_run_replaces_a_signed_bundle_and_leaves_no_signature(copied: Path) -> None:
     contents.check_output(copied)
-    with atomic_dir.drafting(copied) as draft:
+    with atomic_dir.drafting(copied, check_replaceable) as draft:
         (draft / "file").touch()
     assert [path.name for path in copied.iterdir()] == ["file"]
 

@@ -1,9 +1,9 @@
-"""Outcomes of tuning: prints them, and returns them as a JSON document."""
+"""Reports the outcomes of tuning on the terminal and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -11,55 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.bench.comparison import Comparison
-from optexport.config.benchmarks import LEAST_ROUNDS
-from optexport.config.schema import Format
-
-AS_CONFIGURED = "as configured"
-PARITY_FAILED = "parity failed"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A candidate that was tried.
-
-    Attributes:
-        change: Difference from the configured candidate, in words.
-        rules: Positions of its rules in the config.
-        passes: Its format passes.
-        refused: Why its file cannot be shipped; None if it can.
-        comparison: Speed relative to the outcome's measure; None if it was not measured.
-        earlier: True if an earlier run tried it.
-    """
-
-    change: str
-    rules: tuple[int, ...]
-    passes: tuple[str, ...]
-    refused: str | None = None
-    comparison: Comparison | None = None
-    earlier: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of tuning one format.
-
-    Attributes:
-        format: The format.
-        chosen: The candidate of the exported file.
-        measure: Baseline of all comparisons, in words: the configured candidate, or the part of it that passes.
-        over_plain: Speed of the chosen candidate relative to the plain export; None if the plain export was refused or
-            chosen.
-        trials: All trials, in order.
-        untried: Candidates that were not tried for lack of time, in words.
-    """
-
-    format: Format
-    chosen: Trial
-    measure: str
-    over_plain: Comparison | None
-    trials: tuple[Trial, ...]
-    untried: tuple[str, ...] = ()
+from optexport.bundle.outcomes import AS_CONFIGURED, LEAST_ROUNDS, Comparison, Outcome, Trial
 
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
