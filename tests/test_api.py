@@ -65,6 +65,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["block", "llama"])
 def test_the_callers_model_and_inputs_stay_as_they_were(name: str, tmp_path: Path) -> None:
     model = exports.block() if name == "block" else models.model(name)
@@ -132,6 +133,7 @@ def test_all_batches_that_are_given_are_checked_on(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("formats", [["onnx"], ["pt2", "torchscript"], ("torchscript",)])
 def test_only_the_formats_asked_for_are_written(formats: Any, tmp_path: Path) -> None:
     result = export(exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=formats)
@@ -146,6 +148,7 @@ def several_rules() -> Iterator[Transformation]:
     yield ChangeTrueDivToMulByInverse(exact=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "rules"),
     [
@@ -179,6 +182,7 @@ class Marking(Transformation):
         return graph_module
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_applied_twice_is_counted_twice(tmp_path: Path) -> None:
     model = Program(lambda m, x: (-x, (-x).neg().exp()))
     result = quick(model, {"x": X}, tmp_path / "bundle", transformations=[Marking(0), Marking(1)], dynamic=BATCH)
@@ -226,6 +230,7 @@ def test_an_argument_that_cannot_be_meant_is_one_clear_error(name: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_module_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a function, not a module"):
         export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
@@ -242,6 +247,7 @@ def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -
     torch.testing.assert_close(run(result, **inputs)["pooler_output"], want)
 
 
+@pytest.mark.slow
 def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "halves.py").write_text(cli.MODULE, encoding="utf-8")
@@ -254,6 +260,7 @@ def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         optexport.run_generation("mine.toml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 3, b"bundle", "a\0b"])
 def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
     calls: list[Callable[[Any], Any]] = [

@@ -31,6 +31,7 @@ from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 
 
+@pytest.mark.slow
 def test_train_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="it is in train mode") as caught:
         export(exports.block().train(), exports.batch(), tmp_path / "bundle")
@@ -38,6 +39,7 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_hook_that_looks_for_positional_inputs_is_told_how_to_be_registered(tmp_path: Path) -> None:
     """The inputs were to blame."""
     model = nn.Sequential(nn.Linear(4, 3)).eval()
@@ -46,6 +48,7 @@ def test_a_hook_that_looks_for_positional_inputs_is_told_how_to_be_registered(tm
         quick(model, {"input": torch.randn(2, 4)}, tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_outputs_as_large_as_float64_holds_are_recorded(tmp_path: Path) -> None:
     masked = Program(lambda m, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)).eval()
     made = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")
@@ -63,6 +66,7 @@ class Dropping(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_a_part_in_train_mode_is_refused_too(tmp_path: Path) -> None:
     model = Dropping().eval()
     model.dropout.train()
@@ -71,6 +75,7 @@ def test_a_part_in_train_mode_is_refused_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
@@ -82,12 +87,14 @@ def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
     assert rows == [["remove-no-ops", "", "", ", ".join(change.replaced), ""]]
 
 
+@pytest.mark.slow
 def test_a_size_among_the_outputs_keeps_no_rule_from_being_undone(tmp_path: Path) -> None:
     model = Program(lambda m, x: (m.a(x) / 4 * m.b(x), x.shape[0]), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     result = quick(randomise(model), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=MergeLinears())
     assert result.manifest.undone == ["merge-linears"]
 
 
+@pytest.mark.slow
 def test_a_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
     block = randomise(Program(lambda m, x: m.a(x) / 4 * m.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
     graph_module = fx.symbolic_trace(block)
@@ -166,6 +173,7 @@ def test_outputs_of_every_kind_go_into_every_format(tmp_path: Path) -> None:
     assert all(target.passed for target in verify(result.output).targets)
 
 
+@pytest.mark.slow
 def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_path: Path) -> None:
     """In float64 the sum is exact and every element zero; in float32 it is off, and so is every candidate."""
 
@@ -177,6 +185,7 @@ def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_pat
     assert all(target.passed for target in verify(result.output).targets)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "formats"),
     [  # ONNX Runtime lacks some operators in the other precisions
@@ -193,6 +202,7 @@ def test_other_precisions_are_exported(dtype: torch.dtype, formats: list[str], t
     assert result.manifest.inputs[0].dtype == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.slow
 def test_an_output_may_be_named_as_something_inside_the_graph(tmp_path: Path) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -208,6 +218,7 @@ def test_an_output_may_be_named_as_something_inside_the_graph(tmp_path: Path) ->
     assert outputs == ["linear", "a.weight", "relu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rounding up a size", "a sparse weight"])
 def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
     class Sparse(nn.Module):
@@ -225,6 +236,7 @@ def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_inputs_of_a_graph_module_go_by_name(tmp_path: Path) -> None:
     """In the graph's own order, whichever they are given in; equal values would hide a mistake."""
 
@@ -269,6 +281,7 @@ class OnePercentMore(Transformation):
         return graph_module
 
 
+@pytest.mark.slow
 def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MaskedOut().eval()
@@ -280,6 +293,7 @@ def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> No
         quick(model, given, tmp_path / "other", dynamic=dynamic, transformations=[OnePercentMore()])
 
 
+@pytest.mark.slow
 def test_a_complex_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="complex"):
         quick(Program(lambda m, x: torch.fft.fft(x)), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
@@ -289,6 +303,7 @@ def detections(x: torch.Tensor, least: float) -> torch.Tensor:
     return x[x[:, 0] > least]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "is_proven"),
     [
@@ -318,6 +333,7 @@ class Masking(nn.Module):
         return self.encoder(x, src_key_padding_mask=mask == 0)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_of_an_encoder_whose_padding_is_zero_outside_of_a_trace_the_way_out_is_told(tmp_path: Path) -> None:
     given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}

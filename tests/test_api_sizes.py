@@ -18,12 +18,14 @@ from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     result = quick(model, X[:1], tmp_path / "bundle")
     assert result.manifest.inputs[0].shape == ["batch", 4]
 
 
+@pytest.mark.slow
 def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -> None:
     by_name = quick(exports.block(), exports.batch(), tmp_path / "name", dynamic={
         "x": {0: "batch", 1: "sequence"}, "mask": {0: "batch", 1: "sequence"},
@@ -54,6 +56,7 @@ _BRANCHES: dict[str, tuple[Any, tuple[int, int], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _BRANCHES)
 def test_a_branch_on_sizes_far_from_the_traced_ones_is_found(name: str, tmp_path: Path) -> None:
     condition, shape, (h, w) = _BRANCHES[name]
@@ -62,12 +65,14 @@ def test_a_branch_on_sizes_far_from_the_traced_ones_is_found(name: str, tmp_path
         quick(model, {"x": torch.rand(shape)}, tmp_path / "bundle", dynamic={"x": {0: h, 1: w}})
 
 
+@pytest.mark.slow
 def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2 if x.shape[0] > 5000 else x + 1)
     result = quick(model, {"x": torch.rand(10, 3)}, tmp_path / "bundle", dynamic={"x": {0: "h", 1: "w"}})
     assert result.manifest.dims["h"].max == 5000
 
 
+@pytest.mark.slow
 def test_a_size_that_float32_rounds_otherwise_is_tried(tmp_path: Path) -> None:
     model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=0.7, mode="bilinear"))
     dynamic = {"x": {2: Dim("h", 8, 256), 3: Dim("w", 8, 256)}}
@@ -75,12 +80,14 @@ def test_a_size_that_float32_rounds_otherwise_is_tried(tmp_path: Path) -> None:
         quick(model, {"x": torch.rand(1, 2, 17, 20)}, tmp_path / "bundle", dynamic=dynamic, formats=["onnx"])
 
 
+@pytest.mark.slow
 def test_sizes_that_are_made_longer_hold_no_ties_that_the_data_did_not(tmp_path: Path) -> None:
     sorts = Program(lambda m, x: x.sort(1))
     result = quick(sorts, {"x": torch.randn(3, 17)}, tmp_path / "bundle", dynamic={"x": {1: Dim("n", 8, 200)}})
     assert result.passed
 
 
+@pytest.mark.slow
 def test_the_end_of_a_huge_range_is_not_built(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2)
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 2**31 - 1)}})
@@ -94,12 +101,14 @@ class Branching(nn.Module):
         return x * 100 if x.shape[0] % 11 == 0 else x * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [{"x": {0: Dim("batch", 1, 64)}}, {"x": {0: "batch"}}, None])
 def test_a_branch_on_a_size_is_found(dynamic: Any, tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="batch 11"):
         quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic=dynamic)
 
 
+@pytest.mark.slow
 def test_a_branch_on_a_size_that_is_not_declared_does_no_harm(tmp_path: Path) -> None:
     result = quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 10)}})
     assert result.passed
@@ -111,6 +120,7 @@ def test_both_ends_of_a_range_are_checked(tmp_path: Path) -> None:
     assert {"batch 1", "batch 64"} <= set(result.manifest.parity.cases)
 
 
+@pytest.mark.slow
 def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
     dynamic = {"input": {0: Dim("batch", 1, 1)}}
     result = quick(nn.Linear(4, 3).eval(), torch.randn(1, 4), tmp_path / "one", dynamic=dynamic)
@@ -118,6 +128,7 @@ def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
     assert result.manifest.inputs[0].shape == [1, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "words"),
     [

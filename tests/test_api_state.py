@@ -52,6 +52,7 @@ class Summing(nn.Module):
         return x * 2, self.sums, self.sums[1:]
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_written_in_each_call_is_handed_out_as_the_call_left_it(tmp_path: Path) -> None:
     """Kept without a copy, what the original gave was what it gave to the inputs that came last."""
     model = Summing()
@@ -72,18 +73,21 @@ class CountingAside(Counting):
         return x * 2, self.calls
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Counting, CountingAside])
 def test_state_that_results_depend_on_is_refused_by_its_name(make: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"at the next call \(output\w* by 1\), by the state that it keeps in calls"):
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 
+@pytest.mark.slow
 def test_state_that_goes_with_the_outputs_that_are_left_out_is_none_to_refuse(tmp_path: Path) -> None:
     kept = KeepOutputs(outputs=("output_0",))
     result = quick(CountingAside(), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=kept)
     assert torch.equal(run(result, x=X)["output_0"], X * 2)
 
 
+@pytest.mark.slow
 def test_randomness_is_not_blamed_on_state(tmp_path: Path) -> None:
     class CountingRandom(Counting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,6 +98,7 @@ def test_randomness_is_not_blamed_on_state(tmp_path: Path) -> None:
         quick(CountingRandom(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Random, Counting, Unsteady])
 def test_a_model_that_nothing_can_be_proven_of_is_refused(make: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(OptexportError) as caught:

@@ -456,7 +456,7 @@ class Manifest(_Record):
         digest: The SHA-256 of the document without this field.
     """
 
-    manifest_version: Literal[1] = VERSION
+    manifest_version: Literal[2] = VERSION
     optexport_version: str
     config: dict[str, Any]
     versions: dict[str, str]

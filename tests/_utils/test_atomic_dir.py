@@ -312,6 +312,7 @@ def _rewrite(bundle: Path, dies_before: int) -> None:
     page.write(bundle)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dies_before", [1, 2, 3])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears_up(

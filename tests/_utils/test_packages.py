@@ -69,12 +69,14 @@ def test_what_is_installed_here_goes_together() -> None:
     packages.check()
 
 
+@pytest.mark.slow
 def test_a_locked_run_names_the_package_that_transformers_would_refuse(made: Path, drifted: Path) -> None:
     told = _told(made, drifted, "run", "--locked", "mine.toml")
     assert f"safetensors: {_here()} when it was locked, 0.7.0 now" in told
     assert "optexport lock mine.toml" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "check", "lock"])
 def test_a_package_that_is_too_old_is_named_with_the_version_that_is_needed(
     made: Path, drifted: Path, command: str
@@ -87,11 +89,13 @@ def test_a_package_that_is_too_old_is_named_with_the_version_that_is_needed(
     assert "0.7.0" not in Requirement(advised).specifier
 
 
+@pytest.mark.slow
 def test_reproducing_names_the_package_that_is_another_now(made: Path, drifted: Path) -> None:
     told = _told(made, drifted, "reproduce", "build/model")
     assert UNMET in told
     assert f"safetensors was {_here()}, and is 0.7.0 now" in told
 
 
+@pytest.mark.slow
 def test_what_fails_to_be_imported_with_an_older_package_is_no_defect(made: Path, drifted: Path) -> None:
     assert UNMET in _told(made, drifted, "diagnose", "mine.toml")

@@ -72,6 +72,7 @@ def sends_first(real: Callable[..., Any], sent: signal.Signals) -> Callable[...,
     return function
 
 
+@pytest.mark.sample(1)
 @SIGNALS
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -86,6 +87,7 @@ def test_a_signal_that_a_finaliser_swallows_ends_the_run_all_the_same(
     assert left(tmp_path / "build") == left(temporary) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +111,7 @@ def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
     assert result.stderr.endswith("Error: interrupted\n")
 
 
+@pytest.mark.slow
 @SIGNALS
 def test_a_signal_while_temporary_folders_are_removed_leaves_none(
     call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
@@ -143,6 +146,7 @@ def test_a_signal_waits_until_what_defers_it_is_done() -> None:
     assert signals.received() is None, "the next command starts afresh"
 
 
+@pytest.mark.slow
 @SIGNALS
 def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
     sent: signal.Signals, code: int, tmp_path: Path
@@ -285,6 +289,7 @@ group(["works"])
 """
 
 
+@pytest.mark.sample(1)
 @SIGNALS
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["beside", "cleanup", "exit", "after"])
@@ -297,6 +302,7 @@ def test_a_second_signal_changes_neither_the_message_nor_the_code(
     assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [True, False])
 def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> None:
     """A job that a script had put behind it was ended by Ctrl-C."""
@@ -309,6 +315,7 @@ def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> No
     assert (ended.returncode == 0) is ignored
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_program_is_imported_leaves_no_traceback() -> None:
     script = (
         "import builtins, os, signal\nfrom optexport import __main__ as program\n"
@@ -336,6 +343,7 @@ interrupts.exit_on_signal()
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_python_takes_itself_apart_changes_nothing() -> None:
     """A command that had told its result, or that it was interrupted, was killed with the code of another signal."""
     ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)

@@ -13,6 +13,7 @@ from tests._helpers.exports import quick
 KEPT = torch.arange(12.0).reshape(4, 3)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -40,6 +41,7 @@ class Score(nn.Module):
         return self.linear(x)[:, 0]
 
 
+@pytest.mark.slow
 def test_a_model_whose_output_is_a_column_is_exported(tmp_path: object) -> None:
     """At batch 1 the column has one element and a stride, which ended the run as a defect."""
     assert quick(Score().eval(), {"x": torch.randn(3, 4)}, tmp_path, dynamic={"x": {0: Dim("batch", 1, 8)}}).passed

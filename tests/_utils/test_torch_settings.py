@@ -60,6 +60,7 @@ def test_a_table_in_the_dtype_that_a_models_module_sets_is_the_same_in_a_new_pro
     assert Settings.now() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "result", "flushes"),
     [
@@ -76,6 +77,7 @@ def test_what_files_compute_otherwise_in_a_new_process_is_not_proven(
     assert Settings.now() == before
 
 
+@pytest.mark.slow
 def test_a_file_is_run_by_what_holds_in_a_new_process(tmp_path: Path) -> None:
     class Third(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -94,6 +96,7 @@ def test_a_file_is_run_by_what_holds_in_a_new_process(tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_settings_of_a_module_that_fails_do_not_outlast_the_run(tmp_path: Path) -> None:
     (tmp_path / "failing_module.py").write_text(
         "import torch\n\n\ndef Table():\n    torch.use_deterministic_algorithms(True)\n"

@@ -80,6 +80,7 @@ def test_each_is_run_and_those_that_crash_or_eat_memory_take_no_other_along(tmp_
     assert found["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_what_crashes_once_is_tried_again_and_what_is_told_is_not(tmp_path: Path) -> None:
     fleets.config(tmp_path, "flaky", "crashes_once")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
@@ -109,6 +110,7 @@ def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "3 done before" in third.stdout
 
 
+@pytest.mark.slow
 def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
     for name in ("leaves", "prints"):
         fleets.config(tmp_path, name, name)
@@ -119,6 +121,7 @@ def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
     assert found["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
 
 
+@pytest.mark.slow
 def test_what_a_config_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -129,6 +132,7 @@ def test_what_a_config_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.
     assert not list((tmp_path / "temporary").iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_not_so_any_more_is_not_done(tmp_path: Path) -> None:
     path, out = fleets.config(tmp_path, "a"), tmp_path / "out" / "a"
     first = path.read_text(encoding="utf-8")
@@ -155,6 +159,7 @@ def test_what_is_not_so_any_more_is_not_done(tmp_path: Path) -> None:
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1], "the bundle is another's"
 
 
+@pytest.mark.slow
 def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_path: Path) -> None:
     path = fleets.config(tmp_path, "a", "changes_its_config")
     text = path.read_text(encoding="utf-8")
@@ -163,6 +168,7 @@ def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_pat
     assert (tmp_path / "out" / "a" / "config.toml").read_text(encoding="utf-8") == text
 
 
+@pytest.mark.slow
 def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (module,) = tmp_path.glob("fleet_*.py")
@@ -174,11 +180,13 @@ def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
     assert [row["output"] for row in found["configs"]] == [str(tmp_path / each / "out" / "a") for each in "xy"]
 
 
+@pytest.mark.slow
 def test_logs_may_lie_beside_bundles(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     assert call("a.toml", "--folder", "out", "--timeout", "600s", "--retries", "0").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_name_that_is_nearly_too_long_is_one_like_others(tmp_path: Path) -> None:
     path = fleets.config(tmp_path, "a").rename(tmp_path / f"{'n' * 245}.toml")
     assert call(path.name, "--retries", "0").exit_code == 0
@@ -193,6 +201,7 @@ def test_the_exit_code_is_that_of_the_worst(tmp_path: Path) -> None:
     assert [call(*names).exit_code for names in (("a.toml", "gated.toml"), ("gated.toml", "wrong.toml"))] == [6, 2]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (tmp_path / "b.toml").write_text((tmp_path / "a.toml").read_text(encoding="utf-8"), encoding="utf-8")
@@ -219,6 +228,7 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     assert call("a.toml", "--folder", "unwritable").exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["pipe", "/dev/zero"])
 def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(given: str) -> None:
     os.mkfifo("pipe")
@@ -226,6 +236,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(given: str) 
     assert (task.digest, task.config) == ("", None)
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
     tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
 
@@ -244,6 +255,7 @@ def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Pat
     assert str(ended[1].error).startswith("another\n  The journal does not hold it")
 
 
+@pytest.mark.slow
 def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
@@ -275,6 +287,7 @@ def temporary(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -314,6 +327,7 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, temporary: P
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_signal_of_the_terminal_as_the_first_run_starts_is_one_message(tmp_path: Path) -> None:
     fleets.config(tmp_path, "good")
     program = [sys.executable, "-m", "optexport", "batch", "good.toml"]

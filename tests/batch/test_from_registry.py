@@ -90,6 +90,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["batch", "nightly.toml", "--from-registry", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: Any, tmp_path: Path) -> None:
     found = json.loads(call("tags.export = 'true'", "--json").stdout)
     assert {row["config"]: row["exit_code"] for row in found["configs"]} == {
@@ -114,6 +115,7 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
     assert "the newest version of each model found has one, or is of one: asks, asks-too." in call(asking).output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quoted", ['a "quoted" name', "a?question", "an@alias"])
 def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(
     quoted: str, registry: Any, tmp_path: Path
@@ -134,6 +136,7 @@ def test_a_model_that_is_called_what_stands_for_the_version_is_not_taken_for_ano
     assert from_registry._filled(text, Version("x{version}", "1")) == 'source = "mlflow:models:/x{version}/1"'
 
 
+@pytest.mark.slow
 def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_path: Path) -> None:
     """MLflow found no versions of it, and the batch said that nothing asked."""
     registry.create_registered_model("it's", tags={"apostrophe": "true"})
@@ -141,6 +144,7 @@ def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_
     assert wanted(str(registry.tracking_uri), tmp_path, "tags.apostrophe = 'true'") == ([Version("it's", "1")], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "query", "code", "told"),
     [

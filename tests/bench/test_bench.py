@@ -57,6 +57,7 @@ def test_file_with_far_more_work_is_slower(tmp_path: Path) -> None:
     assert [figures.p50 <= figures.p90 <= figures.p99 for figures in report.figures] == [True, True]
 
 
+@pytest.mark.slow
 def test_bundle_is_measured_on_its_inputs_at_given_sizes() -> None:
     output = exports.exported().output
     read = document(output, "--shape", "batch=3")
@@ -69,6 +70,7 @@ def test_bundle_is_measured_on_its_inputs_at_given_sizes() -> None:
     assert [row["shape"] for row in read["figures"]] == ["batch=3,sequence=7", "batch=2,sequence=2"]
 
 
+@pytest.mark.slow
 def test_bundles_are_compared_in_one_format() -> None:
     output = exports.exported().output
     read = document(output, "--against", output, "--format", "onnx")
@@ -112,6 +114,7 @@ def test_result_is_written_to_output(tmp_path: Path) -> None:
     assert json.loads(place.read_text())["figures"][0]["p50_ms"] > 0
 
 
+@pytest.mark.slow
 def test_output_replaces_only_earlier_results(tmp_path: Path) -> None:
     far = chain(tmp_path / "far.onnx", 1, external=True)
     save_file({"x": np.ones((4, 8, WIDTH), "float32")}, tmp_path / "in.safetensors")
@@ -138,6 +141,7 @@ def test_rounds_are_rounded_up_to_whole_launches(tmp_path: Path) -> None:
     assert sum(len(launch) for launch in timing.turns) == 4
 
 
+@pytest.mark.slow
 def test_bare_torch_files_need_inputs(tmp_path: Path) -> None:
     output = exports.exported().output
     for name in ("model.pt2", "model.torchscript.pt"):
@@ -148,6 +152,7 @@ def test_bare_torch_files_need_inputs(tmp_path: Path) -> None:
     assert [row["rows"] for row in read["figures"]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_bfloat16_inputs_work_only_for_torch_files(tmp_path: Path) -> None:
     batch = {"input": torch.zeros(2, 4, dtype=torch.bfloat16)}
     program = torch.export.export(torch.nn.Linear(4, 4).bfloat16(), (), batch)
@@ -159,6 +164,7 @@ def test_bfloat16_inputs_work_only_for_torch_files(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a.onnx'} cannot receive input: NumPy has no dtype BF16" in error
 
 
+@pytest.mark.slow
 def test_different_formats_are_not_compared_with_a_note(tmp_path: Path) -> None:
     output = exports.exported().output
     for name in ("onnx", "pt2"):
@@ -204,6 +210,7 @@ def test_turns_are_shuffled_and_equally_many(tmp_path: Path, monkeypatch: pytest
     assert [np.shape(timing.medians) for timing in timings] == [(3, 2)] * 3, "restarted every second round"
 
 
+@pytest.mark.slow
 def test_process_serves_all_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, shapes = chain(tmp_path / "a.onnx", 1), []
     for sequence in (3, 200):
@@ -227,6 +234,7 @@ def test_process_serves_all_workloads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert many > 4 * few, "each is measured on its own inputs"
 
 
+@pytest.mark.slow
 def test_turn_has_three_calls_or_a_very_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
@@ -279,6 +287,7 @@ def workers(of: Path) -> list[int]:
     return [pid for pid in pids if pid != os.getpid()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see processes")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupt_leaves_no_process(sent: signal.Signals, code: int, tmp_path: Path) -> None:
@@ -303,6 +312,7 @@ def test_interrupt_leaves_no_process(sent: signal.Signals, code: int, tmp_path: 
     assert workers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     path = chain(tmp_path / "a.onnx", 1)
     program = subprocess.Popen(
@@ -320,6 +330,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     assert workers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_benchmark_does_not_change_torch_settings(tmp_path: Path) -> None:
     before = torch.get_num_threads(), torch.is_grad_enabled()
     document(exports.exported().output, "--threads", "2", "--format", "torchscript")

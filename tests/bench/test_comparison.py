@@ -32,6 +32,7 @@ def simulated(
     return turns(1.0), turns(1.0 / ratio)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launches", [6, 10, 30])
 def test_interval_covers_the_true_ratio_as_often_as_claimed(launches: int) -> None:
     generator = np.random.default_rng(launches)
@@ -40,6 +41,7 @@ def test_interval_covers_the_true_ratio_as_often_as_claimed(launches: int) -> No
     assert inside >= 0.95 - 0.025  # two standard deviations of a count of 300
 
 
+@pytest.mark.slow
 def test_equal_artifacts_seldom_differ() -> None:
     generator = np.random.default_rng(0)
     verdicts = [compare(*simulated(generator, 1.0)).verdict for _ in range(300)]

@@ -45,6 +45,7 @@ def measured(folder: Path) -> Mapping[str, Any]:
 # Figures
 
 
+@pytest.mark.slow
 def test_run_measures_nothing_by_default(call: Caller, tmp_path: Path) -> None:
     assert "Benchmark" not in call("run", config(inputs=DYNAMIC)).stdout
     assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
@@ -67,6 +68,7 @@ def test_figures_are_printed_and_not_in_the_manifest(call: Caller, tmp_path: Pat
     assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == manifest, "equal runs, equal bytes"
 
 
+@pytest.mark.slow
 def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     path = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
@@ -84,6 +86,7 @@ def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
     assert metrics[f"bench.onnx.{label}.rows_per_second"] == pytest.approx(figures.rows_per_second)
 
 
+@pytest.mark.slow
 def test_unknown_axis_is_an_error(call: Caller) -> None:
     inputs = 'tensors.x.shape = ["batch", 4]'
     bench = "bench = { enabled = true, shapes = [{ bach = 1 }] }"
@@ -115,6 +118,7 @@ def test_gates_that_fail_are_named_with_exit_code_6(call: Caller, tmp_path: Path
     assert not (tmp_path / "build" / "model").exists()
 
 
+@pytest.mark.slow
 def test_gate_on_size_measures_no_times(call: Caller, tmp_path: Path) -> None:
     assert call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = 50")).exit_code == 0
     assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
@@ -158,6 +162,7 @@ def only_with_a_rule(folder: Path, more: str) -> str:
     return f'{text}\n[[transformations]]\nuse = "python:bessel:WithoutBessel"\n'
 
 
+@pytest.mark.slow
 def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path) -> None:
     result = call("run", only_with_a_rule(tmp_path, 'tune.budget = "1s"'))
     assert result.exit_code == 0, result.stderr
@@ -166,6 +171,7 @@ def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path
     assert measured(tmp_path)["comparisons"] == []
 
 
+@pytest.mark.slow
 def test_speedup_gate_fails_without_a_plain_export(call: Caller, tmp_path: Path) -> None:
     error = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
     assert "min_speedup: onnx has no baseline, because the plain export failed: torch.onnx could not" in error

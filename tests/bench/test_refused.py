@@ -33,6 +33,7 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
     assert "model.onnx: it was changed" in message(call(bundle / "model.pt2"), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
@@ -50,6 +51,7 @@ def test_invalid_shapes_are_refused(shape: str, words: str) -> None:
     assert words in result.stderr
 
 
+@pytest.mark.slow
 def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
     other = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
     error = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
@@ -66,6 +68,7 @@ def test_paths_without_exported_files_are_refused(tmp_path: Path) -> None:
     assert "no file has the format pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
 def test_invalid_seconds_are_refused(seconds: str) -> None:
     assert call(exports.exported().output, "--seconds", seconds).exit_code == 2
@@ -80,6 +83,7 @@ def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     assert "the file exists and is not a benchmark result" in message(call(path, "--output", pipe), 2)
 
 
+@pytest.mark.slow
 def test_error_shows_the_last_line_of_torchscript(tmp_path: Path) -> None:
     scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     torch.jit.save(scripted, tmp_path / "a.pt")
@@ -88,6 +92,7 @@ def test_error_shows_the_last_line_of_torchscript(tmp_path: Path) -> None:
     assert "cannot run the file: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in error
 
 
+@pytest.mark.slow
 def test_error_names_its_shape(tmp_path: Path) -> None:
     path = chain(tmp_path / "a.onnx", 1)
     good = workload(tmp_path)
@@ -97,6 +102,7 @@ def test_error_names_its_shape(tmp_path: Path) -> None:
         measure([Artifact("one", path, "onnx", 1)], [good, bad], [], Settings(rounds=2, seconds=0.001))
 
 
+@pytest.mark.slow
 def test_error_of_a_runtime_names_the_file(tmp_path: Path) -> None:
     inputs = tmp_path / "in.safetensors"
     save_file({"z": np.ones((2, 2), "float32")}, inputs)
@@ -126,6 +132,7 @@ def test_equal_shapes_are_refused(tmp_path: Path) -> None:
     assert "--shape[1]: the same sizes occur twice" in error
 
 
+@pytest.mark.slow
 def test_inputs_out_of_range_are_refused(tmp_path: Path) -> None:
     tensors = {"x": np.ones((2, 65, 8), "float32"), "mask": np.ones((2, 65), "int64")}
     save_file(tensors, tmp_path / "in.safetensors")

@@ -143,6 +143,7 @@ def test_folders_above_the_bundle_are_made(tmp_path: Path) -> None:
     assert result.files["pt2"] == tmp_path / "a" / "b" / "model.pt2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
@@ -164,6 +165,7 @@ def test_a_whole_bundle_is_read(copied: Path) -> None:
     assert manifest.model_dump(exclude={"digest"}) == exports.exported().manifest.model_dump(exclude={"digest"})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", exports.FILES)
 def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, name: str) -> None:
     path = copied / name
@@ -182,6 +184,7 @@ def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, 
     digests.read_manifest(copied)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", exports.FILES)
 def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: str) -> None:
     content = (copied / name).read_bytes()
@@ -271,6 +274,7 @@ def _reference(sizes: list[int], dtype: torch.dtype = torch.float32) -> Referenc
     return Reference(cases, outputs, tuple({"a.b": o["a.b"].double(), "n": o["n"]} for o in outputs))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int32])
 def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
     known = _reference([3, 1, 0], dtype)

@@ -92,6 +92,7 @@ def test_a_digest_of_another_document_is_noticed(tmp_path: Path) -> None:
         digest_json.read(other)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "content",
     [

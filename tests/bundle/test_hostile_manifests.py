@@ -60,6 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(exports.exported().output, folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObject) -> None:
@@ -133,6 +134,7 @@ def test_a_models_file_that_nobody_would_check_is_refused(small: Path, tmp_path:
         verify(bundle)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_called_of_fixed_shape_is_held_to_all_sizes_that_its_proof_has(
     small: Path, tmp_path: Path
 ) -> None:
@@ -200,6 +202,7 @@ def test_blame_reads_no_file_outside_of_the_bundle(small: Path, tmp_path: Path) 
         blame_bundle(bundle)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st.DataObject) -> None:
@@ -248,6 +251,7 @@ def _initializer(model: onnx.ModelProto) -> onnx.TensorProto:
     return model.graph.initializer[-1]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("put_in", [_initializer, _in_a_branch, _in_a_function, _sparse])
 @pytest.mark.parametrize("location", ["provenance.json", "weights.bin", "report.html\0", "*/_ORT_MEM_ADDR_/*"])
 def test_weights_that_lie_elsewhere_than_bundles_keep_them_are_refused(

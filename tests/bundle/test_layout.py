@@ -66,6 +66,7 @@ def test_a_folder_with_a_strange_manifest_is_no_bundle_and_is_not_waited_for(
 FOLDERS = ("model", "model-failure", "model-baseline", "model-baseline-failure")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("inside", [*FOLDERS, "model/deep"])
 @pytest.mark.parametrize(("option", "name"), [("--junit", "x.xml"), ("--dump", "graphs")])
 def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anything_is_written(
@@ -88,6 +89,7 @@ def test_a_report_in_another_bundle_is_refused(call: Caller, tmp_path: Path) -> 
     assert not (tmp_path / "build").exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["build/model", "build", "link/x.xml", "mine.toml"])
 def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Caller, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
@@ -113,6 +115,7 @@ def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: P
     assert everything(tmp_path) == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("option", "text"),
     [
@@ -129,6 +132,7 @@ def test_such_a_report_of_another_program_is_written_over(tmp_path: Path, option
     assert "optexport" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
     """It was told that the work did not end, and the program waited for another reader."""
     pipe = tmp_path / "pipe"
@@ -144,6 +148,7 @@ def test_a_report_of_an_empty_name_is_refused_as_the_folder_that_it_is(call: Cal
     assert "--junit .: it is a folder" in message(call("run", config(), "--junit", ""), 2)
 
 
+@pytest.mark.slow
 def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "build" / "model.xml"
     assert call("run", config(), "--junit", str(report)).exit_code == 0

@@ -28,6 +28,7 @@ def traced(network: nn.Module | None = None) -> fx.GraphModule:
     return symbolic_trace(network or Network(), example_inputs={"x": torch.zeros(2, 4)})
 
 
+@pytest.mark.slow
 def test_equal_graphs_have_equal_digests() -> None:
     assert keys.of_graph(traced()) == keys.of_graph(traced())
     assert keys.of_graph(traced()) is not None
@@ -54,6 +55,7 @@ def _without_bias(network: Network) -> None:
     network.linear.bias = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_weight, _buffer, _epsilon, _tied, _without_bias])
 def test_what_computes_otherwise_has_another_digest(change: Callable[[Network], None]) -> None:
     network = Network()
@@ -61,6 +63,7 @@ def test_what_computes_otherwise_has_another_digest(change: Callable[[Network], 
     assert keys.of_graph(traced(network)) != keys.of_graph(traced())
 
 
+@pytest.mark.slow
 def test_weights_that_are_shared_are_not_weights_that_are_equal() -> None:
     network = Network()
     network.other = copy.deepcopy(network.linear)
@@ -69,6 +72,7 @@ def test_weights_that_are_shared_are_not_weights_that_are_equal() -> None:
     assert keys.of_graph(traced(network)) != equal
 
 
+@pytest.mark.slow
 def test_another_slice_has_another_digest() -> None:
     graph_module = traced()
     before = keys.of_graph(graph_module)
@@ -96,6 +100,7 @@ def test_of_what_a_name_does_not_tell_there_is_no_digest() -> None:
     assert keys.of_graph(fx.GraphModule(root, graph)) is None
 
 
+@pytest.mark.slow
 def test_of_a_module_with_a_hook_there_is_no_digest() -> None:
     graph_module = traced()
     graph_module.get_submodule("linear").register_forward_hook(lambda module, inputs, output: output + 1)

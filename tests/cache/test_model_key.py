@@ -46,12 +46,14 @@ def digest(model: nn.Module) -> str | None:
     return model_key.of(symbolic_trace(model, example_inputs={"x": torch.zeros(2, 4)}), model)
 
 
+@pytest.mark.slow
 def test_the_same_model_computes_the_same(tmp_path: Path) -> None:
     before = digest(masked(tmp_path))
     assert before is not None
     assert digest(masked(tmp_path)) == before
 
 
+@pytest.mark.slow
 def test_a_number_of_the_model_has_a_say(tmp_path: Path) -> None:
     model = masked(tmp_path)
     before = digest(model)
@@ -59,10 +61,12 @@ def test_a_number_of_the_model_has_a_say(tmp_path: Path) -> None:
     assert digest(model) != before
 
 
+@pytest.mark.slow
 def test_code_that_does_otherwise_in_float64_alone_has_a_say(tmp_path: Path) -> None:
     assert digest(masked(tmp_path)) != digest(masked(tmp_path, repr(torch.finfo(torch.float32).min)))
 
 
+@pytest.mark.slow
 def test_a_helper_in_another_folder_has_a_say(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +87,7 @@ def test_of_a_graph_that_calls_what_is_not_known_by_its_name_there_is_no_digest(
     assert model_key.of(fx.GraphModule(nn.Module(), graph), nn.Linear(4, 4)) is None
 
 
+@pytest.mark.slow
 def test_where_nothing_is_kept_there_is_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     assert digest(masked(tmp_path)) is None

@@ -100,6 +100,7 @@ def test_other_weights_are_other_work(config: Path, monkeypatch: pytest.MonkeyPa
     assert again(config).kept == ()
 
 
+@pytest.mark.slow
 def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 results of the run before were taken, and the bytes depended on what lay in the cache."""
     import sys
@@ -113,6 +114,7 @@ def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeyp
     assert reproduce.reproduce(bundle, config.parent, Progress()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
     def stop(name: str, seconds: float | None) -> None:
         if name == "export onnx" and seconds is None:
@@ -130,6 +132,7 @@ def test_results_that_are_kept_are_held_to_the_limits_of_this_run(config: Path) 
         again(config)
 
 
+@pytest.mark.slow
 def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
     before = digests(again(config).output)
     for path in (config.parent / "cache").rglob("model.onnx"):
@@ -139,6 +142,7 @@ def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
     assert digests(result.output) == before
 
 
+@pytest.mark.slow
 def test_a_kept_file_that_another_run_removes_as_it_is_taken_is_written_anew(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

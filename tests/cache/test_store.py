@@ -79,6 +79,7 @@ def test_other_threads_are_other_work() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("damage", [b"", b"not a tensor", b"[" * 100_000 + b"]" * 100_000, None])
 @pytest.mark.parametrize("file", [FILE, "entry.json"])
 def test_what_is_damaged_is_none_and_is_replaced(place: Path, file: str, damage: bytes | None) -> None:

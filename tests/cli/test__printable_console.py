@@ -86,6 +86,7 @@ def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tup
     return done.exit_code, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hostile_names.py").write_text(MODULE, encoding="utf-8")
     rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
@@ -101,6 +102,7 @@ def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, mo
     assert _call(tmp_path, monkeypatch, "bench", "build/model", "--rounds", "1")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "rule", "code"), [("Named", "Spoils", 4), ("fails", "Skips", 3), ("Named", "Missing", 2)]
 )
@@ -113,6 +115,7 @@ def test_errors_say_hostile_names_as_plain_text(
     assert _call(tmp_path, monkeypatch, "run", "mine.toml")[0] == code
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["model.source", "model.task", "export.output", "tracking.experiment", "new.key"])
 def test_a_config_that_is_hostile_is_checked_in_plain_text(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +126,7 @@ def test_a_config_that_is_hostile_is_checked_in_plain_text(
     assert _call(tmp_path, monkeypatch, "check", "mine.toml")[0] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["check", "run --json"])
 def test_a_config_writes_no_command_to_githubs_runner(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def test_a_model_whose_code_ends_the_program_ends_it_with_1(tmp_path: Path) -> N
     assert done.stderr.endswith("Error: a model's code ended the program\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_defect() -> None:
     """As in ``optexport transformations | head -0``."""
     reading, writing = os.pipe()
@@ -49,6 +50,7 @@ def test_a_reader_that_goes_away_is_no_defect() -> None:
     assert "defect" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("makes", "code"), [("load()", 0), ("Forks()", 3)])
 def test_a_thread_that_a_models_code_leaves_running_does_not_keep_it_from_ending(
     makes: str, code: int, tmp_path: Path

@@ -82,6 +82,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Config:
     return started("model", folder)
 
 
+@pytest.mark.slow
 def test_a_text_model_is_given_texts_and_its_own_longest_sequence(tmp_path: Path) -> None:
     config = saved(BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=40, **TINY)), tmp_path)
     assert config.model.task == "fill-mask"
@@ -90,12 +91,14 @@ def test_a_text_model_is_given_texts_and_its_own_longest_sequence(tmp_path: Path
     assert [rule.use for rule in config.rules()] == list(PRESET)
 
 
+@pytest.mark.slow
 def test_a_decoder_generates_text(tmp_path: Path) -> None:
     config = saved(LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=64, **TINY)), tmp_path)
     assert config.model.task == "text-generation"
     assert (config.inputs.dynamic or {})["sequence"] == [2, 64]
 
 
+@pytest.mark.slow
 def test_an_image_model_is_given_pixels_of_its_own_size(tmp_path: Path) -> None:
     config = saved(ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_channels=1, **TINY)), tmp_path)
     assert config.model.task == "image-classification"
@@ -118,6 +121,7 @@ def test_a_hub_id_gives_what_can_be_said_without_asking_the_hub(tmp_path: Path) 
     assert config.export.output == "build/name-of.it"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias", "python:mine:load", ".", "package:click"])
 def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +135,7 @@ def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
     assert ("holds no config.json" in told) is (source in (".", "package:click"))
 
 
+@pytest.mark.slow
 def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for config in (BertConfig(), ViTConfig(), WhisperConfig()):
@@ -140,6 +145,7 @@ def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypat
         assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_size_of_images_that_a_config_does_not_name_is_a_guess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,11 +199,13 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_letters_is_loaded_as_its_config_names_it(tmp_path: Path) -> None:
     transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path / "model")
     assert started("model", tmp_path).model.task is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, tmp_path: Path) -> None:
     config_class = getattr(transformers, architecture).config_class
@@ -207,6 +215,7 @@ def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, t
     assert config_class in getattr(transformers, AUTO_CLASSES[task])._model_mapping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "longest"),
     [
@@ -223,6 +232,7 @@ def test_the_longest_sequence_is_one_that_the_model_takes(config: Any, longest: 
     assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_one_that_the_tokenizer_makes(tmp_path: Path) -> None:
     """RoBERTa counts two positions more than it takes tokens; only its tokenizer says so."""
     RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(tmp_path / "model")
@@ -231,12 +241,14 @@ def test_the_longest_sequence_is_one_that_the_tokenizer_makes(tmp_path: Path) ->
         assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
 
 
+@pytest.mark.slow
 def test_a_model_of_texts_and_images_is_asked_for_the_sequence_of_its_texts(tmp_path: Path) -> None:
     CLIPConfig().save_pretrained(tmp_path / "model")
     dynamic = started("model", tmp_path).inputs.dynamic
     assert dynamic is None or dynamic.get("sequence", [2, 77])[1] <= 77
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [Wav2Vec2Config(), WhisperConfig()], ids=lambda config: config.model_type)
 def test_a_model_of_sounds_is_not_given_texts(config: Any, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "model")
@@ -285,12 +297,14 @@ def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
     assert pretrained_files.find_all(str(tmp_path), "config.json", {}) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "null"])
 def test_a_config_json_that_says_nothing_is_passed_over(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
     assert started(".", tmp_path).inputs.tensors
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -317,6 +331,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert config.inputs.texts
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "source",
     ["bert-base-uncased", "org/model", "mlflow:models:/name@alias", "mlflow:models:/name/3", "../here", "here/"],

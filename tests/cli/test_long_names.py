@@ -12,6 +12,7 @@ from optexport.cli.main import cli
 _CONFIG = '[model]\nsource = "toy:tiny"\n[input.x]\nshape = [1, 2]\n'
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [256, 300])
 @pytest.mark.parametrize(
     "arguments",

@@ -45,6 +45,7 @@ def test_check_and_run_end_a_mistake_with_2_and_one_message(name: str, call: Cal
     assert message(call("run", text), 2) == error
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["unknown task", "unknown rule", "no unicode"])
 def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
     result = call("check", MISTAKES[name][0] if name in MISTAKES else NO_TOML[name], before=("--debug",))
@@ -53,6 +54,7 @@ def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
     assert result.stderr.count("Error: ") >= 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "arguments",
     [("--debug", "check"), ("check", "--debug"), ("--debug", "check", "--debug")],
@@ -65,6 +67,7 @@ def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tu
     assert "Traceback" not in CliRunner().invoke(cli, ["check", str(tmp_path / "nowhere.toml")]).stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -99,6 +102,7 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("output", "words"),
     [
@@ -128,6 +132,7 @@ def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Call
     assert "It gives no inputs" not in call("check", MODEL).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["./model", "package:click"])
 def test_check_refuses_a_folder_that_holds_no_model(call: Caller, tmp_path: Path, source: str) -> None:
     (tmp_path / "model").mkdir()
@@ -188,6 +193,7 @@ def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: 
         assert CliRunner().invoke(cli, ["check", "configs/mine.toml"]).exit_code == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["nowhere/mine.toml", "halves.py/mine.toml", "."])
 def test_init_tells_of_a_place_that_it_cannot_write_to(place: str, tmp_path: Path) -> None:
     (tmp_path / "halves.py").write_text("", encoding="utf-8")
@@ -197,6 +203,7 @@ def test_init_tells_of_a_place_that_it_cannot_write_to(place: str, tmp_path: Pat
     assert place.split("/")[0] in result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", ["", "my model", "./nowhere", "package:not_installed/x"])
 def test_init_writes_no_config_that_check_would_refuse(source: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["init", source, "-o", str(tmp_path / "mine.toml")])
@@ -204,6 +211,7 @@ def test_init_writes_no_config_that_check_would_refuse(source: str, tmp_path: Pa
     assert not (tmp_path / "mine.toml").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -250,6 +258,7 @@ _NEEDS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("name", _NEEDS)
 def test_an_extra_that_is_missing_is_told_before_anything_is_made(
@@ -309,6 +318,7 @@ def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
     assert set(cli.commands) >= {"run", "check", "init", "transformations", "verify"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", cli.commands)
 def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name: str) -> None:
     options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
@@ -370,6 +380,7 @@ def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
     assert json.loads(done.stderr.splitlines()[-1]) == {call: [code, []] for call, code in calls.items()}
 
 
+@pytest.mark.slow
 def test_the_package_itself_waits_for_torch_until_it_is_needed() -> None:
     code = "import optexport, sys; assert 'torch' not in sys.modules; print(optexport.__version__)"
     assert python("-c", code).stdout.strip() == __version__

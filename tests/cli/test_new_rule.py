@@ -49,6 +49,7 @@ def _run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_path: Path) -> None:
     make, install, test, export = _commands()
     said = _run(make, tmp_path)
@@ -62,6 +63,7 @@ def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_p
         assert f"\n{(tmp_path / name).read_text(encoding='utf-8')}```" in GUIDE
 
 
+@pytest.mark.slow
 def test_the_reversible_rule_of_the_guide_keeps_the_laws() -> None:
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "AddTheNegative" in code]
     assert len(code.partition("@dataclass")[2].splitlines()) <= 20
@@ -85,6 +87,7 @@ def test_two_exports_of_a_new_rule_are_of_the_same_weights(tmp_path: Path) -> No
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     rule = tmp_path / "drop_negations.py"
@@ -97,6 +100,7 @@ def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace
     assert "torch.__trace" not in done.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -140,6 +144,7 @@ def _listed(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None:
     _install(tmp_path, "drop-negations = drop_negations:DropNegations")
     assert re.search(
@@ -151,6 +156,7 @@ def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None
     assert "drop-negations                         1 node -> 0" in summary
 
 
+@pytest.mark.slow
 def test_a_package_does_not_replace_a_built_in_rule(tmp_path: Path) -> None:
     _install(tmp_path, "merge-linears = drop_negations:DropNegations")
     assert "plugin" not in _listed(tmp_path, "transformations")

@@ -38,6 +38,7 @@ def test_full_disk_is_not_a_defect() -> None:
     assert f"{tempfile.gettempdir()}, and run again.\n" in result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Free some space for {os.getcwd()}")]
 )
@@ -46,6 +47,7 @@ def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) ->
     assert f"{os.strerror(number)}: 'model.onnx'\n  {hint}" in result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("error", "mend"),
     [
@@ -80,6 +82,7 @@ def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPat
     assert "\n  Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "closed"),
     [

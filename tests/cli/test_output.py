@@ -74,6 +74,7 @@ def test_what_a_models_code_prints_by_whatever_way_is_no_part_of_it(tmp_path: Pa
         assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_printed_as_python_ends_is_no_part_of_it_either(tmp_path: Path) -> None:
     done = run(tmp_path, AT_EXIT)
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,7 @@ def test_what_is_printed_as_python_ends_is_no_part_of_it_either(tmp_path: Path) 
     assert "as Python ends" in done.stderr
 
 
+@pytest.mark.slow
 def test_where_output_is_closed_nothing_of_ours_takes_its_place(tmp_path: Path) -> None:
     """The thread that waits for signals had it, and ended in a traceback."""
     done = run(tmp_path, "from halves import load", "sh", "-c", 'exec "$@" >&-', "sh")
@@ -88,6 +90,7 @@ def test_where_output_is_closed_nothing_of_ours_takes_its_place(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: Path) -> None:
     """It looked for what its parent alone has to undo."""
     done = run(tmp_path, FORKS)
@@ -95,6 +98,7 @@ def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("verify", "nowhere"), ("run", "nowhere.toml")])
 def test_a_failure_that_a_full_disk_does_not_take_is_told_all_the_same(
     tmp_path: Path, arguments: tuple[str, ...]

@@ -60,6 +60,7 @@ def test_a_text_is_classified_as_the_pipeline_of_transformers_does(tmp_path: Pat
     assert len(told) == 4
 
 
+@pytest.mark.slow
 def test_a_mask_is_filled_as_the_pipeline_of_transformers_does() -> None:
     filler: FillMaskPipeline = reference("fill-mask")
     text = "the [MASK] sat on the mat"
@@ -79,6 +80,7 @@ def test_tokens_are_labelled_as_the_pipeline_of_transformers_does() -> None:
         assert [told["label"] for told in result["tokens"]] == [told["entity"] for told in expected]
 
 
+@pytest.mark.slow
 def test_the_next_token_is_that_of_greedy_search() -> None:
     source = bundles.source("text-generation")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
@@ -89,6 +91,7 @@ def test_the_next_token_is_that_of_greedy_search() -> None:
         assert result["next"][0]["token"] == tokenizer.decode([best])
 
 
+@pytest.mark.slow
 def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
@@ -102,6 +105,7 @@ def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
     assert "a text: there is no such file, and the model takes images" in absent.stderr
 
 
+@pytest.mark.slow
 def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
     output, expected = bundles.sentences()
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -115,6 +119,7 @@ def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
     assert float(told[5].split()[1]) == pytest.approx(found["similarity"][0][1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
     batch = exports.batch()
     rows = [{"x": batch["x"][row].tolist(), "mask": batch["mask"][row].tolist()} for row in range(2)]
@@ -145,6 +150,7 @@ def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path)
     assert "preprocessor/tokenizer.json: it was changed since the bundle was written" in changed.stderr
 
 
+@pytest.mark.slow
 def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads(tmp_path: Path) -> None:
     source = folders.save(bundles.model("text-generation"), tmp_path / "left", padding_side="left")
     output = folders.export(source, formats='["pt2"]').output
@@ -160,6 +166,7 @@ def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads
         np.testing.assert_allclose(logits[: len(own)], own, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_path: Path) -> None:
     model = folders.randomise(bundles.model("text-generation"))
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 5, 10]]), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
@@ -170,6 +177,7 @@ def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_pa
     assert np.array(found["results"][0]["outputs"]["logits"]).shape == (4, 14)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_wholly_masked_is_answered_too(tmp_path: Path) -> None:
     row = {"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [0, 0]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -180,6 +188,7 @@ def test_a_row_that_is_wholly_masked_is_answered_too(tmp_path: Path) -> None:
 IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -206,6 +215,7 @@ class Bytes(nn.Module):
         return x.float() / 255
 
 
+@pytest.mark.slow
 def test_numbers_that_an_input_does_not_hold_are_refused_and_wrap_around_to_no_others(tmp_path: Path) -> None:
     """The byte 300 was 44."""
     given = {"x": torch.tensor([[0, 255]], dtype=torch.uint8)}
@@ -272,6 +282,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
     assert "line 2, texts" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_text_that_the_tokenizer_gives_up_on_is_one_message(tmp_path: Path) -> None:
     source = shutil.copytree(bundles.source("text-classification"), tmp_path / "source")
     give_backtracking(source)

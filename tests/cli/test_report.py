@@ -91,6 +91,7 @@ def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) 
     assert "measurements.json: it does not follow the schema: seconds" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     script = (
         "import sys, json; from pathlib import Path; from optexport.report.html import page, difference; "
@@ -115,6 +116,7 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(
     read_manifest(copied)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("there", [True, False])
 def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_one(
     copied: Path, tmp_path: Path, there: bool
@@ -142,6 +144,7 @@ def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_
     assert "<html" in (tmp_path / "pages" / "linked.html").read_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["verify", "report", "diff"])
 def test_a_bundle_whose_folder_is_no_text_is_not_called_changed(copied: Path, command: str, tmp_path: Path) -> None:
     """Its comparison as a page was a defect, and its stored outputs were said not to be readable."""
@@ -157,6 +160,7 @@ def test_a_bundle_whose_folder_is_no_text_is_not_called_changed(copied: Path, co
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 @pytest.mark.parametrize(
     ("name", "command"),
@@ -178,6 +182,7 @@ def test_a_file_that_may_not_be_read_is_named_and_no_bundle_is_to_blame(copied: 
     assert done.stderr.startswith(f"Error: {copied / name}: this user may not read it\n  Let this user read ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 @pytest.mark.parametrize("command", ["verify", "report"])
 def test_a_folder_that_may_not_be_entered_is_named_and_no_defect(copied: Path, command: str) -> None:

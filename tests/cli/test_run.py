@@ -112,6 +112,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", BY_RUNNING)
 def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
     name: str, call: Caller, tmp_path: Path
@@ -177,6 +178,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) -> None:
     text, code = FAILURES[name]
@@ -204,6 +206,7 @@ def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None
     assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
     text = config(more='transformations = [{ use = "cast-precision" }]')
     assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)
@@ -226,6 +229,7 @@ def test_graphs_are_dumped_where_asked_or_the_folder_is_refused(call: Caller, tm
     assert "dump" in message(call("run", config(), "--dump", str(tmp_path / "halves.py" / "graphs")), 2)
 
 
+@pytest.mark.slow
 def test_graphs_are_dumped_where_the_caller_meant_though_a_model_changes_the_folder(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +243,7 @@ def test_graphs_are_dumped_where_the_caller_meant_though_a_model_changes_the_fol
     assert any((tmp_path / "graphs").iterdir())
 
 
+@pytest.mark.slow
 def test_paths_may_start_at_home_and_are_relative_to_the_config(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

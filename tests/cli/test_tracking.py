@@ -53,6 +53,7 @@ def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri:
     assert holder(uri, alias="best") == "1"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["--uri", "--config", "environment"])
 def test_a_bundle_is_sent_to_the_store_that_is_named(
     way: str, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None
     assert holder(uri) == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -101,12 +103,14 @@ def test_a_call_that_is_wrong_ends_with_2_and_one_message(arguments: list[str], 
     assert words in message(result, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"]])
 def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path: Path) -> None:
     result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
     assert "The alias stays where it was" in message(result, 7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"], ["upload", "nowhere"]])
 def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
     command: list[str], monkeypatch: pytest.MonkeyPatch
@@ -120,6 +124,7 @@ def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
         assert message(call(*command), 2).startswith("MLFLOW_TRACKING_URI: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", ["latest", "v3", "the best"])
 def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
     for command in (("promote", "block", "1"), ("rollback", "block")):
@@ -130,6 +135,7 @@ def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_traceback_shows_no_password(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlflow's and requests' own errors, which a traceback shows, repeat the address as it is."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -26,6 +26,7 @@ def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatc
     assert (done.exit_code, "the working directory was removed" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_working_directory_that_was_removed_is_told_before_torch_ends_the_program(tmp_path: Path) -> None:
     """Its libraries do, with a message about themselves."""
     gone = tmp_path / "gone"

@@ -28,6 +28,7 @@ def spy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["check", "run", "diagnose"])
 @pytest.mark.parametrize("place", CALLING)
 def test_it_is_refused_by_its_place_and_never_imported(

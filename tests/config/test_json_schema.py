@@ -34,6 +34,7 @@ def test_the_command_prints_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "path", sorted([*ROOT.glob("examples/**/*.toml"), *ROOT.glob("pipelines/*.toml")]), ids=lambda path: path.name
 )
@@ -78,12 +79,14 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", GOOD, ids=str)
 def test_what_check_takes_it_takes(tables: dict[str, Any]) -> None:
     checked_settings(MODEL | tables, "config.toml")
     assert is_valid(MODEL | tables)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", BAD, ids=str)
 def test_what_it_refuses_check_refuses(tables: dict[str, Any], tmp_path: Path) -> None:
     assert not is_valid(MODEL | tables)

@@ -42,6 +42,7 @@ def test_a_mistake_names_its_file_key_and_hint(name: str, tmp_path: Path) -> Non
         assert internal not in message
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NO_TOML)
 def test_what_cannot_be_read_as_toml_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
@@ -57,6 +58,7 @@ def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert rest[1].endswith('Did you mean "source"?')
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["functional", "function", "functions", "list[x]"])
 @pytest.mark.parametrize("where", ["", "model", "inputs"])
 def test_an_unknown_key_is_named_whatever_it_is_called(name: str, where: str, tmp_path: Path) -> None:
@@ -74,6 +76,7 @@ def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert refusal(path) == f'{path}: inputs.tensors.{name}.hihg: there is no such key\n  Did you mean "high"?'
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("text", "key"),
     [
@@ -93,6 +96,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
     assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}: ")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("text", "key"),
     [
@@ -191,6 +195,7 @@ def test_the_examples_are_good(path: Path) -> None:
     assert load_config(path).model.source
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

@@ -16,6 +16,7 @@ MODEL = '[model]\nsource = "python:mine:make"\n'
 BEYOND = f"0x{'f' * 4000}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -35,6 +36,7 @@ def test_too_large_numbers_and_deep_tables_are_refused(text: str, told: str, tmp
     assert told in done.stderr
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -72,6 +74,7 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_run(
     assert load_config(named).model.source == "python:mine:make"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "key",
     [

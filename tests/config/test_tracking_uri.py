@@ -85,11 +85,13 @@ NEITHER = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", URIS)
 def test_uri_of_a_store_passes(uri: str) -> None:
     assert check_uri(uri) == uri
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", MALFORMED)
 def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
     """Without the encoding it is unclear where the password ends, and copies of the config would show a part of it."""
@@ -98,6 +100,7 @@ def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", NEITHER)
 def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
     """The bundle would hold the name of the folder, with the password in it."""
@@ -106,6 +109,7 @@ def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("uri", "message"), SLIPS)
 def test_message_names_the_slip(uri: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
@@ -113,6 +117,7 @@ def test_message_names_the_slip(uri: str, message: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_store_of_a_package_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name may be similar to one of MLflow's own."""
     (tmp_path / "stores-1.dist-info").mkdir()

@@ -163,6 +163,7 @@ def test_the_rule_the_node_and_the_place_are_named_and_a_small_piece_shows_it_ag
     assert reproduce(folder).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "node", "which"), [("query", "linear", 1), ("down", "linear_5", 6)])
 def test_of_a_rule_with_many_changes_the_one_that_does_it_is_named(
     tmp_path: Path, name: str, node: str, which: int
@@ -179,11 +180,13 @@ class Silent(Transformation):
         return graph_module
 
 
+@pytest.mark.slow
 def test_a_rule_that_changes_weights_and_marks_no_node_is_named_too(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Silent(), formats=["pt2"])
     assert "Silent is to blame, which changed no node that it says of." in told
 
 
+@pytest.mark.slow
 def test_what_raises_at_one_size_is_shown_again_alone(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Baked())
     assert "Baked is to blame" in told
@@ -217,6 +220,7 @@ def to_relu(node: Any) -> None:
     del node.attribute[:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("spoil", "place", "inside"),
     [
@@ -239,6 +243,7 @@ def test_the_place_in_an_onnx_file_is_named_in_both_graphs_names(
     assert len((folder / "reproduce.py").read_text().splitlines()) < 30
 
 
+@pytest.mark.slow
 def test_a_piece_of_an_onnx_file_shows_the_failure_in_a_fresh_process(tmp_path: Path) -> None:
     failing_file(tmp_path / "block", "onnx", weight_of("norm.bias", lambda bias: 2 * bias))
     folder = tmp_path / "block-failure"
@@ -255,6 +260,7 @@ def tamper_torchscript(path: Path) -> None:
     module.save(path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("file_format", "spoil", "place"),
@@ -269,6 +275,7 @@ def test_the_place_in_other_files_is_named_too(
     assert reproduce(tmp_path / "block-failure").returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_file_that_raises_at_one_size_is_left_with_the_tensors_of_that_size(tmp_path: Path) -> None:
@@ -289,6 +296,7 @@ def test_the_values_of_every_file_are_those_of_the_graph() -> None:
         assert len(comparison.matched) > 0.9 * len(known.values)
 
 
+@pytest.mark.slow
 def test_whatever_fails_while_blaming_is_said_and_does_not_hide_the_failure(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Once())
     assert "transformed graph: hidden, at traced" in told
@@ -297,6 +305,7 @@ def test_whatever_fails_while_blaming_is_said_and_does_not_hide_the_failure(tmp_
     assert (tmp_path / "block-failure" / "parity.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebody_else_is_left_alone_and_the_failure_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "block-failure").mkdir()
     (tmp_path / "block-failure" / "letter.txt").write_text("mine")
@@ -306,6 +315,7 @@ def test_a_folder_of_somebody_else_is_left_alone_and_the_failure_is_told_all_the
     assert [path.name for path in (tmp_path / "block-failure").iterdir()] == ["letter.txt"]
 
 
+@pytest.mark.slow
 def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_path: Path) -> None:
     failing(tmp_path / "block", Relu())
     first = {path.name: path.read_bytes() for path in (tmp_path / "block-failure").iterdir()}
@@ -317,6 +327,7 @@ def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["block"]
 
 
+@pytest.mark.slow
 def test_blame_runs_a_config_up_to_the_proof_and_leaves_no_bundle(tmp_path: Path) -> None:
     call = Caller(tmp_path)
     result = call("diagnose", config())
@@ -356,6 +367,7 @@ class SpoiltFold(FuseBatchNorm):
         return rewritten
 
 
+@pytest.mark.slow
 def test_a_fold_is_compared_with_all_that_it_stands_for(tmp_path: Path) -> None:
     """The convolution keeps its name and stands for the norm after it: alone it would always differ."""
 
@@ -377,6 +389,7 @@ def test_a_fold_is_compared_with_all_that_it_stands_for(tmp_path: Path) -> None:
     assert f"batch_norm: {parted:.1g}" in shown.stdout
 
 
+@pytest.mark.slow
 def test_outputs_that_change_places_are_said_to(tmp_path: Path) -> None:
     class Swapped(Transformation):
         preserves_computation = True
@@ -395,6 +408,7 @@ def test_outputs_that_change_places_are_said_to(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
     class Narrow(Transformation):
         preserves_computation = True

@@ -27,6 +27,7 @@ ARGO = yaml.safe_load((ROOT / "pipelines" / "argo-workflow.yml").read_text(encod
 RAY = yaml.safe_load((ROOT / "pipelines" / "ray-job.yml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schema"),
     [
@@ -44,6 +45,7 @@ def test_file_follows_the_schema_of_its_host(name: str, schema: list[str]) -> No
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("document", [*KUBERNETES, *NIGHTLY], ids=lambda document: document["kind"])
 def test_kubernetes_accepts_the_documents(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
@@ -134,6 +136,7 @@ def test_pre_commit_hook_ignores_bundles(tmp_path: Path) -> None:
             assert bool(matches) == expected, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["Complete", "Failed"])
 def test_wait_command_ends_when_the_kubernetes_job_ends(end: str, tmp_path: Path) -> None:
     text = (ROOT / "pipelines/kubernetes-job.yml").read_text(encoding="utf-8")

@@ -47,6 +47,7 @@ def minilm(copied: Path) -> dict[str, Any]:
     return run(copied / "minilm.toml")
 
 
+@pytest.mark.slow
 def test_minilm_merges_eighteen_linears_to_six(minilm: Mapping[str, Any]) -> None:
     bundle = Path(minilm["output"])
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -57,6 +58,7 @@ def test_minilm_merges_eighteen_linears_to_six(minilm: Mapping[str, Any]) -> Non
     assert sum("call_module" in line and "%linear" in line.split(":")[0] for line in before.splitlines()) == 37
 
 
+@pytest.mark.slow
 def test_minilm_passes_at_every_place_and_at_sizes_never_traced(minilm: Mapping[str, Any]) -> None:
     assert minilm["passed"]
     places = [place["place"] for place in minilm["parity"]["places"]]
@@ -64,6 +66,7 @@ def test_minilm_passes_at_every_place_and_at_sizes_never_traced(minilm: Mapping[
     assert len(minilm["parity"]["cases"]) >= 2 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "sequence"), [(1, 3), (2, 37), (5, 128), (8, 300)])
 def test_minilm_files_agree_with_the_model_across_sizes(minilm: Mapping[str, Any], batch: int, sequence: int) -> None:
     from transformers import AutoModel
@@ -86,6 +89,7 @@ def test_minilm_files_agree_with_the_model_across_sizes(minilm: Mapping[str, Any
                 assert (found[output] - expected[output]).abs().max() < limit, (place, output)
 
 
+@pytest.mark.slow
 def test_a_bundle_verifies(minilm: Mapping[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "optexport", "verify", minilm["output"]], capture_output=True, text=True, check=False

@@ -17,12 +17,14 @@ def exported(device: str, size: int) -> torch.export.ExportedProgram:
     return torch.export.export(layer, (torch.zeros(1, size, device=device),))
 
 
+@pytest.mark.slow
 def test_weights_that_no_disk_holds_are_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="model.pt2") as caught:
         disk_space.check_room(tmp_path / "model.pt2", exported("meta", 10**8))  # 40 petabytes
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.slow
 def test_weights_larger_than_a_file_may_be_are_told_so(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, before[1]))
@@ -35,5 +37,6 @@ def test_weights_larger_than_a_file_may_be_are_told_so(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EFBIG
 
 
+@pytest.mark.slow
 def test_what_fits_passes(tmp_path: Path) -> None:
     disk_space.check_room(tmp_path / "model.pt2", exported("cpu", 8))

@@ -63,12 +63,14 @@ class Nothing(nn.Module):
         return x.relu()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_the_file_computes_what_the_model_computes_at_any_size(name: str) -> None:
     run = runners.open_pt2(files.pt2_file(name), files.prepared(name).signature.output_names)
     files.agrees(name, run, 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5"])
 def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(name: str, tmp_path: Path) -> None:
     made = files.prepared(name)
@@ -78,6 +80,7 @@ def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(name: str, 
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert", "t5", "resnet"])
 def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
     made = files.prepared(name)
@@ -95,6 +98,7 @@ def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
     assert len(free) == dynamic
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert", "resnet"])
 def test_a_size_outside_the_declared_range_is_refused_by_the_file(name: str) -> None:
     module = torch.export.load(files.pt2_file(name)).module()
@@ -104,6 +108,7 @@ def test_a_size_outside_the_declared_range_is_refused_by_the_file(name: str) -> 
         module(**large)
 
 
+@pytest.mark.slow
 def test_flattening_leaves_the_graph_as_it_was() -> None:
     traced = trace(randomise(Several()), {"x": X}, BATCH)
     before, code = str(traced.graph_module.graph), traced.graph_module.code
@@ -113,6 +118,7 @@ def test_flattening_leaves_the_graph_as_it_was() -> None:
     assert all(value is parameters[name] for name, value in flat.named_parameters())
 
 
+@pytest.mark.slow
 def test_outputs_come_in_the_signatures_order_each_a_tensor_of_its_own() -> None:
     model = randomise(Several())
     made = files.prepare(model, {"x": X}, BATCH)
@@ -126,6 +132,7 @@ def test_outputs_come_in_the_signatures_order_each_a_tensor_of_its_own() -> None
         assert all(torch.equal(value, expected) for value, expected in zip(got, want.values(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_size_among_the_outputs_is_left_out() -> None:
     made = files.prepare(Sizes(), {"x": X}, BATCH)
     assert made.signature.output_names == ["output_0", "output_2"]
@@ -134,6 +141,7 @@ def test_a_size_among_the_outputs_is_left_out() -> None:
     assert len(got) == 2
 
 
+@pytest.mark.slow
 def test_an_input_that_is_changed_in_place_gives_the_models_outputs() -> None:
     made = files.prepare(Changing(), {"x": X.clone()}, BATCH)
     got = made.program.module()(x=torch.ones(5, 4))
@@ -141,6 +149,7 @@ def test_an_input_that_is_changed_in_place_gives_the_models_outputs() -> None:
     assert torch.equal(got[1], torch.full((5, 4), 2.0))
 
 
+@pytest.mark.slow
 def test_an_input_that_is_never_read_is_kept(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Nothing(), both, {"x": {0: "batch"}, "unread": {0: "batch"}})
@@ -149,6 +158,7 @@ def test_an_input_that_is_never_read_is_kept(tmp_path: Path) -> None:
     assert torch.equal(run({"x": X + 1, "unread": torch.zeros(3, 2)})["output"], (X + 1).relu())
 
 
+@pytest.mark.slow
 def test_the_file_holds_no_sample_inputs(tmp_path: Path) -> None:
     made = files.prepare(randomise(Several()), {"x": torch.full((3, 4), 1234.5)}, BATCH)
     exported_program.save(made.program, tmp_path / "model.pt2")
@@ -176,6 +186,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert [info.file_size for info in weights] == [64 * 64 * 4]
 
 
+@pytest.mark.slow
 def test_a_graph_that_fixes_a_declared_size_is_an_error_that_says_what_to_try() -> None:
     traced = trace(randomise(Program(lambda m, x: x * 2)), {"x": X}, BATCH)
     flat = exported_program.flatten(traced.graph_module, traced.signature)
@@ -199,6 +210,7 @@ class Windows(nn.Module):
             return torch.cat([nn.functional.scaled_dot_product_attention(part, part, part) for part in parts], dim=2)
 
 
+@pytest.mark.slow
 def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path: Path) -> None:
     made = files.prepare(Windows(), {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([5, 7])}, None)
     assert made.program.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
@@ -210,6 +222,7 @@ def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path
         torch.testing.assert_close(opened(tmp_path / name, ["output"])(batch)["output"], want)
 
 
+@pytest.mark.slow
 def test_names_of_weights_may_hold_what_is_no_quote(tmp_path: Path) -> None:
     """As those of edges between kinds of nodes, which a file could not be opened for."""
     kinds = nn.ModuleDict({"<author___writes>": nn.Linear(4, 4), "für": nn.BatchNorm1d(4)})
@@ -236,6 +249,7 @@ class SplitsRows(Rule):
         return [(whole, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pt2", "onnx"])
 def test_a_file_that_would_hold_for_fewer_sizes_than_are_promised_is_none(name: str, tmp_path: Path) -> None:
     """It passed where the ends of the range were too large to try, and its ONNX file gave 40 rows of 64."""

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES for file_format in format_pass.formats]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
 )
@@ -29,6 +30,7 @@ def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
     agree(lowered, plain_file(model, file_format), file_format, prepared(model), batches(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_named(
     file_format: str, tmp_path: Path
@@ -40,6 +42,7 @@ def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_nam
     assert lowered.read_bytes() == backwards.read_bytes()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
     name: str, file_format: str, tmp_path: Path
@@ -49,6 +52,7 @@ def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
     assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sum-residuals", "gemm", "onednn-linear"])
 def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
@@ -57,6 +61,7 @@ def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: 
         assert lowered.read_bytes() == plain.read_bytes()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: str, tmp_path: Path) -> None:
     made = replace(prepared("masked"))

@@ -59,6 +59,7 @@ def faults() -> Iterator[object]:
             seen.add(fault.mistake)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("fault", [*faults()])
 def test_a_fault_is_caught_and_laid_at_the_right_door(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(ParityError) as caught:
@@ -74,6 +75,7 @@ def test_a_fault_is_caught_and_laid_at_the_right_door(fault: Fault, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["bundle-failure"], "nothing is left to be shipped"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("entry", [parameter(name, t, missed=t.missed) for name, t in TAMPERINGS.items()])
 def test_a_bundle_that_was_sealed_again_does_not_verify(entry: Tampering, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
@@ -115,6 +117,7 @@ def flat(outputs: object) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [parameter(name, fault) for name, fault in CANNOT_SHOW.items()])
 def test_what_cannot_show_is_not_there_in_float64_and_passes(fault: Fault, tmp_path: Path) -> None:
     distance, largest = size_in_float64(fault, made_there=True)
@@ -123,6 +126,7 @@ def test_what_cannot_show_is_not_there_in_float64_and_passes(fault: Fault, tmp_p
     assert run_with(fault, tmp_path / "bundle").passed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", [parameter(name, entry) for name, entry in BELOW_THE_FLOOR.items()])
 def test_what_is_smaller_than_rounding_is_of_the_size_that_is_listed_and_passes(
     entry: LostInRounding, tmp_path: Path

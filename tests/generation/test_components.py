@@ -19,6 +19,7 @@ from optexport.signature.signature import Dim, Signature, TensorSpec
 from tests.generation import models
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", models.WITHOUT_ENCODER)
 def test_a_text_in_two_parts_gives_the_logits_of_the_whole_wherever_it_is_cut(family: str) -> None:
     model = models.make(family)
@@ -110,6 +111,7 @@ def _encoder() -> torch.nn.Module:
     return BertModel(BertConfig(**sizes, vocab_size=64)).eval()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
@@ -130,6 +132,7 @@ def test_what_cannot_be_carried_is_refused_with_what_it_is(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [

@@ -41,6 +41,7 @@ def generators(file_format: str) -> Generator:
     return Generator.load(exported().output, file_format)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_files_go_on_from_prompts_they_never_saw_as_generate_does(file_format: str, rows: int) -> None:
@@ -98,6 +99,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> N
     assert (tmp_path / "old" / "decoder" / "notes.txt").read_text() == "kept"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,6 +161,7 @@ def test_what_cannot_be_generated_from_is_refused(tmp_path: Path) -> None:
         Generator.load(tmp_path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize(
     ("given", "told"),

@@ -46,6 +46,7 @@ def _write(folder: Path) -> Path:
     return folder / "config.toml"
 
 
+@pytest.mark.slow
 def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["run", "--json", str(_write(tmp_path))])
     assert done.exit_code == 0, done.output
@@ -67,6 +68,7 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     check_output(tmp_path / "out")  # which a later run replaces
 
 
+@pytest.mark.slow
 def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
     uri = store(tmp_path)
     text = _CONFIG.replace('"gpt2"', '"t5"').replace("enabled = false", f'uri = "{uri}"\nexperiment = "generation"')
@@ -81,6 +83,7 @@ def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
     assert all(any(key.startswith("parity") for key in run.data.metrics) for run in runs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("table", "place"),
     [
@@ -100,6 +103,7 @@ def test_what_does_not_go_with_generation_is_refused_before_any_work(table: str,
     assert raised.value.location == f"{tmp_path / 'config.toml'}: {place}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [["--tune"], ["--baseline"], ["--dump", "graphs"], ["--junit", "proof.xml"]])
 def test_options_that_do_not_go_with_generation_are_refused(
     option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +116,7 @@ def test_options_that_do_not_go_with_generation_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_function_of_single_results_refuses_it_and_names_the_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run_generation"):
         run(_write(tmp_path))

@@ -44,6 +44,7 @@ def refusal(bundle: Bundle, **given: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_texts_give_what_the_model_and_its_tokenizer_give(moved: Path, file_format: str) -> None:
     source = bundles.source("text-classification")
@@ -117,6 +118,7 @@ def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_inputs_that_memory_does_not_hold_the_results_of_are_not_said_to_be_wrong(
     file_format: str, tmp_path: Path
@@ -151,6 +153,7 @@ def test_a_file_or_folder_beside_the_tokenizer_is_refused(moved: Path, tmp_path:
         Bundle.load(copied)
 
 
+@pytest.mark.slow
 def test_a_moved_bundle_verifies(moved: Path) -> None:
     assert verify(moved).passed
 
@@ -170,6 +173,7 @@ def test_the_tokenizers_folder_is_as_open_as_the_bundle() -> None:
     assert (bundle / "preprocessor" / "tokenizer.json").stat().st_mode == (bundle / "manifest.json").stat().st_mode
 
 
+@pytest.mark.slow
 def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it holds no onnx file\n  It holds pt2\."):
         Bundle.load(bundles.bundle("fill-mask"), "onnx")
@@ -177,6 +181,7 @@ def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:
         Bundle.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
     bundle = Bundle.load(exports.exported().output)
     assert bundle.application.preprocessors == []
@@ -189,6 +194,7 @@ def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
         np.testing.assert_allclose(found[name], array.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> None:
     source = bundles.source("image-classification")
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)

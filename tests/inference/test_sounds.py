@@ -107,6 +107,7 @@ def test_a_sound_is_given_its_labels_as_the_pipeline_does(tmp_path: Path, spoken
     assert bundle.preprocess(sounds=alike)["input_values"].shape == (2, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", ["", '[processing]\noutputs = "probabilities"\n'])
 def test_what_was_said_is_written_as_the_pipeline_does(lines: str, tmp_path: Path, spoken: list[Path]) -> None:
     source = save(Wav2Vec2ForCTC(Wav2Vec2Config(**WAV2VEC2)), tmp_path / "wav2vec2")

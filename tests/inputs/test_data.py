@@ -65,6 +65,7 @@ def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> 
     assert message.startswith("inputs.data: lines.jsonl")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("lines", "told"),
     [

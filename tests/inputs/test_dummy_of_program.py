@@ -50,6 +50,7 @@ def saved(
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("examples", [False, True])
 def test_inputs_have_the_names_dtypes_and_sizes_of_the_program_and_fit_its_embeddings(
@@ -76,6 +77,7 @@ def test_the_seed_makes_the_inputs(tmp_path: Path) -> None:
     assert not torch.equal(one["ids"], other["ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_run_on_a_pt2_file_needs_nothing_but_its_name(dynamic: bool, tmp_path: Path) -> None:
     """Also where it takes a batch of one, and no other."""

@@ -52,6 +52,7 @@ class States(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_a_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path) -> None:
     (tmp_path / "nested_factory.py").write_text(FACTORY)
     config = tmp_path / "mine.toml"

@@ -121,6 +121,7 @@ DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"
 bounds = st.none() | st.integers(-300, 300).map(float) | st.floats(allow_nan=False, width=32)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300))
 @given(st.sampled_from(DTYPES), bounds, bounds, st.integers(0, 2**40))
 @example("uint8", -4.0, None, 0)

@@ -164,6 +164,7 @@ def digests(bundle: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
 def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tuple[Path, Path], name: str) -> None:
     one, other = (digests(target / "out" / name) for target in two)
@@ -173,6 +174,7 @@ def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tu
     assert [file for file in one if one[file] != other[file]] == []
 
 
+@pytest.mark.slow
 def test_a_rule_with_a_function_for_an_attribute_leaves_the_same_bytes_in_every_process(two: tuple[Path, Path]) -> None:
     one, other = (digests(target / "out" / "named") for target in two)
     assert [file for file in one if one[file] != other[file]] == []
@@ -194,6 +196,7 @@ def parts(path: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
 def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, Path], name: str) -> None:
     here = {
@@ -214,6 +217,7 @@ def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, P
             assert told == [], part
 
 
+@pytest.mark.slow
 def test_an_absolute_path_in_the_config_does_not_reach_the_manifest(tmp_path: Path) -> None:
     target = project(tmp_path / "project")
     save_file(models.inputs("bert", 2, 5), target / "inputs.safetensors")

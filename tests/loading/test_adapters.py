@@ -49,6 +49,7 @@ def load(base: Path, task: str = "text-classification", **options: Any) -> torch
     return loader.load(ModelConfig(source=base.name, task=task, **options), base.parent).model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str)
 def test_a_merged_model_computes_what_the_adapted_one_does(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
     original = adapted(base, tmp_path / "adapter", **options)
@@ -59,12 +60,14 @@ def test_a_merged_model_computes_what_the_adapted_one_does(options: dict[str, An
         torch.testing.assert_close(merged(IDS).logits, original(IDS).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_head_that_neither_brings_is_missing(base: Path, tmp_path: Path) -> None:
     adapted(base, tmp_path / "adapter", modules_to_save=None)
     with pytest.raises(SourceError, match=r"classifier\.\w+ for one: they would be random"):
         load(base, adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_those_of_the_model_are_refused(base: Path, tmp_path: Path) -> None:
     adapted(base, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -88,6 +91,7 @@ def test_adapter_config_that_imports_a_module_is_refused(base: Path, tmp_path: P
         load(tmp_path / "model", task="feature-extraction")
 
 
+@pytest.mark.slow
 def test_a_pickle_is_not_loaded(base: Path, tmp_path: Path) -> None:
     adapted(base, tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
@@ -95,6 +99,7 @@ def test_a_pickle_is_not_loaded(base: Path, tmp_path: Path) -> None:
         load(base, adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: Path) -> None:
     settings = peft.PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
     peft.get_peft_model(AutoModel.from_pretrained(base), settings).save_pretrained(tmp_path / "adapter")
@@ -102,6 +107,7 @@ def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: P
         load(base, "feature-extraction", adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_what_is_no_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has no adapter_config.json"):
         load(base, adapter=str(tmp_path))

@@ -56,6 +56,7 @@ def kernels(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_code_that_a_models_config_names_runs_only_where_that_is_trusted(
     tmp_path: Path, kernels: Path, key: str

@@ -144,6 +144,7 @@ def test_a_checkpoint_with_a_weight_of_another_shape_is_refused(tiny_bert: Path,
         load("other", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_class_that_the_checkpoint_was_saved_from_is_the_default(tmp_path: Path) -> None:
     model = randomise(BertForMaskedLM(models.model("bert").config))
     model.save_pretrained(tmp_path / "masked")
@@ -167,6 +168,7 @@ def test_a_folder_without_weights_is_one_clear_error(tiny_bert: Path, tmp_path: 
         load("empty", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_of_something_else_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(SourceError, match=r"it holds no config\.json") as caught:
@@ -239,6 +241,7 @@ def test_a_model_from_a_factory_is_put_in_eval_mode_throughout(factories: Path) 
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
@@ -315,6 +318,7 @@ def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) ->
     assert "beside the config, so that it is looked for on the hub. Check the path, or the name" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_asked_for_one_file(tmp_path: Path) -> None:
     asked = subprocess.run(
         [sys.executable, "-c", _LOADED_WITHOUT_WAITING, str(tmp_path)],

@@ -79,6 +79,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return source, export(source, "normalize = true", 'outputs = "top_k"', "k = 2", inputs=IMAGES, formats=formats)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_a_file_that_scales_images_and_ranks_labels_answers_as_the_pipeline_does(
     file_format: str, classified: tuple[Path, Result], images: list[Path]
@@ -138,6 +139,7 @@ def test_texts_are_classified_as_the_pipeline_does(
         assert scores == pytest.approx([told["score"] for told in wanted], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["token-classification", "fill-mask"])
 def test_answers_for_each_token_are_those_of_a_file_of_logits(task: str, tmp_path: Path) -> None:
     source = folders.save(bundles.model(task), tmp_path / task)
@@ -150,6 +152,7 @@ def test_answers_for_each_token_are_those_of_a_file_of_logits(task: str, tmp_pat
         assert one == (pytest.approx(other, abs=1e-6) if isinstance(other, float) else other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "line", "told"),
     [
@@ -258,6 +261,7 @@ class Ties(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_labels_that_rounding_decides_end_the_run_and_say_so(tmp_path: Path) -> None:
     (tmp_path / "ties_to_decide.py").write_text(TIES, encoding="utf-8")
     config = tmp_path / "config.toml"

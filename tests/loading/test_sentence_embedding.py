@@ -45,6 +45,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_file_gives_what_encode_gives_with_its_source_gone(tmp_path: Path) -> None:
     output, expected = bundles.sentences()
     shutil.copytree(output, tmp_path / "bundle")
@@ -67,6 +68,7 @@ def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: str) -> None
         np.testing.assert_allclose(found, encode(folder).numpy(), atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", ("cls", "max", "mean")])
 def test_poolings_and_their_concatenation_load_as_they_encode(tmp_path: Path, pooling: Any) -> None:
     folder = save_sentences(tmp_path / "sentences", pooling)

@@ -72,6 +72,7 @@ def scripted(kind: str) -> torch.jit.ScriptModule:
     return torch.jit.freeze(made) if kind == "frozen" else made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scripted", "traced", "frozen"])
 def test_a_converted_program_computes_the_same_at_other_sizes(kind: str) -> None:
     script = scripted(kind)
@@ -80,6 +81,7 @@ def test_a_converted_program_computes_the_same_at_other_sizes(kind: str) -> None
         torch.testing.assert_close(module(*arguments(3, 9)), script(*arguments(3, 9)), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_program_goes_through_in_all_formats_and_is_compared_with_itself_in_float64(tmp_path: Path) -> None:
     script = scripted("scripted")
     x, states = arguments()
@@ -93,6 +95,7 @@ def test_a_program_goes_through_in_all_formats_and_is_compared_with_itself_in_fl
     assert list(result.files) == ["torchscript", "onnx", "pt2"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("suffix", [".pt", ".ts"])
 def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> None:
     torch.jit.save(scripted("scripted"), tmp_path / f"model{suffix}")
@@ -111,6 +114,7 @@ def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> N
     assert manifest.constants == {"times": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "told"),
     [

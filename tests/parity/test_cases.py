@@ -119,6 +119,7 @@ def test_each_end_is_checked_alone_where_all_ends_at_once_are_too_large() -> Non
     assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= found
 
 
+@pytest.mark.slow
 @given(checked())
 def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
     for case in cases(*checks):
@@ -128,6 +129,7 @@ def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
         assert all(len(found) == 1 for found in sizes.values())
 
 
+@pytest.mark.slow
 @given(checked())
 def test_an_axis_that_is_not_dynamic_keeps_its_size(checks: Checks) -> None:
     for case in cases(*checks):
@@ -146,6 +148,7 @@ def test_integers_are_ones_that_the_input_had(checks: Checks) -> None:
             assert set(case.batch["attention_mask"].flatten().tolist()) <= {0, 1}
 
 
+@pytest.mark.slow
 @given(checked())
 def test_the_same_is_checked_every_time_and_nothing_given_is_changed(
     checks: Checks,
@@ -162,6 +165,7 @@ def test_the_same_is_checked_every_time_and_nothing_given_is_changed(
     assert all(any(all(torch.equal(row[name], one[name]) for name in row) for one in data) for row in real)
 
 
+@pytest.mark.slow
 @given(checked())
 def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) -> None:
     batch, real, signature = checks
@@ -171,6 +175,7 @@ def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) ->
     assert len(set(sizes)) == len(sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(st.integers(2, 9), st.integers(2, 300), st.integers(1, 2), st.integers(300, 5000))
 def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
@@ -191,6 +196,7 @@ def test_no_size_is_cut_where_no_effort_is_spared() -> None:
     assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in found}
 
 
+@pytest.mark.slow
 @given(checked())
 def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
     batch, real, signature = checks

@@ -97,6 +97,7 @@ def run(folder: Path, effort: str, rows: int = 100) -> Result:
     return pipeline_run.run(folder / "mine.toml")
 
 
+@pytest.mark.slow
 def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
     standard = run(tmp_path, "standard").manifest.parity
     assert standard.cases[0] == "traced"  # on the first of the data
@@ -107,6 +108,7 @@ def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
     assert quick.left_out == ["data: 25 of 100 rows are checked"]
 
 
+@pytest.mark.slow
 def test_rows_whose_results_would_not_fit_on_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_run, "_DATA_BYTES", 300)
     found = run(tmp_path, "standard").manifest.parity

@@ -40,6 +40,7 @@ def test_an_original_that_shares_few_digits_with_float64_is_told_of(
     )
 
 
+@pytest.mark.slow
 def test_with_a_tolerance_and_of_an_ordinary_model_nothing_is_told(tmp_path: Path) -> None:
     fixed = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", atol=1e-6)
     assert fixed.manifest.few_digits == []
@@ -67,6 +68,7 @@ class ByAHundredth(Transformation):
         return graph_module
 
 
+@pytest.mark.slow
 def test_zeros_everywhere_but_in_extreme_cases_are_told_of_and_these_are_then_held_as_others_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

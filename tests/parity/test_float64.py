@@ -37,6 +37,7 @@ def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) 
 _FAST = ("bert", "llama", "resnet")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]
@@ -154,6 +155,7 @@ def test_a_model_that_cannot_go_without_a_copy_gets_one(way: str, monkeypatch: p
         assert torch.equal(one["y"], other["y"])
 
 
+@pytest.mark.slow
 def test_a_large_model_is_not_copied_for_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: nn.Module) -> nn.Module:
         raise AssertionError(f"{type(model).__name__} is copied")

@@ -46,6 +46,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_is_needed(
     name: str, tmp_path: Path
@@ -150,6 +151,7 @@ def test_where_a_tolerance_allows_the_distances_a_gate_decides(folder: Path) -> 
     assert not (folder / "bundle").exists()
 
 
+@pytest.mark.slow
 def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(folder: Path) -> None:
     text = CONFIG.replace(
         'use = "replace-activation"\nold = "silu"\nnew = "hardswish"', 'use = "merge-linears"'
@@ -171,6 +173,7 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
     assert manifest["config"]["parity"]["metrics"]["top_k_agreement"] == {"min": 1.0, "k": 2}
 
 
+@pytest.mark.slow
 def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
     result = call(folder, "argmax_agreement = 1.0", text=CONFIG.replace("atol = 1.0", "atol = 1e-6"))
     assert result.exit_code == 4
@@ -178,6 +181,7 @@ def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
     assert "and the gate 1\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
     assert call(folder, '"python:my_metrics:agreement" = 0.5').exit_code == 0
     failed = call(folder, '"python:my_metrics:agreement" = 0.999')
@@ -187,6 +191,7 @@ def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("gate", "code", "words"),
     [
@@ -205,6 +210,7 @@ def test_a_gate_that_cannot_be_measured_is_one_clear_message(folder: Path, gate:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_gates_are_tracked_as_metrics(folder: Path) -> None:
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     text = CONFIG.replace("enabled = false", f'uri = "{uri}"').replace('["torchscript", "onnx"]', '["torchscript"]')
@@ -242,12 +248,14 @@ def test_a_bundle_is_held_against_its_gates_again_but_not_those_of_code_that_it_
     assert [[d.gate.name for d in target.decisions] for target in targets] == [["logits, argmax_agreement"]] * 3
 
 
+@pytest.mark.slow
 def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
     recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["places"][2]["decisions"][0]
     change_gate(bundle, min=recorded["value"] + 0.01)
     assert all(target.passed for target in verify(bundle).targets[1:]), "as where the other cases had made up for them"
 
 
+@pytest.mark.slow
 def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Path) -> None:
     def pretend(document: dict[str, Any]) -> None:
         document["parity"]["gates"][0]["min"] = 1.0
@@ -262,6 +270,7 @@ def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Pa
     assert "and the gate 1\n" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"measure": "magic"}, {"output": "other"}, {"output": None}])
 def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[str, Any]) -> None:
     change_gate(bundle, **wrong)
@@ -273,6 +282,7 @@ def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[s
 # From Python
 
 
+@pytest.mark.slow
 def test_gates_can_be_given_from_python(tmp_path: Path) -> None:
     given = {"dynamic": exports.DYNAMIC, "formats": ["pt2"], "transformations": []}
     demanded = {"cosine": {"min": 0.9999, "output": "hidden"}, "argmax_agreement": 1}

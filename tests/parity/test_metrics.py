@@ -57,6 +57,7 @@ def outputs(draw: st.DrawFn) -> torch.Tensor:
     return values
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MEASURES)
 @given(values=outputs())
 def test_every_output_agrees_with_itself_to_the_last_position_and_without_ties(name: str, values: torch.Tensor) -> None:
@@ -66,6 +67,7 @@ def test_every_output_agrees_with_itself_to_the_last_position_and_without_ties(n
     assert tally.values.dtype is torch.float64
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MEASURES)
 @given(values=outputs(), seed=st.integers(0, 1000))
 def test_the_order_of_the_batch_changes_no_count(name: str, values: torch.Tensor, seed: int) -> None:
@@ -82,6 +84,7 @@ def test_the_order_of_the_batch_changes_no_count(name: str, values: torch.Tensor
 DECIDING = sorted(set(MEASURES) - {"cosine"})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DECIDING)
 @given(values=outputs(), seed=st.integers(0, 1000), share=st.floats(0.0, 0.99))
 def test_what_stays_within_the_slack_of_float64_changes_no_decision_but_ties(
@@ -98,6 +101,7 @@ def test_what_stays_within_the_slack_of_float64_changes_no_decision_but_ties(
     assert bool((tally.values == 1.0).all())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DECIDING)
 @given(values=outputs(), seed=st.integers(0, 1000))
 def test_forgiving_less_never_agrees_more(name: str, values: torch.Tensor, seed: int) -> None:

@@ -135,6 +135,7 @@ class Positions(nn.Module):
         return x[..., None] + self.targets(attention_mask.cumsum(1) - 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_refuses_some_padding_is_checked_with_less_and_that_is_told(tmp_path: Path) -> None:
     """It was said to fail at a size, which it takes."""
     inputs = {"x": torch.randn(4, 7), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}

@@ -145,6 +145,7 @@ class Sinusoids(nn.Module):
         return x[..., None] + (torch.arange(x.shape[1])[:, None] * lengths).sin()
 
 
+@pytest.mark.slow
 def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_path: Path) -> None:
     """A length that is one unit in the last place longer moves the wave at place 2,000 by 2,000 of them."""
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
@@ -173,6 +174,7 @@ class OfPeriods(nn.Module):
         return torch.cat([waves, torch.full_like(waves[:, :1], self.mark)], 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mark", [0.0, -60000.0])
 @pytest.mark.parametrize(
     ("dtype", "seconds", "factor"), [(torch.float32, 604_800, 1.0001), (torch.float16, 10_800, 1.02)]
@@ -197,6 +199,7 @@ def test_a_wrong_wave_is_found_all_the_same() -> None:
     assert not proof.check("here", lambda batch: call(Sinusoids(1.01e4), dict(batch))).passed
 
 
+@pytest.mark.slow
 def test_whole_numbers_that_drown_a_wave_are_no_fault_of_the_file(tmp_path: Path) -> None:
     """Steps of a diffusion were checked at 16,777,216, where the exporter was said to have changed the numbers."""
 

@@ -156,6 +156,7 @@ def call(model: nn.Module, made: Batch) -> Outputs:
     return {"y": model(**made)}
 
 
+@pytest.mark.slow
 def test_the_test_of_a_batch_knows_the_right_from_the_wrong_on_inputs_that_are_new() -> None:
     model, wrong = randomise(Sums()), randomise(Sums())
     with torch.no_grad():
@@ -210,6 +211,7 @@ def test_a_run_that_fails_says_the_smallest_input_at_which_it_still_does(tmp_pat
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_exhaustive_effort_finds_what_the_fixed_cases_pass(tmp_path: Path) -> None:
     rule = WrongAtSomeLengths(tuple(range(35, 62)), alike=True)
     with pytest.raises(ParityError, match=r"at found by search: batch \d+, sequence 35") as failed:

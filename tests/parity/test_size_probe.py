@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_way_that_a_trace_shows_nothing_of_fails_the_proof(name: str, tmp_path: Path) -> None:
     """Each was proven, and its files were wrong at sizes that were declared."""
@@ -78,6 +79,7 @@ class Pads(nn.Module):
         return x * attention_mask + (1 - attention_mask) * (5.0 if str(x.shape[1]) == "21" else 0.0)
 
 
+@pytest.mark.slow
 def test_a_way_that_shows_under_padding_alone_fails_the_proof_too(tmp_path: Path) -> None:
     inputs = {"x": torch.linspace(-1, 1, 24).reshape(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
     dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("rows", 1, 32)} for name in inputs}
@@ -100,6 +102,7 @@ def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[li
     return parting_sizes(original, graph, {"x": X}, traced.signature, known), tried
 
 
+@pytest.mark.slow
 def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_once() -> None:
     found, tried = searched(Program(lambda m, x: m.linear(x.mean(-1, keepdim=True)), linear=nn.Linear(1, 4)))
     assert found == []
@@ -108,6 +111,7 @@ def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_
     assert all(1 <= size <= most for shape in tried for size, most in zip(shape, (8, 32, 32), strict=True))
 
 
+@pytest.mark.slow
 def test_what_is_tried_of_a_large_model_is_less_and_small() -> None:
     model = Program(lambda m, x: m.linear(x[..., None]).sum(-1), linear=nn.Linear(1, 60_000))
     _, few = searched(model)
@@ -164,6 +168,7 @@ def test_a_rule_that_is_wrong_at_sizes_between_fails_the_proof_and_is_to_blame(t
     assert "SumsInBlocks is to blame" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", [-1e9, torch.finfo(torch.float32).min, -1e4])
 def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path: Path) -> None:
     """What was let pass was a share of the median, which of more marks than results is the mark."""
@@ -177,6 +182,7 @@ def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path
     assert float(far) > float(allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_of_half_precision_does_not_stand_before_what_is_wrong(dtype: torch.dtype, tmp_path: Path) -> None:
     """The first four sizes at which it parted were looked at, and none after."""
@@ -188,6 +194,7 @@ def test_rounding_of_half_precision_does_not_stand_before_what_is_wrong(dtype: t
         quick(model, inputs, tmp_path / "bundle", dynamic=dynamic, transformations=SumsInBlocks())
 
 
+@pytest.mark.slow
 def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed_in_another_order() -> None:
     traced = trace(Program(lambda m, x: x.argmax(-1)).eval(), {"x": X}, DYNAMIC)
 

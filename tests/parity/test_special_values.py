@@ -196,6 +196,7 @@ class Pool(nn.Module):
         return (x * keep[..., None]).sum(1)
 
 
+@pytest.mark.slow
 def test_what_a_model_does_where_an_input_is_true_throughout_is_seen(tmp_path: Path) -> None:
     inputs = {"x": torch.randn(2, 5, 3), "keep": torch.arange(10).reshape(2, 5) > 3}
     with pytest.raises(ParityError, match="keep all true"):
@@ -209,6 +210,7 @@ class Best(nn.Module):
         return scores.masked_fill(~valid, -torch.inf).topk(2)[1]
 
 
+@pytest.mark.slow
 def test_a_selection_of_nothing_is_not_made_up(tmp_path: Path) -> None:
     """At false alone all scores are equal, and which of them are the best is nobody's to say."""
     inputs = {"scores": torch.arange(21.0).reshape(3, 7), "valid": torch.arange(21).reshape(3, 7) % 5 != 0}
@@ -291,6 +293,7 @@ def words(kind: type[Words] = Words) -> Words:
     return kind().eval()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("wrong", [CountsFromTheLeft, DividesByNothing])
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -305,6 +308,7 @@ def test_a_wrong_use_of_the_mask_shows_in_a_file_of_fixed_shape_too(
     assert all(name.startswith("padded") for name in found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("row", [0, 1, IDS - 2, IDS - 1])
 def test_a_wrong_row_at_the_end_of_a_vocabulary_shows_at_the_boundary_ids_alone(row: int) -> None:
     wrong = words()
@@ -326,6 +330,7 @@ class Apply(nn.Module):
         return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("right", "wrong", "where"),
     [

@@ -163,12 +163,14 @@ def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_verifying_changes_nothing(copied: Path) -> None:
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in copied.iterdir()}
     verify(copied)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in copied.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_bundle_may_be_moved_and_made_read_only(copied: Path) -> None:
     moved = copied.rename(copied.with_name("elsewhere"))
     for path in moved.iterdir():
@@ -184,6 +186,7 @@ class OwnPrecision(nn.Module):
             return x.sin() * x.shape[0] + 1
 
 
+@pytest.mark.slow
 def test_a_file_that_takes_the_traced_shape_alone_is_said_to_be_held_there(tmp_path: Path) -> None:
     formats = ["torchscript", "pt2"]
     exports.quick(OwnPrecision(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH, formats=formats)

@@ -43,6 +43,7 @@ class Looks(nn.Module):
         return found + x[..., None]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "count"),
     [("as they are", 30), ("reshaped", 30), ("cast", 30), ("twice", 20), ("of one column", 20), ("changed", None),
@@ -55,6 +56,7 @@ def test_an_embedding_is_found_through_what_hands_ids_on(way: str, count: int | 
     assert vocabularies(traced.graph_module, traced.signature) == ({} if count is None else {"ids": count})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [
@@ -69,6 +71,7 @@ def test_the_ids_of_transformers_are_found(name: str, inputs: set[str]) -> None:
     assert vocabularies(traced.graph_module, traced.signature) == dict.fromkeys(inputs, 60)
 
 
+@pytest.mark.slow
 def test_the_kinds_of_tokens_are_a_vocabulary_of_their_own() -> None:
     example = {**models.inputs("bert"), "token_type_ids": torch.zeros(3, 7, dtype=torch.int64)}
     traced = trace(models.model("bert"), example)
@@ -91,6 +94,7 @@ def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
     assert sized_by_values(traced.graph_module) is by_values
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("body", "is_one"),
     [
@@ -115,6 +119,7 @@ def test_a_mask_of_an_attention_is_known(body: Any, is_one: bool) -> None:
     assert attention_masks(traced.graph_module, traced.signature) == ({"mask"} if is_one else set())
 
 
+@pytest.mark.slow
 def test_zeros_that_an_encoder_layer_adds_are_not_turned_to_ones(tmp_path: Path) -> None:
     """In eval mode torch takes a 1 for a place that is hidden, and its graph adds it."""
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)

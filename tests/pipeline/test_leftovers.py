@@ -16,6 +16,7 @@ from tests._helpers import exports
 from tests.pipeline.projects import at, config, nothing_is_left, wrong
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", ["trace", "check graph", "export onnx", "bundle"])
 def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> None:
     def interrupt() -> None:
@@ -42,6 +43,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succe
     assert all(place.passed for place in verify(earlier).targets)
 
 
+@pytest.mark.slow
 def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) -> None:
     (project / "out" / "block").mkdir(parents=True)
     (project / "out" / "block" / "letter.txt").write_text("mine")
@@ -53,6 +55,7 @@ def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) 
     assert (project / "out" / "block" / "letter.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
     result = run.run(config(project, "merge-linears", formats=("onnx",)), baseline=True)
     plain = project / "out" / "block-baseline"
@@ -64,6 +67,7 @@ def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
     assert [m["model"]["weights_sha256"] for m in manifests] == [manifests[0]["model"]["weights_sha256"]] * 2
 
 
+@pytest.mark.slow
 def test_a_dump_holds_the_graph_before_and_after_every_transformation(project: Path, tmp_path: Path) -> None:
     rules = ("merge-linears", wrong("ReluForGelu"), "change-true-div-to-mul-by-inverse")
     with pytest.raises(ParityError):
@@ -76,6 +80,7 @@ def test_a_dump_holds_the_graph_before_and_after_every_transformation(project: P
     assert "relu" not in second_before
 
 
+@pytest.mark.slow
 def test_the_bundle_holds_the_config_as_it_was_written(project: Path) -> None:
     path = config(project, "merge-linears")
     result = run.run(path)

@@ -97,6 +97,7 @@ DRIFTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_drift_is_refused_by_name(locked: Path, drift: str) -> None:
     change, told = DRIFTS[drift]
@@ -108,6 +109,7 @@ def test_drift_is_refused_by_name(locked: Path, drift: str) -> None:
     assert not (locked.parent / "build" / "model").exists()
 
 
+@pytest.mark.slow
 def test_module_imported_by_the_model_is_locked(locked: Path) -> None:
     """Another helper makes another model."""
     code, scale = locked.with_name("locked_model.py"), locked.with_name("locked_scale.py")
@@ -124,6 +126,7 @@ def test_module_imported_by_the_model_is_locked(locked: Path) -> None:
     assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_data_file_named_like_weights_is_locked(locked: Path, suffix: str) -> None:
     """Only weights in the model's folder are left out: no other digest covers a data file."""
@@ -178,6 +181,7 @@ def test_files_behind_links_are_listed_once(tmp_path: Path) -> None:
     assert [name for name, _ in lockfile.named_files(config, tmp_path)] == ["bert/config.json", "bert/sub/config.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["..2025_01_01_00_00_00.1", "../shared"])
 def test_module_that_is_a_link_is_locked_under_its_name(locked: Path, place: str) -> None:
     """The target of the link is not beside the config, so it would be missed under its own path."""
@@ -202,6 +206,7 @@ def test_module_that_is_a_link_is_locked_under_its_name(locked: Path, place: str
     sys.modules.pop("locked_scale", None)
 
 
+@pytest.mark.slow
 def test_module_imported_by_a_custom_rule_is_locked(locked: Path) -> None:
     """The lock and the locked run both import the rules before they look for modules."""
     helper = locked.with_name("locked_helper.py")
@@ -225,6 +230,7 @@ def test_module_imported_by_a_custom_rule_is_locked(locked: Path) -> None:
     without_modules()
 
 
+@pytest.mark.slow
 def test_locked_run_from_the_configs_own_folder(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some modules of torch name a file that does not exist in the working directory."""
     monkeypatch.chdir(locked.parent)
@@ -232,6 +238,7 @@ def test_locked_run_from_the_configs_own_folder(locked: Path, monkeypatch: pytes
     assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_pipe_in_place_of_the_lock_is_refused(locked: Path) -> None:
     lockfile.lock_path(locked).unlink()
     os.mkfifo(lockfile.lock_path(locked))

@@ -133,6 +133,7 @@ def test_a_forged_config_of_nothing_is_one_clear_error(project: Path) -> None:
     assert "model" in message(reproduce(project), 2)
 
 
+@pytest.mark.slow
 def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     bundle = project / "build" / "model"

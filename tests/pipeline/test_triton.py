@@ -50,6 +50,7 @@ def configuration(result: Result, file_format: str) -> Any:
     return repository.read(result.files[file_format].parents[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "file_format"), [*BATCHED, *NOT_BATCHED])
 def test_the_file_answers_to_what_its_configuration_says_with_the_originals_results(
     name: str, file_format: str
@@ -72,6 +73,7 @@ def test_the_file_answers_to_what_its_configuration_says_with_the_originals_resu
                 np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5, err_msg=f"{case}: {output}")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), BATCHED)
 def test_where_all_tensors_share_a_batch_triton_adds_it(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)
@@ -79,6 +81,7 @@ def test_where_all_tensors_share_a_batch_triton_adds_it(name: str, file_format: 
     assert config.HasField("dynamic_batching") == (name in ("rows", "int8-blocks")), "rows know of each other"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), NOT_BATCHED)
 def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)
@@ -86,6 +89,7 @@ def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> No
     assert not config.HasField("dynamic_batching")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [[[1, 1]] * 4, [[1, 2], [3, 4], [1, 2], [3, 4]]], ids=str)
 def test_rows_that_are_alike_do_not_show_that_no_other_has_a_say(rows: list[list[float]], tmp_path: Path) -> None:
     x = torch.tensor(rows, dtype=torch.float32)
@@ -146,6 +150,7 @@ def test_the_bundle_verifies_and_runs_as_any_other() -> None:
         )
 
 
+@pytest.mark.slow
 def test_python_that_is_started_in_the_bundle_takes_no_folder_for_a_package() -> None:
     code = "import torch; torch.export.load('model.pt2')"  # which asks whether there is a package named triton
     done = subprocess.run(
@@ -184,6 +189,7 @@ def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: 
         assert (tmp_path / "bundle-failure" / "model.pt").is_file()
 
 
+@pytest.mark.slow
 def test_one_layout_takes_the_place_of_the_other_and_the_difference_is_in_no_model(tmp_path: Path) -> None:
     bundle, other = tmp_path / "bundle", tmp_path / "other"
     options: dict[str, Any] = {"dynamic": {"input": {0: "batch"}}, "formats": ["onnx"], "effort": "quick"}
@@ -248,6 +254,7 @@ class Nothing(nn.Module):
         return x + 1, x.new_zeros(0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "inputs", "formats", "why"),
     [
@@ -295,6 +302,7 @@ def test_a_config_in_which_it_makes_no_sense_is_refused(tables: str, why: str, t
         parse_config(f'[model]\nsource = "org/name"\n{tables}', tmp_path / "config.toml")
 
 
+@pytest.mark.slow
 def test_a_run_can_be_made_again_to_the_byte_and_is_tracked(tmp_path: Path) -> None:
     config = stores.project(tmp_path, stores.store(tmp_path), formats='["onnx"]')
     config.write_text(config.read_text().replace("[export]", '[parity]\neffort = "quick"\n[export]\nlayout = "triton"'))

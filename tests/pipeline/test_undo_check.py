@@ -37,6 +37,7 @@ def test_a_run_checks_undo_and_records_it_in_the_manifest(tmp_path: Path) -> Non
     assert result.manifest.undone == ["merge-linears", "change-true-div-to-mul-by-inverse"]
 
 
+@pytest.mark.slow
 def test_rules_that_changed_nothing_are_not_said_to_be_undone(tmp_path: Path) -> None:
     class Halves(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,6 +92,7 @@ def test_an_incomplete_undo_fails_the_run_and_says_why(tmp_path: Path, leak: str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_complete_undo_passes(tmp_path: Path) -> None:
     assert export_with(tmp_path, Leaky("")).passed
 

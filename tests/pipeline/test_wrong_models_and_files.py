@@ -21,6 +21,7 @@ def test_a_model_that_bakes_a_size_in_is_caught_and_no_rule_is_blamed(project: P
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Path) -> None:
     with pytest.raises(ExportError, match="_linalg_eigh") as caught:
         run.run(config(project, factory="eigen", formats=("onnx",)))
@@ -28,6 +29,7 @@ def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Pat
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_a_source_that_fails_ends_with_three(project: Path) -> None:
     (project / "pipeline_models.py").write_text("def block():\n    raise OSError('disk gone')")
     with pytest.raises(SourceError, match="disk gone") as caught:
@@ -40,6 +42,7 @@ def drafts(project: Path) -> list[Path]:
     return list((project / "out").glob(".block.partial-*"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
@@ -63,6 +66,7 @@ def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
     assert nothing_is_left(project)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [lambda content: content[:-100], None])
 @pytest.mark.parametrize(
     ("file_format", "name"),

@@ -12,6 +12,7 @@ from optexport.pipeline import run
 from tests.pipeline.projects import config, nothing_is_left, wrong
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "node"),
     [
@@ -34,6 +35,7 @@ def test_a_wrong_rule_is_caught_named_and_leaves_nothing(project: Path, name: st
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_a_slight_scale_on_one_head_is_caught_too(project: Path) -> None:
     with pytest.raises(ParityError, match=r"python:wrong_rules:ScaledHead is to blame"):
         run.run(config(project, wrong("ScaledHead")))
@@ -57,6 +59,7 @@ def test_a_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
         run.run(path)
 
 
+@pytest.mark.slow
 def test_a_rule_that_does_not_preserve_the_computation_needs_a_tolerance(project: Path) -> None:
     path = config(project, "replace-activation", formats=("torchscript", "onnx"))
     with pytest.raises(ConfigError, match=r"transformations\[0\]: replace-activation changes the numbers"):
@@ -74,6 +77,7 @@ def test_a_rule_that_does_not_preserve_the_computation_needs_a_tolerance(project
     assert (applied.rule, applied.preserves_computation) == ("replace-activation", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Raising", "Unsound", "Returning"])
 def test_a_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str) -> None:
     with pytest.raises(TransformationError) as caught:
@@ -90,12 +94,14 @@ def test_without_the_wrong_rule_the_run_passes(project: Path) -> None:
     assert [t.rule for t in result.manifest.transformations] == ["merge-linears"]
 
 
+@pytest.mark.slow
 def test_the_rule_to_leave_out_may_be_spelled_as_its_class(project: Path) -> None:
     path = config(project, "merge-linears", "change-true-div-to-mul-by-inverse")
     result = run.run(path, without=["MergeLinears"])
     assert [t.rule for t in result.manifest.transformations] == ["change-true-div-to-mul-by-inverse"]
 
 
+@pytest.mark.slow
 def test_a_rule_to_leave_out_that_is_not_there_is_refused(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"--without merge-linear.*\n.*Did you mean \"merge-linears\""):
         run.run(config(project, "merge-linears"), without=["merge-linear"])
@@ -112,6 +118,7 @@ def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
     assert result.manifest.config["transformations"] == [{"use": "merge-linears", "min_matches": 1}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rule", "least", "found"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])
 def test_a_rule_that_finds_less_than_is_expected_fails_the_run(
     project: Path, rule: str, least: int, found: str

@@ -53,6 +53,7 @@ def test_the_graph_is_proven_to_rounding_before_it_is_cast_and_held_to_the_gates
     assert limits[cast] == float("inf")
 
 
+@pytest.mark.slow
 def test_other_formats_stay_as_they_are(result: Result, tmp_path: Path) -> None:
     plain = run(models.write(tmp_path, "", formats='"onnx", "pt2"'))
     for name in ("onnx", "pt2"):
@@ -68,6 +69,7 @@ def test_such_a_bundle_verifies(result: Result) -> None:
     assert verify.verify(result.output).passed
 
 
+@pytest.mark.slow
 def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path: Path) -> None:
     text = 'torchscript = "bfloat16"\npt2 = "bfloat16"'
     result = run(models.write(tmp_path, text, model="sharp", formats='"torchscript", "pt2"', gates="cosine = 0.99999"))
@@ -78,6 +80,7 @@ def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path:
     assert dtypes == {"torch.float32"}
 
 
+@pytest.mark.slow
 def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path: Path) -> None:
     config = models.write(
         tmp_path, 'pt2 = "bfloat16"\nkeep = ["down", "matmul"]', formats='"pt2"', gates="cosine = 0.99"
@@ -90,6 +93,7 @@ def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path:
     assert kept["matmul_1"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "half"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
 def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
     tmp_path: Path, precision: str, half: torch.dtype
@@ -105,6 +109,7 @@ def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
     assert half in {p.dtype for p in module.state_dict.values()}
 
 
+@pytest.mark.slow
 def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None:
     options = {"formats": ["pt2"], "precision": {"pt2": "bfloat16"}}
     with pytest.raises(ConfigError, match="nothing says what it must keep"):
@@ -113,12 +118,14 @@ def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None
     assert all(layer.kept is None for layer in _layers(result, "pt2"))
 
 
+@pytest.mark.slow
 def test_gates_that_nothing_passes_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="bfloat16 passes the gates with no choice of layers"):
         run(models.write(tmp_path, 'pt2 = "bfloat16"', formats='"pt2"', gates="cosine = 0.99999999"))
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='no layer "layer.2"'):
         run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep = ["layer.2"]', formats='"pt2"'))

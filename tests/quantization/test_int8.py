@@ -74,6 +74,7 @@ def test_all_that_is_not_lowered_is_proven_to_rounding_as_ever(result: Result) -
         assert all(output.max_abs <= output.limit < 1e-3 for output in target.outputs)
 
 
+@pytest.mark.slow
 def test_files_in_float32_are_the_same_bytes_as_without_lowering_another(result: Result, tmp_path: Path) -> None:
     plain = run(models.write(tmp_path, "", formats='"torchscript", "pt2"'))
     for name in ("torchscript", "pt2"):
@@ -92,6 +93,7 @@ def test_the_file_itself_says_its_precision(result: Result) -> None:
     assert "optexport.weights_sha256" in props
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_kept_where_nothing_hurts(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
@@ -101,6 +103,7 @@ def test_nothing_is_kept_where_nothing_hurts(tmp_path: Path, method: str) -> Non
     assert all(layer.alone == [] for layer in _record(result).layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
     files = []
@@ -111,6 +114,7 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="cosine = 0.99")
     config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
@@ -121,6 +125,7 @@ def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp
     assert (len(lowered), sum(n.op_type == "Conv" for n in nodes)) == (3, 4)
 
 
+@pytest.mark.slow
 def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: Path) -> None:
     """At values 64 times as large, of which no gate counts, it was held to as if they were data."""
     np.savez(tmp_path / "images.npz", x=np.random.default_rng(0).normal(size=(24, 8, 6, 6)).astype("float32"))
@@ -136,6 +141,7 @@ def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: P
     assert {case.name for case in proof.reference.cases if case.extreme} == set(extreme)
 
 
+@pytest.mark.slow
 def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convs")
     config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
@@ -143,6 +149,7 @@ def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> No
         run(config)
 
 
+@pytest.mark.slow
 def test_what_the_config_keeps_stays_in_float32_unmeasured(tmp_path: Path) -> None:
     result = run(models.write(tmp_path, f'onnx = "int8"\nkeep = ["{models.HURT}", "layers.0"]'))
     assert _kept(result) == {models.HURT: "asked for", "layers.0": "asked for"}
@@ -154,11 +161,13 @@ def test_a_name_that_is_no_layer_is_refused_with_the_nearest_that_is(tmp_path: P
         run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers.7"]'))
 
 
+@pytest.mark.slow
 def test_to_keep_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no layer to lower"):
         run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers"]'))
 
 
+@pytest.mark.slow
 def test_gates_that_no_choice_of_layers_passes_end_the_run_and_say_what_came_nearest(tmp_path: Path) -> None:
     with pytest.raises(ParityError) as raised:
         run(models.write(tmp_path, 'onnx = "int8"', gates="cosine = 0.99999999"))
@@ -171,6 +180,7 @@ def test_gates_that_no_choice_of_layers_passes_end_the_run_and_say_what_came_nea
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.slow
 def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
     path = models.write(tmp_path, 'onnx = "int8"', model="harmless")
     path.write_text(path.read_text() + "[parity]\natol = 1e-4\n")
@@ -178,6 +188,7 @@ def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
         run(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="stacked"))
@@ -185,6 +196,7 @@ def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: 
     assert _kept(result) == {}
 
 
+@pytest.mark.slow
 def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> None:
     precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["conv"]'
     formats = '"onnx", "torchscript"'
@@ -195,6 +207,7 @@ def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> No
     assert [layer.layer for layer in _record(result).layers] == ["layer"]
 
 
+@pytest.mark.slow
 def test_what_no_file_has_cannot_be_kept_of_any(tmp_path: Path) -> None:
     precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["cnv"]'
     config = models.write(

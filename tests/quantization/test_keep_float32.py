@@ -29,6 +29,7 @@ def _layers(result: Result) -> dict[str, str | None]:
     return {layer.layer: layer.kept for layer in precision.layers}
 
 
+@pytest.mark.slow
 def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_path: Path) -> None:
     merge = '{ use = "merge-linears" }'
     merged = _kept(tmp_path / "merged", "block.a-b-merged", merge)
@@ -38,11 +39,13 @@ def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_p
     assert apart == {"block.a": "asked for", "block.b": "asked for", "last": None}
 
 
+@pytest.mark.slow
 def test_a_merged_layer_whose_name_counts_its_parts_is_refused_where_they_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
         _kept(tmp_path / "counted", "block.a-and-5-merged", "")
 
 
+@pytest.mark.slow
 def test_what_is_lowered_beside_a_layer_that_stays_is_not_called_all(tmp_path: Path) -> None:
     config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
     done = CliRunner().invoke(cli, ["run", str(config)])

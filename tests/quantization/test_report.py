@@ -52,6 +52,7 @@ def test_verify_says_what_it_held_to_what(folder: Path) -> None:
     assert {row["limit"] for row in rows} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("told")
 def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path: Path) -> None:
     bundle, prepared = tmp_path / "lowered", tmp_path / "prepared.onnx"
@@ -107,6 +108,7 @@ def test_a_value_is_not_rounded_to_the_other_side_of_its_gate(value: float, leas
         assert (float(beside_gate(float(near), least, digits)) >= least) == (near >= least)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("precision", "gates", "code"),
     [('onnx = "int8"', "", 2), ('onnx = "int8"', "cosine = 0.99999999", 4), ('onnx = "int8"', "cosine = 0.9", 0)],
@@ -120,6 +122,7 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gate
         assert [target["place"] for target in document["parity"]["places"]][-1] == "onnx in float32, optimised"
 
 
+@pytest.mark.slow
 def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="harmless")
     done = CliRunner().invoke(cli, ["run", str(config), "--baseline"])
@@ -129,6 +132,7 @@ def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
     assert {target.precision for target in manifest.parity.targets} == {None}
 
 
+@pytest.mark.slow
 def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convolved", gates="cosine = 0.9")
     done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["run", str(config)])
@@ -140,6 +144,7 @@ def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
     assert "| none |" in rows[1]
 
 
+@pytest.mark.slow
 def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path: Path) -> None:
     gates = '"python:tests.quantization.models:metric" = 0.5'
     done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, 'onnx = "int8"', gates=gates))])
@@ -154,6 +159,7 @@ def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path:
     assert json.loads(done.output)["gates_not_checked"] == ["python:tests.quantization.models:metric"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("told")
 def test_verify_refuses_a_file_that_is_called_lowered_and_was_not_proven_as_such(folder: Path, tmp_path: Path) -> None:
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
@@ -205,6 +211,7 @@ enabled = false
 """
 
 
+@pytest.mark.slow
 def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gates_hold(tmp_path: Path) -> None:
     """The gates saw 16 rows of four, and files that gave noise at every length above some hundreds were proven."""
     (tmp_path / "positions.py").write_text(POSITIONS, encoding="utf-8")
@@ -222,6 +229,7 @@ def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gat
     assert "use your data only; at other sizes only gross errors are detected." in report
 
 
+@pytest.mark.slow
 def test_what_is_next_to_nothing_at_one_size_is_no_gross_fault(tmp_path: Path) -> None:
     """The distances of rows to each other are rounding alone where there is one row."""
     model = """

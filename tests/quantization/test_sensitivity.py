@@ -50,6 +50,7 @@ class Bent:
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @given(_ANGLES)
 def test_what_is_chosen_passes_lowers_something_and_keeps_nothing_needlessly(angles: list[float]) -> None:
     bent = Bent(angles)

@@ -190,6 +190,7 @@ def test_report_of_an_interrupted_run_says_it_did_not_finish(call: Caller, tmp_p
     assert error.get("message") == "the run did not finish"
 
 
+@pytest.mark.slow
 def test_characters_that_xml_forbids_are_replaced(call: Caller, tmp_path: Path) -> None:
     module = tmp_path / "halves.py"
     module.write_text(

@@ -90,6 +90,7 @@ def test_a_session_asks_the_card_first(made: Result) -> None:
     assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_a_bundle_gives_there_what_it_gave(file_format: str, made: Result) -> None:
     bundle, limit = Bundle.load(made.output, file_format), made.manifest.parity.bounds["hidden"].limit

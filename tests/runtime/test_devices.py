@@ -65,6 +65,7 @@ def test_a_check_needs_no_card(tmp_path: Path) -> None:
     assert Caller(tmp_path)("check", ON_CUDA).exit_code == 0
 
 
+@pytest.mark.sample(1)
 @NO_CARD
 @NO_PROVIDER
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
@@ -82,6 +83,7 @@ def test_nor_is_it_proven(for_a_card: Path) -> None:
     assert told.startswith("model.torchscript.pt: torch ")
 
 
+@pytest.mark.slow
 @NO_CARD
 def test_nor_is_it_made_again(tmp_path: Path) -> None:
     assert Caller(tmp_path)("run", config()).exit_code == 0
@@ -90,6 +92,7 @@ def test_nor_is_it_made_again(tmp_path: Path) -> None:
     assert "no CUDA device" in message(CliRunner().invoke(cli, ["reproduce", str(bundle)]), 3)
 
 
+@pytest.mark.sample(1)
 @NO_CARD
 @NO_PROVIDER
 @pytest.mark.parametrize(("file_format", "cause"), [("onnx", "CUDAExecutionProvider"), ("pt2", "no CUDA device")])
@@ -126,6 +129,7 @@ def test_a_session_on_the_cpu_has_no_other_provider() -> None:
     assert session.get_providers() == ["CPUExecutionProvider"]
 
 
+@pytest.mark.slow
 def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
     session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
@@ -135,6 +139,7 @@ def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
             np.testing.assert_array_equal(one.numpy(), other)
 
 
+@pytest.mark.slow
 def test_of_a_file_that_fails_on_a_card_only_that_is_told() -> None:
     result = exports.exported()
     proof = verify(result.output)

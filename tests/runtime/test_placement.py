@@ -27,6 +27,7 @@ def program(name: str) -> torch.export.ExportedProgram:
     return exported_program.to_program(made.flat, made.signature, made.example)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_there_already_stays_the_same_to_the_byte(tmp_path: Path) -> None:
     name = "llama"
     made, its = files.prepared(name), program(name)
@@ -41,6 +42,7 @@ def test_a_program_that_is_there_already_stays_the_same_to_the_byte(tmp_path: Pa
     files.agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_weights_values_and_what_is_written_in_the_graph_go_along(name: str) -> None:
     its = program(name)
@@ -54,6 +56,7 @@ def test_weights_values_and_what_is_written_in_the_graph_go_along(name: str) -> 
     assert {tensor.device.type for tensor in weights.values()} == {"cpu"}
 
 
+@pytest.mark.slow
 def test_it_runs_where_it_was_moved_to() -> None:
     made, moved = files.prepared("llama"), placement.program_to(program("llama"), META)
     inputs = {name: tensor.to("meta") for name, tensor in made.example.items()}
@@ -77,6 +80,7 @@ def test_a_copy_of_a_model_moves_and_the_model_stays() -> None:
     assert model(torch.zeros(2, 3)).device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_so_does_a_graph_that_names_a_device() -> None:
     graph_module = torch.export.export(Places(), (torch.zeros(2, 3),)).module()
     assert isinstance(graph_module, fx.GraphModule)

@@ -52,6 +52,7 @@ def program(*, by_name: bool) -> tuple[nn.Module, torch.export.ExportedProgram]:
     return model, torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
 def test_nested_tensors_are_named_by_their_place_and_constants_by_their_argument(
@@ -72,12 +73,14 @@ def test_nested_tensors_are_named_by_their_place_and_constants_by_their_argument
     assert list(program_inputs(made, 0)) == NAMES
 
 
+@pytest.mark.slow
 def test_tensors_that_a_program_does_not_take_are_refused_by_name() -> None:
     _, made = program(by_name=True)
     with pytest.raises(ConfigError, match=r"takes x, states\.0, states\.1, features\.bias, and is given x"):
         named_tensors(made, {"x": torch.ones(2, 4)})
 
 
+@pytest.mark.slow
 def test_a_program_with_nested_inputs_and_constants_goes_through_in_all_formats(tmp_path: Path) -> None:
     model, made = program(by_name=False)
     args, kwargs = arguments()
@@ -88,6 +91,7 @@ def test_a_program_with_nested_inputs_and_constants_goes_through_in_all_formats(
     assert result.manifest.inputs[1].shape == ["batch", 3]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_pt2_file_with_nested_inputs_needs_nothing_but_its_name(tmp_path: Path) -> None:
     _, made = program(by_name=False)
     torch.export.save(made, tmp_path / "model.pt2")
@@ -99,6 +103,7 @@ def test_a_run_on_a_pt2_file_with_nested_inputs_needs_nothing_but_its_name(tmp_p
     assert [spec.name for spec in manifest.inputs] == NAMES
 
 
+@pytest.mark.slow
 def test_constants_of_a_pt2_file_cannot_be_set_again(tmp_path: Path) -> None:
     _, made = program(by_name=False)
     torch.export.save(made, tmp_path / "model.pt2")
@@ -109,6 +114,7 @@ def test_constants_of_a_pt2_file_cannot_be_set_again(tmp_path: Path) -> None:
     assert "inputs.constants: a .pt2 file takes none" in result.output
 
 
+@pytest.mark.slow
 def test_data_of_other_axes_than_a_pt2_file_takes_are_refused_with_both_shapes(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(3, 2).eval(), (torch.randn(2, 3),)), tmp_path / "linear.pt2")
     (tmp_path / "rows.jsonl").write_text('{"input": [[1.5, 2, 3], [4, 5, 6]]}\n')

@@ -132,6 +132,7 @@ def test_no_tensor_of_an_output_is_lost_and_the_order_is_kept(outputs: Any) -> N
     assert all(name and not name[0].isdigit() for name in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", "groupvit"])
 def test_a_model_and_its_graph_name_the_same_outputs(name: str) -> None:
     """What the original is compared by must be what the graph gives."""
@@ -147,6 +148,7 @@ def without_cache(name: str) -> dict[str, bool]:
     return {"use_cache": False} if hasattr(models.model(name).config, "use_cache") else {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("given_inputs", "names"),
     [
@@ -161,6 +163,7 @@ def test_inputs_without_names_take_those_of_the_model(given_inputs: Any, names: 
     assert list(named_inputs(nn.Linear(1, 1), given_inputs)) == names
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("given_inputs", [(T, T), ("x",), [[T]], 3, None, "x"], ids=repr)
 def test_inputs_that_no_model_could_take_are_refused(given_inputs: Any) -> None:
     with pytest.raises(ConfigError, match="Linear takes input"):
@@ -172,6 +175,7 @@ class Tied(nn.Module):
         return x + y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "batch", "dims"),
     [

@@ -283,6 +283,7 @@ ALWAYS = (
 KINDS = [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.nightly) for kind in TABLE]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_traced(
     kind: str, tmp_path: Path
@@ -314,6 +315,7 @@ def sorted_like(names: list[str], inputs: Any) -> Any:
     return {name: inputs[name] for name in order}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [kind for kind in TABLE if kind != "a dataclass out"])
 def test_arguments_get_flat_names_and_the_model_computes_the_same_with_them(kind: str) -> None:
     make, given, inputs, _, constants = TABLE[kind]

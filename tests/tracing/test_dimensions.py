@@ -79,6 +79,7 @@ def test_axes_that_are_not_declared_stay_as_they_are() -> None:
     assert traced.signature.inputs[0].shape == (5, 4)
 
 
+@pytest.mark.slow
 def test_the_dimensions_of_a_transformers_model_have_their_usual_names() -> None:
     traced = trace(models.model("bart"), models.inputs("bart", 2, 6))
     shapes = {spec.name: spec.shape for spec in traced.signature.inputs}
@@ -98,6 +99,7 @@ def test_two_axes_that_must_be_equal_have_one_name() -> None:
     assert traced.signature.inputs[0].shape[0] == traced.signature.inputs[1].shape[0]
 
 
+@pytest.mark.slow
 def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
@@ -108,6 +110,7 @@ def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
     assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)
 
 
+@pytest.mark.slow
 def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the_trace_asserts() -> None:
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     model = randomise(ResNetModel(config))

@@ -47,6 +47,7 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", _LAYERS)
 def test_a_layer_comes_back_under_its_name_and_equal_to_the_bit(name: str) -> None:
     make, x = _LAYERS[name]
@@ -63,6 +64,7 @@ def test_a_layer_comes_back_under_its_name_and_equal_to_the_bit(name: str) -> No
     assert torch.equal(outputs(graph_module, x)[0], outputs(model, x)[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["Linear", "Conv2d", "BatchNorm2d", "LayerNorm"])
 def test_layers_of_every_floating_dtype_come_back(name: str, dtype: torch.dtype) -> None:
@@ -73,6 +75,7 @@ def test_layers_of_every_floating_dtype_come_back(name: str, dtype: torch.dtype)
     assert torch.equal(outputs(graph_module, x.to(dtype))[0], outputs(model, x.to(dtype))[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 2), nn.Embedding(7, 3)])
 def test_layers_of_whole_numbers_come_back(layer: Any) -> None:
     for name, parameter in list(layer.named_parameters()):
@@ -96,6 +99,7 @@ _ARITHMETIC: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", _ARITHMETIC)
 def test_tensor_arithmetic_becomes_operators_and_stays_equal_to_the_bit(name: str) -> None:
     body, target = _ARITHMETIC[name]
@@ -106,6 +110,7 @@ def test_tensor_arithmetic_becomes_operators_and_stays_equal_to_the_bit(name: st
     assert torch.equal(outputs(graph_module, x)[0], body(x))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "body",
     [
@@ -123,6 +128,7 @@ def test_arithmetic_with_options_keeps_them(body: Callable[[Any], Any]) -> None:
     assert torch.equal(outputs(graph_module, x)[0], body(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_are_equal_to_the_bit_at_sizes_that_were_not_traced(name: str) -> None:
     model, graph_module = models.model(name), models.traced(name)
@@ -136,6 +142,7 @@ def test_models_are_equal_to_the_bit_at_sizes_that_were_not_traced(name: str) ->
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_no_layer_of_a_model_is_left_unraised(name: str) -> None:
     kinds = ("linear", "conv2d", "batch_norm", "layer_norm", "embedding")
@@ -192,6 +199,7 @@ def test_the_state_dict_keeps_the_order_of_the_model() -> None:
     assert list(graph_module.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_a_state_dict_holds_nothing_that_the_model_would_not_save(name: str) -> None:
     own = models.model(name).state_dict()
@@ -233,6 +241,7 @@ class _Twice(nn.Linear):
         return F.linear(super().forward(x), self.weight.t())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "make",
     [

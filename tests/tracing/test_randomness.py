@@ -33,6 +33,7 @@ def on_one_way(_: nn.Module, x: torch.Tensor) -> object:
     return torch.cond(x.sum() > 0, lambda x: x + torch.bernoulli(x.sigmoid()), lambda x: x * 2, (x,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -51,11 +52,13 @@ def test_outputs_that_depend_on_random_numbers_are_refused_with_the_line(functio
         check(function)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_drawn_on_one_way_alone_are_seen() -> None:
     with pytest.raises(TraceError, match="outputs depend on random numbers, which cond draws"):
         check(on_one_way)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -40,6 +40,7 @@ def _bert_inputs(batch: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
     return {**inputs, "token_type_ids": torch.ones_like(inputs["input_ids"])}
 
 
+@pytest.mark.slow
 def test_input_names_choose_the_inputs_and_their_order() -> None:
     names = ["input_ids", "attention_mask", "token_type_ids"]
     model = models.model("bert")
@@ -54,6 +55,7 @@ def test_input_names_choose_the_inputs_and_their_order() -> None:
         assert torch.equal(graph_module(**inputs)[0], want)
 
 
+@pytest.mark.slow
 def test_a_single_input_is_enough_where_the_model_needs_no_more() -> None:
     model = models.model("bert")
     graph_module = symbolic_trace(model, input_names=["input_ids"], disable_check=True)
@@ -70,6 +72,7 @@ def test_names_of_parameters_and_modules_are_the_models_own() -> None:
         assert type(own[node.target]) is type(graph_module.get_submodule(node.target))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in models.NAMES if name not in ("resnet", "vit", "groupvit")])
 def test_every_batch_and_sequence_works_whatever_was_traced(name: str) -> None:
     model, graph_module = models.model(name), models.traced(name)
@@ -194,6 +197,7 @@ def test_an_exported_program_is_raised() -> None:
     assert torch.equal(outputs(traced.graph_module, X[:3])[0], model(X[:3]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_the_callers_transformers_model_is_not_changed(name: str) -> None:
     model = models.model(name)
@@ -218,6 +222,7 @@ def test_the_callers_plain_module_is_not_changed(training: bool) -> None:
     assert torch.equal(x, X)
 
 
+@pytest.mark.slow
 def test_a_failed_trace_of_a_transformers_model_changes_nothing_either() -> None:
     model = models.model("llama")
     before, config = owned(model), copy.deepcopy(model.config.to_dict())
@@ -227,6 +232,7 @@ def test_a_failed_trace_of_a_transformers_model_changes_nothing_either() -> None
     assert model.config.to_dict() == config
 
 
+@pytest.mark.slow
 def test_a_failed_trace_of_a_module_in_train_mode_changes_nothing_either() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = m.dropout(m.norm(x))
@@ -246,12 +252,14 @@ def test_an_input_that_the_model_changes_in_place_is_not_changed_by_tracing() ->
     assert torch.equal(x, X)
 
 
+@pytest.mark.slow
 def test_tracing_the_same_model_twice_gives_the_same_graph() -> None:
     first = symbolic_trace(models.model("albert"))
     assert str(first.graph) == str(models.traced("albert").graph)
     assert list(first.state_dict()) == list(models.traced("albert").state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_model_of_another_dtype_gets_inputs_of_it(dtype: torch.dtype) -> None:
     model = copy.deepcopy(models.model("vit")).to(dtype)
@@ -296,6 +304,7 @@ def test_what_is_no_module_and_inputs_that_it_does_not_take_are_told() -> None:
         symbolic_trace(nn.Linear(4, 4), ["x"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
 def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> None:
     """Of a keyword torch itself wrote code that Python does not take, which was called a defect."""
@@ -305,6 +314,7 @@ def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> No
         trace(model, {"input": torch.randn(2, 4)})
 
 
+@pytest.mark.slow
 def test_a_program_with_a_keyword_for_a_name_is_refused() -> None:
     model = nn.Sequential()
     model.add_module("in", nn.Linear(4, 4))

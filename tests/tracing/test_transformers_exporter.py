@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,6 +31,7 @@ class Halving(PreTrainedModel):
         return x * self.scale
 
 
+@pytest.mark.slow
 def test_where_nothing_is_padded_no_mask_is_made() -> None:
     model = Halving().eval()
     traced = trace(model, {"x": torch.randn(3, 9, 4)})
@@ -38,6 +40,7 @@ def test_where_nothing_is_padded_no_mask_is_made() -> None:
         torch.testing.assert_close(traced.graph_module(given), model(given))
 
 
+@pytest.mark.slow
 def test_attention_within_segments_norms_its_queries_and_keys() -> None:
     built = progress.build(progress.Outcome("glm_ocr_vision"))
     assert built is not None

@@ -177,6 +177,7 @@ class RaisedAgain(nn.Module):
         return x * 2
 
 
+@pytest.mark.slow
 def test_a_check_whose_error_becomes_another_is_passed_over():
     model = RaisedAgain().eval()
     traced = trace.trace(model, {"x": torch.rand(5, 2)})
@@ -184,6 +185,7 @@ def test_a_check_whose_error_becomes_another_is_passed_over():
     assert torch.equal(traced.graph_module(x), model(x))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model",
     [Branches(), Mixed(), Kept(), Chosen(), OneLine(), Caught(), Suppressed(), Swallowed(), Ends(), Generated()],

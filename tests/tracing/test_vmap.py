@@ -52,6 +52,7 @@ class Mapped(nn.Module):
         return torch.vmap(lambda row: row.cumsum(0))(x)
 
 
+@pytest.mark.slow
 def test_vmap_in_a_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"torch\.vmap") as raised:
         export(Mapped().eval(), {"x": torch.ones(3, 4)}, tmp_path / "bundle")

@@ -44,6 +44,7 @@ def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> No
     assert run.data.metrics == {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("error", "reason"), [(KeyboardInterrupt, "interrupted"), (MemoryError, "MemoryError")])
 def test_a_run_that_is_interrupted_is_marked_failed_too(
     tmp_path: Path, error: type[BaseException], reason: str
@@ -79,6 +80,7 @@ def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
     assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle
     assert pipeline_run.run(config).tracking_failure is None
 
 
+@pytest.mark.slow
 def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is no database, but it is long enough to be read as one" * 20)
     result = pipeline_run.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
@@ -132,6 +135,7 @@ def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> No
         store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_database_is_told_without_a_traceback_and_in_the_words_of_its_driver(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def after_the_next(folder: Path, uri: str, place: Path, left_run: str) -> Run:
     return mlflow.MlflowClient(uri).get_run(left_run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_next_run_ends_what_was_left_and_log_completes_it_yet(tmp_path: Path, sent: bool) -> None:
     uri = stores.store(tmp_path)
@@ -57,6 +58,7 @@ def test_the_next_run_ends_what_was_left_and_log_completes_it_yet(tmp_path: Path
     assert REASON_TAG not in whole.data.tags
 
 
+@pytest.mark.slow
 def test_what_is_sent_yet_is_left_alone(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
@@ -64,6 +66,7 @@ def test_what_is_sent_yet_is_left_alone(tmp_path: Path) -> None:
         assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
 
 
+@pytest.mark.slow
 def test_what_is_sent_from_a_copy_is_left_alone(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
@@ -72,6 +75,7 @@ def test_what_is_sent_from_a_copy_is_left_alone(tmp_path: Path) -> None:
     assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
 
 
+@pytest.mark.slow
 def test_where_nothing_tells_who_sends_it_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the file system knows no locks."""
     uri = stores.store(tmp_path)
@@ -80,6 +84,7 @@ def test_where_nothing_tells_who_sends_it_is_left_alone(tmp_path: Path, monkeypa
     assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
 
 
+@pytest.mark.slow
 def test_a_run_that_holds_another_bundle_is_left_alone(tmp_path: Path) -> None:
     """Whoever writes a bundle may name any run in it."""
     uri = stores.store(tmp_path)
@@ -89,6 +94,7 @@ def test_a_run_that_holds_another_bundle_is_left_alone(tmp_path: Path) -> None:
     assert after_the_next(tmp_path, uri, place, other).info.status == "RUNNING"
 
 
+@pytest.mark.slow
 def test_a_store_that_will_not_tell_of_it_is_no_failure_of_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

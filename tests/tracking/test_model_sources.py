@@ -63,6 +63,7 @@ def log_pytorch(folder: Path, uri: str, model: nn.Module, **options: Any) -> str
     return str(info.model_uri)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
@@ -78,6 +79,7 @@ def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) ->
     assert torch.equal(next(iter(loaded.model.parameters())), model.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_that_lies_beside_the_model_is_not_taken_for_it(tmp_path: Path) -> None:
     """The first that the file system named was."""
@@ -92,6 +94,7 @@ def test_a_program_that_lies_beside_the_model_is_not_taken_for_it(tmp_path: Path
     assert (found.parent.name, found.read_bytes() != b"another") == ("data", True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
@@ -113,6 +116,7 @@ def fetch(logged: Path, folder: Path) -> Path:
     return download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), folder, folder / "downloaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ["{}", "../../victim", "model/../../../victim"])
 def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_path: Path, elsewhere: str) -> None:
     """Tokenizers were copied to wherever it said, over a module that a config names."""
@@ -144,6 +148,7 @@ def test_a_template_of_a_batch_says_that_only_a_batch_runs_it(tmp_path: Path) ->
         download_model("models:/{name}/{version}", TrackingConfig(), tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flavors", ["{transformers: 3}", "[pytorch]", '{transformers: {model_binary: "a\\0b"}}', "{pytorch: [1]}", "3"]
 )
@@ -156,6 +161,7 @@ def test_a_model_whose_flavours_have_another_form_is_an_error_of_the_source(flav
         fetch(logged, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binary", ["components/tokenizer", "MLmodel"])
 def test_weights_that_a_tokenizer_cannot_be_laid_beside_are_an_error_of_the_source(binary: str, tmp_path: Path) -> None:
     tokenizer = tmp_path / "logged" / "components" / "tokenizer"

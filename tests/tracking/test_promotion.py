@@ -28,6 +28,7 @@ def store(tmp_path: Path) -> Registry:
     return Registry(tmp_path)
 
 
+@pytest.mark.slow
 def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
     for _ in range(3):
         store.log()
@@ -59,6 +60,7 @@ def test_a_database_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", range(6))
 def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
     for _ in range(3):
@@ -73,6 +75,7 @@ def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(stor
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", range(5))
 def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_again(
     store: Registry, writes: int
@@ -92,6 +95,7 @@ def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_ag
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
+@pytest.mark.slow
 def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(store: Registry) -> None:
     for _ in range(3):
         store.log()
@@ -102,6 +106,7 @@ def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConnectionError("lost")])
 def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_do_it_again(
     store: Registry, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -128,6 +133,7 @@ def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
+@pytest.mark.slow
 def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Registry) -> None:
     """Nobody held the alias, and its history told of a move that did not happen."""
     for _ in range(2):
@@ -142,6 +148,7 @@ def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Regi
         promotion.rollback(store.uri, "block", "champion")
 
 
+@pytest.mark.slow
 def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store: Registry) -> None:
     for _ in range(3):
         store.log()
@@ -153,6 +160,7 @@ def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store:
     assert "optexport.rolled_back" not in store.tags("3")
 
 
+@pytest.mark.slow
 def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_ended(store: Registry) -> None:
     """What was left of it made a later rollback do nothing, and say that it had."""
     for _ in range(3):
@@ -162,6 +170,7 @@ def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_end
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
+@pytest.mark.slow
 def test_why_a_version_was_not_compared_is_told_though_its_program_ended_after_the_alias_had_moved(
     store: Registry,
 ) -> None:
@@ -175,6 +184,7 @@ def test_why_a_version_was_not_compared_is_told_though_its_program_ended_after_t
     assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (why,), why)
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) -> None:
     """Its program was ended after the alias had moved, and before it was written that it had."""
     store.log()
@@ -186,6 +196,7 @@ def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) 
     assert store.tags("2")["optexport.register"] == "moved"
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
     """Its program was ended after the alias had moved, and before it was written that it had."""
     store.log()
@@ -210,6 +221,7 @@ class _Ended:
         return getattr(self.client, name)
 
 
+@pytest.mark.slow
 def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
     for _ in range(3):
         store.log()
@@ -217,6 +229,7 @@ def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "1")
 
 
+@pytest.mark.slow
 def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
     """Their times are of seconds."""
     for _ in range(2):
@@ -239,6 +252,7 @@ def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
     assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == [*told, "--uri", "URI"]
 
 
+@pytest.mark.slow
 def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
     store.log()
     store.log()
@@ -247,6 +261,7 @@ def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(st
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "version", "words"),
     [
@@ -264,12 +279,14 @@ def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, versio
     assert store.holder == "1"
 
 
+@pytest.mark.slow
 def test_an_alias_that_nobody_holds_cannot_be_rolled_back(store: Registry) -> None:
     store.log()
     with pytest.raises(ConfigError, match="no version holds it"):
         promotion.rollback(store.uri, "block", "challenger")
 
 
+@pytest.mark.slow
 def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
     store.log()
     entries = [{"version": "1", "by": "promote", "at": "then"}] * 100
@@ -279,6 +296,7 @@ def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
     assert store.history[-1] == ("2", "ratchet")
 
 
+@pytest.mark.slow
 def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
     store.log()
     entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
@@ -288,6 +306,7 @@ def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
     assert json.loads(found)[-1] == entries[-1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
 def test_a_history_that_others_wrote_over_stops_nobody(store: Registry, tag: str) -> None:
     store.log()

@@ -86,6 +86,7 @@ def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
     assert store.holder == "2"
 
 
+@pytest.mark.slow
 def test_an_older_version_does_not_take_the_alias_from_a_newer_one(store: Registry) -> None:
     """As of a run that the server was lost to when it was to move the alias, and which is sent again later."""
     store.log()
@@ -200,6 +201,7 @@ def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) 
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_as_the_champion_is_read_is_not_called_a_wrong_path(
     store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_server_that_is_lost_as_the_champion_is_read_is_not_called_a_wrong_pat
         store.log()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])
 def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) -> None:
     config = RegisterConfig(name=name)
@@ -233,6 +236,7 @@ def test_the_defaults_are_those_of_the_config() -> None:
     assert RegisterConfig(name="x").alias == "champion"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [1, 2, 4, 6, 7, 9, 10])  # the others are questions of mlflow itself
 def test_an_answer_that_holds_nothing_loses_no_history(
     empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +258,7 @@ def test_an_answer_that_holds_nothing_loses_no_history(
     assert store.holder == ("1" if empty < 8 else "2")  # the alias moves at the eighth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["register", "promote", "rollback"])
 def test_an_alias_that_stays_though_it_was_said_to_move_is_told(
     by: str, store: Registry, monkeypatch: pytest.MonkeyPatch

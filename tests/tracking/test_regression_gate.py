@@ -218,6 +218,7 @@ def test_fewer_sizes_than_the_champions_are_worse(
     assert verdict(tmp_path, ours, theirs).worse == tuple(f"inputs: x[1] takes {told}" for told in worse)
 
 
+@pytest.mark.slow
 def test_an_interface_of_any_names_is_told_in_one_line_that_is_not_too_long(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["inputs"][0]["name"] = "x\nblock version 1 holds champion" + "x" * 3_000_000

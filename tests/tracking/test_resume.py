@@ -60,6 +60,7 @@ def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
     assert mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(batch)["hidden"].shape == (3, 7, 8)
 
 
+@pytest.mark.slow
 def test_a_signed_bundle_is_sent_with_its_signature(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     page.write(place)
@@ -80,6 +81,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:
     assert len(mlflow.MlflowClient(uri).search_model_versions("name = 'block'")) == 1
 
 
+@pytest.mark.slow
 def test_a_report_that_was_written_again_makes_no_other_run_of_it(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     first = log_bundle(place, uri)
@@ -91,6 +93,7 @@ def test_a_report_that_was_written_again_makes_no_other_run_of_it(tmp_path: Path
     assert (again.run_id, again.before) == (first.run_id, True)
 
 
+@pytest.mark.slow
 def test_two_runs_of_equal_files_are_two_runs(tmp_path: Path) -> None:
     """Their manifests are the same to the byte; what was measured tells them apart."""
     uri = stores.store(tmp_path)
@@ -127,6 +130,7 @@ def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path
     assert (version.run_id, version.source) == (run.info.run_id, f"models:/{model.model_id}")
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(tmp_path, measurements=timed(1.0, 1.5))
@@ -149,6 +153,7 @@ def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -
         assert rows == len(table["data"]) > 0
 
 
+@pytest.mark.slow
 def test_of_two_that_send_it_at_once_one_finds_it_there(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     with ThreadPoolExecutor(2) as pool:
@@ -157,6 +162,7 @@ def test_of_two_that_send_it_at_once_one_finds_it_there(tmp_path: Path) -> None:
     assert len(runs(uri)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     first = log_bundle(place, uri)
@@ -164,6 +170,7 @@ def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:
     assert log_bundle(place, uri).run_id != first.run_id
 
 
+@pytest.mark.slow
 def test_a_bundle_of_another_store_gets_a_run_of_its_own(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(
@@ -183,6 +190,7 @@ def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
     assert runs(uri) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])
 def test_a_run_that_holds_something_else_is_not_taken_for_the_bundles(tmp_path: Path, status: str) -> None:
     """Whoever writes a bundle may name any run, whose model would be registered as the bundle's."""
@@ -201,6 +209,7 @@ def test_a_run_that_holds_something_else_is_not_taken_for_the_bundles(tmp_path: 
     assert (found.info.status, found.data.params, found.data.metrics) == (status, {}, {})
 
 
+@pytest.mark.slow
 def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
@@ -209,6 +218,7 @@ def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent
     assert runs(uri) == []
 
 
+@pytest.mark.slow
 def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(tmp_path: Path) -> None:
     """They were drawn only when half was sent, and the store was to be asked again for ever."""
     uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
@@ -217,6 +227,7 @@ def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(t
     assert runs(uri) == []
 
 
+@pytest.mark.slow
 def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     (place / "model.onnx").write_bytes(b"no model of ONNX's")
@@ -231,6 +242,7 @@ def failing(document: dict[str, Any]) -> None:
         output["cases"][0] |= {"failure": "wrong", "distance": 123.0}
 
 
+@pytest.mark.slow
 def test_a_bundle_that_says_of_itself_that_it_failed_is_not_sent(tmp_path: Path) -> None:
     """It got the alias, and no honest version could be compared with it afterwards."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -239,6 +251,7 @@ def test_a_bundle_that_says_of_itself_that_it_failed_is_not_sent(tmp_path: Path)
     assert not (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 def test_files_of_a_database_go_where_they_are_told_to(tmp_path: Path) -> None:
     """Beside the config that names it, as those of a run; a URI that names a file has its own place."""
     place, beside = bundle(tmp_path), tmp_path / "beside"
@@ -248,6 +261,7 @@ def test_files_of_a_database_go_where_they_are_told_to(tmp_path: Path) -> None:
     assert (beside / "mlartifacts").is_dir()
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:
@@ -255,6 +269,7 @@ def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
     assert caught.value.exit_code == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import pytest
 from mlflow.entities import Metric
 
 from optexport.tracking import run_params
@@ -19,6 +20,7 @@ from tests.tracking.bundles import QUIET, bundle, timed
 pytestmark = QUIET
 
 
+@pytest.mark.slow
 def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
     """A config of many inputs, and a model of many outputs, go past what one request may hold."""
 
@@ -41,6 +43,7 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
     assert run.data.metrics["parity.original.layer.399.max_abs"] >= 0
 
 
+@pytest.mark.slow
 def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_path: Path) -> None:
     """Names of settings and outputs are the user's: one that MLflow refused cost the whole run."""
     names = ["a b", "a_b", "a?b", "<b>", "a//b", "../x", "/", ".", "é", "a\nb", "x" * 300, "x" * 301, "\ud800"]

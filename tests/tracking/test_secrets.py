@@ -67,6 +67,7 @@ ECHOES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", URIS_WITH_SECRETS)
 def test_redact_hides_secrets_of_uris(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri}: refused", f'uri = "{uri}"', f"({uri})\n{uri}"):
@@ -83,6 +84,7 @@ def test_redact_leaves_the_rest_of_a_uri() -> None:
     assert redact(f"postgresql://someone:a/{SECRET}@host/db") == "postgresql://***@host/db"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("echo", ECHOES)
 def test_redact_error_hides_secrets_in_echoed_requests(echo: str) -> None:
     for text in (echo, f"400: {echo}: refused", f"({echo})\n{echo}"):
@@ -116,6 +118,7 @@ def test_message_about_a_config_hides_the_uri(tmp_path: Path) -> None:
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "text",
     [

@@ -28,6 +28,7 @@ def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
         assert store.resolved_uri(uri, tmp_path) == uri
 
 
+@pytest.mark.slow
 def test_the_command_that_serves_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/other folder/mlflow.db"
     command, address = store.page(uri, "1", "abc").splitlines()
@@ -40,6 +41,7 @@ def test_the_address_of_a_run_on_a_server_with_a_password_can_be_opened() -> Non
     assert store.page(uri, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
 
+@pytest.mark.slow
 def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
     config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]')
     config.write_text(config.read_text().replace("[tracking]", "[tracking]\nenabled = false"))
@@ -55,6 +57,7 @@ def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
     assert one.tracking_failure is other.tracking_failure is None
 
 
+@pytest.mark.slow
 def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None:
     """Each would make the tables, and all but one fail."""
     program = (
@@ -68,6 +71,7 @@ def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None
         assert (process.returncode, told) == (0, "1\n"), errors
 
 
+@pytest.mark.slow
 def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None:
     """What was left had half of its tables, and MLflow refused it for ever."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -87,6 +91,7 @@ def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a%20b", "what?x"])
 def test_a_config_in_a_folder_where_mlflow_keeps_no_database_is_told_so_before_anything_is_done(
     tmp_path: Path, name: str
@@ -101,6 +106,7 @@ def test_a_config_in_a_folder_where_mlflow_keeps_no_database_is_told_so_before_a
     assert run.run(absolute).tracking_failure is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a b#c", "100%", "50%off"])
 def test_a_folder_of_almost_any_name_holds_its_store(tmp_path: Path, name: str) -> None:
     (folder := tmp_path / name).mkdir()
@@ -109,6 +115,7 @@ def test_a_folder_of_almost_any_name_holds_its_store(tmp_path: Path, name: str) 
     assert "mlflow.db" in {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "mlflow.db").symlink_to(tmp_path / "volume" / "real.db")
@@ -119,6 +126,7 @@ def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "volume").iterdir()} == {"real.db", "real.db.partial"}
 
 
+@pytest.mark.slow
 def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
     """mlflow would name the commit of the program that calls it."""
     uri = stores.store(tmp_path)
@@ -126,6 +134,7 @@ def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: P
     assert [tag for tag in only_run(uri).data.tags if tag.startswith("mlflow.source.git")] == []
 
 
+@pytest.mark.slow
 def test_a_users_own_setting_of_telemetry_and_patience_stays() -> None:
     names = ("MLFLOW_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "MLFLOW_HTTP_REQUEST_TIMEOUT")
     code = f"""

@@ -35,6 +35,7 @@ def registered_project(folder: Path, uri: str) -> Path:
     return config
 
 
+@pytest.mark.slow
 def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: Path) -> None:
     uri, output = stores.store(tmp_path), tmp_path / "out" / "block"
     logged: list[Future[Logged]] = []
@@ -63,6 +64,7 @@ def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: 
     assert len(client.search_model_versions("name = 'block'")) == 1
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_is_sent_by_whoever_holds_all_of_it(tmp_path: Path) -> None:
     """A run replaces the parts together."""
     uri, model = stores.store(tmp_path), tmp_path / "model"
@@ -77,6 +79,7 @@ def test_a_part_of_a_model_is_sent_by_whoever_holds_all_of_it(tmp_path: Path) ->
         assert not logged.result(60).before
 
 
+@pytest.mark.slow
 def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None:
     """As where file systems know no locks."""
     uri = stores.store(tmp_path)
@@ -92,6 +95,7 @@ def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None
     assert mlflow.MlflowClient(uri).search_registered_models() == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["model.onnx", "graph_after.txt"])
 def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str) -> None:
     """Somebody changes a file while the run sends."""
@@ -110,6 +114,7 @@ def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str
         log_bundle(result.output, uri, "tracked")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
@@ -129,6 +134,7 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     assert "optexport.blame.failure" not in run.data.tags
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +153,7 @@ def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_
     assert only_run(uri).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("creates", ["create_model_version", "create_logged_model"])
 def test_what_arrives_late_of_a_call_of_a_program_that_was_ended_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, creates: str
@@ -175,6 +182,7 @@ def test_what_arrives_late_of_a_call_of_a_program_that_was_ended_counts(
         assert model.model_id == made[0].model_id
 
 
+@pytest.mark.slow
 def test_what_did_not_arrive_is_told_and_sent_later(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     logged = log_bundle(place, uri)

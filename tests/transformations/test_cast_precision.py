@@ -78,6 +78,7 @@ LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_computed_in_half_precision(name: str, dtype: str) -> None:
@@ -91,6 +92,7 @@ def test_a_layer_is_computed_in_half_precision(name: str, dtype: str) -> None:
     assert torch.equal(outputs(cast, x)[0], own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -107,6 +109,7 @@ def test_no_cast_stands_between_what_goes_on_in_half_precision(body: Any) -> Non
     assert _casts(cast) == [torch.float16, torch.float32]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "between",
     [
@@ -128,6 +131,7 @@ def test_what_half_precision_is_too_coarse_for_stays(between: Any) -> None:
     assert all(result.isfinite().all() for result in outputs(cast, X))
 
 
+@pytest.mark.slow
 def test_attention_with_and_without_a_mask_that_is_added() -> None:
     def body(mask: torch.Tensor | None) -> Any:
         return lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), attn_mask=mask)
@@ -143,6 +147,7 @@ def test_attention_with_and_without_a_mask_that_is_added() -> None:
     assert "its mask is added" in report.near_misses[0].reason
 
 
+@pytest.mark.slow
 def test_attention_that_is_written_out_keeps_its_softmax() -> None:
     layers = {name: nn.Linear(4, 4) for name in "qkv"}
     graph_module = by_export(X, lambda m, x: (m.q(x) @ m.k(x).transpose(1, 2) / 2).softmax(-1) @ m.v(x), **layers)
@@ -193,6 +198,7 @@ def _changes_it_after_it_was_read(m: Any, x: torch.Tensor) -> Any:
     return m.b(y), z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -204,6 +210,7 @@ def test_what_is_changed_in_place_is_read_as_it_then_is(body: Any) -> None:
     _cast(by_export(X, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -266,6 +273,7 @@ def test_a_hook_and_a_parametrization_are_skipped() -> None:
     check_refused(CastPrecision(), graph_module, None, "a: it has hooks")
 
 
+@pytest.mark.slow
 def test_a_parameter_of_a_product_is_cast_once_and_for_all() -> None:
     graph_module = by_export(X, lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(4, 4)))
     cast, _ = _cast(graph_module, X)
@@ -277,6 +285,7 @@ def test_a_parameter_of_a_product_is_cast_once_and_for_all() -> None:
         assert cast.state_dict()["w"].dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_the_products_of_gpt2_which_are_no_linears() -> None:
     config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=40)
     graph_module = symbolic_trace(randomise(GPT2Model(config)), input_names=["input_ids"])
@@ -293,6 +302,7 @@ def test_dtypes_that_are_not_known_are_skipped() -> None:
     check_refused(CastPrecision(), by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4)), X, "a: dtypes are unknown")
 
 
+@pytest.mark.slow
 def test_what_is_to_be_kept_stays() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph_module = by_export(X, lambda m, x: m.last(m.block(x)), block=block, last=nn.Linear(4, 4))
@@ -312,6 +322,7 @@ def test_the_registry_knows_the_precisions_without_torch() -> None:
         CastPrecision(dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models(name: str, dtype: str) -> None:
@@ -352,6 +363,7 @@ def _example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, A
     return randomise(_Convolutional()), {"x": torch.randn(2, 3, 32, 32)}, {"x": {0: Dim("batch", 1, 8)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.nightly), "convolutional"])
 def test_exports_pass_only_within_a_declared_tolerance(name: str, dtype: str, tmp_path: Path) -> None:
@@ -368,6 +380,7 @@ def test_exports_pass_only_within_a_declared_tolerance(name: str, dtype: str, tm
         export(model, inputs, tmp_path / "no", transformations=rules, formats=["pt2"], dynamic=dynamic)
 
 
+@pytest.mark.slow
 def test_onnx_runtime_refuses_bfloat16_on_the_cpu(tmp_path: Path) -> None:
     model, inputs, dynamic = _example("convolutional")
     with pytest.raises(ExportError, match="NOT_IMPLEMENTED"):

@@ -68,6 +68,7 @@ _ROUNDED |= {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("how", _ROUNDED)
 def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
     # If x is a multiple of the divisor, the product may be just below the integer quotient, and floor is off by one.
@@ -82,6 +83,7 @@ def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
 _NOT_EXPORTED = {"type by name", "quantised", "as many"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", sorted(_ROUNDED.keys() - _NOT_EXPORTED))
 def test_a_quotient_that_is_rounded_stays_exact_after_export(how: str) -> None:
     divisor = next(c for c in range(3, 200) if _misses(c))
@@ -104,6 +106,7 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", _SMOOTH)
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_quotient_before_smooth_functions_becomes_a_product(how: str, exported: bool) -> None:
@@ -137,6 +140,7 @@ def test_a_quotient_of_an_input_number_stays_exact() -> None:
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange may amplify the rounding")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
 def test_a_long_way_to_a_quotient_is_followed_once(step: Any) -> None:
     def body(m: Any, x: Any) -> Any:
@@ -160,6 +164,7 @@ def divide(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "how",
     [lambda q: (1 - q).sqrt(), lambda q: (1 - q).log(), lambda q: (1 - q) ** 0.5, lambda q: (0 - torch.ones(3)) ** q],
@@ -174,6 +179,7 @@ def test_a_rounding_never_decides_between_a_number_and_nan(how: Callable[[Any], 
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "may amplify the rounding")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisor", [3, 4])
 def test_complex_quotients_are_never_exact(divisor: int) -> None:
     x = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -231,6 +237,7 @@ _POLES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("how", _POLES)
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_rounding_never_decides_between_a_number_and_infinity(how: str, exported: bool) -> None:
@@ -260,6 +267,7 @@ _LOWER: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("how", _LOWER)
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_quotient_before_a_lower_precision_stays_exact(how: str, exported: bool) -> None:
@@ -293,6 +301,7 @@ def test_a_quotient_may_be_cast_to_its_own_precision() -> None:
     check_refused(ChangeTrueDivToMulByInverse(), unknown, x, "float_1 may amplify the rounding")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layer", [nn.MaxPool1d(2, return_indices=True), nn.AdaptiveMaxPool1d(2, return_indices=True)])
 @pytest.mark.parametrize("exported", [True, False])
 def test_the_places_of_the_greatest_quotients_stay(layer: nn.Module, exported: bool) -> None:

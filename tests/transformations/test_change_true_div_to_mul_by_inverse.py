@@ -56,12 +56,14 @@ def test_golden_graph_before_and_after() -> None:
     assert str(graph_module.graph) == before
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", _DIVISIONS)
 @pytest.mark.parametrize("divisor", [49, -3, 0.1, math.pi, 1e-30, 1e30])
 def test_divisions_become_products_and_are_restored(how: str, divisor: float) -> None:
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda _, x: _DIVISIONS[how](x, divisor)), X)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("divisor", [8, 8.0, -0.25, 2.0**100, 2.0**-100, 1, 2.0**126])
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_power_of_two_is_exact_to_the_bit(divisor: float, exact: bool) -> None:
@@ -95,6 +97,7 @@ def test_with_exact_nothing_changes_by_a_bit(divisor: float) -> None:
     assert_same(outputs(ChangeTrueDivToMulByInverse(exact=True)(graph_module), X), want, "to the bit")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("divisor", [7, 1e-3, 300.0, 65536])
 def test_every_floating_dtype(dtype: torch.dtype, divisor: float) -> None:
@@ -111,6 +114,7 @@ def test_integers_are_divided_as_numbers(dtype: torch.dtype) -> None:
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda _, x: x / 7), torch.arange(-5, 6).to(dtype))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["operator", "torch.div", "div"])
 def test_divisions_are_found_in_an_exported_graph(how: str) -> None:
     x = torch.randn(3, 4)
@@ -126,6 +130,7 @@ def test_divisions_of_a_real_model_are_found() -> None:
         check_laws(ChangeTrueDivToMulByInverse(), models.traced("t5"), models.inputs("t5", 1, sequence))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("divisor", "reason"),
     [
@@ -165,6 +170,7 @@ _REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("what", _REFUSED)
 def test_a_division_of_another_kind_is_left_alone_and_said(what: str) -> None:
     body, reason = _REFUSED[what]
@@ -204,6 +210,7 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", _SIZES)
 def test_a_division_of_a_size_stays_exact(what: str) -> None:
     # For some sizes the product is not the integer that the quotient is.

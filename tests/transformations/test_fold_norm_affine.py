@@ -27,6 +27,7 @@ def _layers(**more: Any) -> dict[str, Any]:
     return {"norm": nn.LayerNorm(8), "q": nn.Linear(8, 4), "k": nn.Linear(8, 4, bias=False), **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifts", [True, False])
 def test_a_layer_norm_before_linears(shifts: bool) -> None:
     norm = nn.LayerNorm(8, bias=shifts, eps=0.1)
@@ -39,6 +40,7 @@ def test_a_layer_norm_before_linears(shifts: bool) -> None:
     assert (changed.get_submodule("k").bias is not None) is shifts
 
 
+@pytest.mark.slow
 def test_an_rms_norm_before_linears() -> None:
     graph_module = by_export(X, lambda m, x: m.q(y := _rms(m, x)) * m.k(y), **_layers(gain=nn.Parameter(torch.ones(8))))
     check_applied(FoldNormAffine(), graph_module, X)
@@ -46,12 +48,14 @@ def test_an_rms_norm_before_linears() -> None:
     assert "gain" not in changed.state_dict()
 
 
+@pytest.mark.slow
 def test_a_gain_after_a_layer_norm() -> None:
     gain = nn.Parameter(torch.ones(8))
     graph_module = by_export(X, lambda m, x: m.q(y := m.norm(x) * m.gain) * m.k(y), **_layers(gain=gain))
     check_applied(FoldNormAffine(), graph_module, X, count=2)
 
 
+@pytest.mark.slow
 def test_positions_of_a_norm() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         y = nn.functional.dropout(m.norm(x), 0.1, training=False)
@@ -68,6 +72,7 @@ def test_without_shapes_a_layer_norm_is_enough() -> None:
     check_refused(FoldNormAffine(), graph_module, X, "is unknown (trace with example inputs)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -87,6 +92,7 @@ def test_what_is_skipped(body: Any, reason: str) -> None:
     assert report.near_misses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -101,6 +107,7 @@ def test_what_is_none_of_its_business(body: Any) -> None:
     check_refused(FoldNormAffine(), by_export(X, body, **_layers()), X)
 
 
+@pytest.mark.slow
 def test_tied_derived_and_hooked_layers_are_skipped() -> None:
     layers = _layers()
     layers["k"].weight = layers["q"].weight
@@ -114,6 +121,7 @@ def test_tied_derived_and_hooked_layers_are_skipped() -> None:
     check_refused(FoldNormAffine(), hooked, X, "norm: it has hooks")
 
 
+@pytest.mark.slow
 def test_a_product_that_changes_the_shape_is_skipped() -> None:
     wide = by_export(X, lambda m, x: m.q(x[..., :1] * m.gain), **_layers(gain=nn.Parameter(torch.ones(8))))
     check_refused(FoldNormAffine(), wide, X, "differ in shape or dtype")
@@ -139,6 +147,7 @@ def test_a_gain_that_others_read_too_stays_for_them() -> None:
     assert "gain" in run(FoldNormAffine(), sharing(graph_module))[0].state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_precisions(dtype: torch.dtype) -> None:
     layers = {name: layer.to(dtype) for name, layer in _layers().items()}
@@ -159,6 +168,7 @@ def test_mixed_precisions_and_overflow_are_skipped() -> None:
     check_refused(FoldNormAffine(), great, None, "its weights would overflow")
 
 
+@pytest.mark.slow
 def test_flags_are_kept() -> None:
     layers = _layers()
     for layer in (layers["q"], layers["norm"]):
@@ -166,6 +176,7 @@ def test_flags_are_kept() -> None:
     check_applied(FoldNormAffine(), by_export(X, lambda m, x: m.q(m.norm(x)), **copy.deepcopy(layers)), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("llama", 5), ("vit", 5), ("t5", 10), ("bert", 0)])
 def test_real_norms(name: str, count: int) -> None:
     graph_module = models.traced(name)

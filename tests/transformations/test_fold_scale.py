@@ -30,6 +30,7 @@ class Held(nn.Module):
         self.register_buffer("tensor", tensor)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("factor", [0.5, 4, 0.3, -7])
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_a_number_beside_a_linear(body: Any, factor: float, bias: bool) -> None:
     assert not {operator.mul, operator.truediv} & {node.target for node in changed.graph.nodes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
     "layer",
@@ -80,6 +82,7 @@ def test_queries_that_are_scaled_after_they_were_cut_into_heads() -> None:
     check_applied(FoldScale(), by_export(ROWS, body, q=nn.Linear(8, 8)), ROWS, exact=True)
 
 
+@pytest.mark.slow
 def test_all_layers_that_read_a_product() -> None:
     layers = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 3)}
     graph_module = by_export(X, lambda m, x: m.q(y := x * 3) - m.k(y.unsqueeze(0))[0], **layers)
@@ -97,6 +100,7 @@ def test_a_factor_between_two_layers_is_folded_into_one() -> None:
     assert report.changes[0].target == "two"
 
 
+@pytest.mark.slow
 def test_factors_one_before_the_other() -> None:
     graph_module = by_export(X, lambda m, x: m.layer((x * 3).unsqueeze(0) * 5) / 7 * 2, layer=nn.Linear(4, 4))
     check_applied(FoldScale(), graph_module, X, count=4)
@@ -105,6 +109,7 @@ def test_factors_one_before_the_other() -> None:
     check_applied(FoldScale(), graph_module, X, count=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tensor", [torch.tensor(0.3), torch.tensor(3), torch.tensor([0.3]), torch.tensor(0.3).double()]
 )
@@ -115,6 +120,7 @@ def test_a_constant_tensor_of_one_element(tensor: torch.Tensor) -> None:
     assert list(changed.state_dict()) == ["layer.weight", "layer.bias"]
 
 
+@pytest.mark.slow
 def test_a_constant_that_changes_shape_or_dtype_is_skipped() -> None:
     for tensor in (torch.full((1, 1, 1), 0.3), torch.tensor([0.3]).double()):
         graph_module = by_export(X, lambda m, x: m.layer(x) * m.held.tensor, layer=nn.Linear(4, 5), held=Held(tensor))
@@ -123,6 +129,7 @@ def test_a_constant_that_changes_shape_or_dtype_is_skipped() -> None:
     check_refused(FoldScale(), vector, X)
 
 
+@pytest.mark.slow
 def test_a_constant_that_the_graph_changes_is_none() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.held.tensor.add_(1.0)
@@ -150,6 +157,7 @@ def test_what_is_skipped(body: Any, reason: str) -> None:
     check_refused(FoldScale(), by_fx(body, layer=nn.Linear(4, 4)), None, reason)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "body",
     [
@@ -185,6 +193,7 @@ def test_an_input_that_is_changed_before_its_reader_is_skipped() -> None:
     check_refused(FoldScale(), by_export(X, body, layer=nn.Linear(4, 4)), X, "is changed in place by add_")
 
 
+@pytest.mark.slow
 def test_a_result_that_is_changed_in_place_is_what_was_folded() -> None:
     check_applied(FoldScale(), by_export(X, lambda m, x: (m.layer(x) * 3).add_(1.0), layer=nn.Linear(4, 4)), X)
 
@@ -196,6 +205,7 @@ def test_a_result_that_is_changed_in_place_is_what_was_folded() -> None:
     check_refused(FoldScale(), by_export(X, body, layer=nn.Linear(4, 4)), X)
 
 
+@pytest.mark.slow
 def test_a_product_that_is_viewed_as_contiguous_is_skipped() -> None:
     graph_module = by_export(
         ROWS, lambda m, x: m.layer((x.transpose(1, 2) * 3).mT.view(x.shape)), layer=nn.Linear(8, 4)
@@ -205,6 +215,7 @@ def test_a_product_that_is_viewed_as_contiguous_is_skipped() -> None:
     check_applied(FoldScale(), flat, ROWS)
 
 
+@pytest.mark.slow
 def test_shared_and_modified_layers_are_skipped() -> None:
     tied = nn.Linear(4, 4)
     other = nn.Linear(4, 4)
@@ -219,6 +230,7 @@ def test_shared_and_modified_layers_are_skipped() -> None:
     assert not run(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=normed))[1].changes
 
 
+@pytest.mark.slow
 def test_dropout_between() -> None:
     graph_module = by_fx(lambda m, x: m.drop(m.layer(x)) * 3, layer=nn.Linear(4, 4), drop=nn.Dropout())
     check_applied(FoldScale(), graph_module, X)
@@ -226,6 +238,7 @@ def test_dropout_between() -> None:
     assert not run(FoldScale(), sharing(graph_module))[1].changes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("factor", [0.25, 0.3])
 def test_other_precisions(dtype: torch.dtype, factor: float) -> None:
@@ -272,6 +285,7 @@ def test_flags_are_kept() -> None:
     check_applied(FoldScale(), by_export(X, lambda m, x: m.layer(x) * 3, layer=layer), X)
 
 
+@pytest.mark.slow
 def test_the_queries_of_whisper() -> None:
     config = WhisperConfig(
         vocab_size=60,

@@ -55,6 +55,7 @@ def _causal(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scores", "scale"),
     [
@@ -79,6 +80,7 @@ def test_every_place_of_the_factor(scores: Any, scale: float) -> None:
     assert len(call.args) == 3
 
 
+@pytest.mark.slow
 def test_before_and_after() -> None:
     model = Program(lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
     graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "length"}})
@@ -97,6 +99,7 @@ def test_before_and_after() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_three_axes_by_bmm() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
@@ -105,6 +108,7 @@ def test_three_axes_by_bmm() -> None:
     check_applied(FuseAttention(), _graph(body), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [
@@ -121,6 +125,7 @@ def test_masks_that_are_added(mask: Any) -> None:
     check_applied(FuseAttention(), _graph(_attention(lambda x, q, k: mask(x) + q @ k.mT / 2)), X)
 
 
+@pytest.mark.slow
 def test_what_may_be_minus_infinity_in_a_whole_row_is_skipped() -> None:
     graph_module = _graph(
         _attention(lambda x, q, k: q @ k.mT + torch.where(_hidden(x), -math.inf, torch.zeros(()))),
@@ -135,6 +140,7 @@ def test_what_may_be_minus_infinity_in_a_whole_row_is_skipped() -> None:
     check_refused(FuseAttention(), ends, X, "may hide a whole row by minus infinity")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [-math.inf, MINUS, -1e9, -1e4])
 @pytest.mark.parametrize(
     "masked",
@@ -162,6 +168,7 @@ class Tril(nn.Module):
         self.register_buffer("bias", torch.ones(16, 16).tril().view(1, 1, 16, 16))
 
 
+@pytest.mark.slow
 def test_a_causal_mask_that_is_cut_out_of_a_buffer() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
@@ -175,6 +182,7 @@ def test_a_causal_mask_that_is_cut_out_of_a_buffer() -> None:
     check_applied(FuseAttention(), graph_module, torch.randn(2, 9, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [MINUS, -1e30])
 def test_whole_rows_that_are_filled_with_what_drowns_the_scores(fill: float) -> None:
     masked: list[Any] = [
@@ -185,6 +193,7 @@ def test_whole_rows_that_are_filled_with_what_drowns_the_scores(fill: float) -> 
         check_applied(FuseAttention(), _graph(_attention(scores)), X)
 
 
+@pytest.mark.slow
 def test_whole_rows_that_are_filled_with_less_are_skipped() -> None:
     graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(_hidden(x), -1e9)))
     check_refused(
@@ -194,6 +203,7 @@ def test_whole_rows_that_are_filled_with_less_are_skipped() -> None:
     check_refused(FuseAttention(), weak, X, "may hide a whole row by -1.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scores", "reason"),
     [
@@ -218,6 +228,7 @@ def test_what_is_skipped(scores: Any, reason: str) -> None:
     check_refused(FuseAttention(), _graph(body), X, reason)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -239,6 +250,7 @@ def test_what_is_no_attention(body: Any) -> None:
     check_refused(FuseAttention(), graph_module, X)
 
 
+@pytest.mark.slow
 def test_weights_and_scores_with_other_users_are_skipped() -> None:
     def weights(m: Any, x: torch.Tensor) -> Any:
         q, k, v = _heads(m, x)
@@ -255,6 +267,7 @@ def test_weights_and_scores_with_other_users_are_skipped() -> None:
     check_refused(FuseAttention(), _graph(scores), X, "div has other users")
 
 
+@pytest.mark.slow
 def test_a_scaled_query_that_is_used_elsewhere_is_read_as_it_is() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q = m.q(x) * 0.5
@@ -265,6 +278,7 @@ def test_a_scaled_query_that_is_used_elsewhere_is_read_as_it_is() -> None:
     assert _calls(graph_module)[0].kwargs == {"scale": 1.0}
 
 
+@pytest.mark.slow
 def test_a_query_that_is_scaled_in_place_is_read_as_it_is() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q = m.q(x)
@@ -274,6 +288,7 @@ def test_a_query_that_is_scaled_in_place_is_read_as_it_is() -> None:
     check_applied(FuseAttention(), _graph(body), X)
 
 
+@pytest.mark.slow
 def test_dropout_in_train_mode_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout((m.q(x) @ m.k(x).mT).softmax(-1), 0.1, training=True) @ m.v(x)
@@ -281,6 +296,7 @@ def test_dropout_in_train_mode_is_skipped() -> None:
     check_refused(FuseAttention(), _graph(body), X, "its dropout is in train mode")
 
 
+@pytest.mark.slow
 def test_an_input_that_is_changed_in_between_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
@@ -307,6 +323,7 @@ def test_an_input_that_is_changed_in_between_is_skipped() -> None:
     assert not run(FuseAttention(), sharing(_graph(masked)))[1].changes
 
 
+@pytest.mark.slow
 def test_a_result_that_is_viewed_as_contiguous_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
@@ -315,6 +332,7 @@ def test_a_result_that_is_viewed_as_contiguous_is_skipped() -> None:
     check_refused(FuseAttention(), _graph(body), X, "view_3 may view its result")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_precisions(dtype: torch.dtype) -> None:
     x = X.to(dtype)
@@ -330,6 +348,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
         check_applied(FuseAttention(), graph_module, x)
 
 
+@pytest.mark.slow
 def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
     for dtype, least in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
         graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * least), X.to(dtype))  # noqa: B023
@@ -349,6 +368,7 @@ def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
     check_refused(FuseAttention(), narrowed, x, "its scores are cast to a narrower dtype")
 
 
+@pytest.mark.slow
 def test_a_mask_of_another_dtype_is_skipped() -> None:
     x = X.to(torch.bfloat16)
     wide = _attention(
@@ -358,6 +378,7 @@ def test_a_mask_of_another_dtype_is_skipped() -> None:
     check_refused(FuseAttention(), _graph(wide, x), x, "has another dtype")
 
 
+@pytest.mark.slow
 def test_empty_sequences() -> None:
     graph_module = by_export(
         X,

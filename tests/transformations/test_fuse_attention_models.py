@@ -63,6 +63,7 @@ _EAGER: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", sorted(_EAGER))
 def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> None:
@@ -81,6 +82,7 @@ def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> N
     check_applied(FuseAttention(), graph_module, inputs, count)
 
 
+@pytest.mark.slow
 def test_attention_weights_that_are_asked_for_stay() -> None:
     model = randomise(BertModel(BertConfig(**_TEXT, **_LAYERS, output_attentions=True)))
     graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
@@ -94,6 +96,7 @@ def _in_three_axes(m: Any, x: torch.Tensor) -> Any:
     return (m.q(x) @ m.k(x).mT / 2).masked_fill(~_causal(x), -math.inf).softmax(-1) @ m.v(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "three axes and a mask of booleans"])
 def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
     mask = torch.ones(2, 7, dtype=torch.int64)
@@ -106,6 +109,7 @@ def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
     assert {"transformed graph", "torchscript", "onnx"} <= {place.target for place in result.parity}
 
 
+@pytest.mark.slow
 def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.softmax(m.q(x) @ m.k(x).mT, -1, dtype=torch.float64).float() @ m.v(x)
@@ -132,6 +136,7 @@ def test_a_fill_by_a_tensor_that_is_written_in_the_model() -> None:
     check_applied(FuseAttention(), graph_module, X)
 
 
+@pytest.mark.slow
 def test_a_head_size_that_is_not_fixed_is_skipped() -> None:
     model = Program(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x)
     graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {2: "width"}})
@@ -145,6 +150,7 @@ class Bmm(nn.Module):
         return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
     inputs = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
     axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
@@ -153,6 +159,7 @@ def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
     check_applied(FuseAttention(), graph_module, inputs)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_split_and_viewed_is_skipped() -> None:
     class Split(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -165,6 +172,7 @@ def test_a_result_that_is_split_and_viewed_is_skipped() -> None:
     torch.testing.assert_close(graph_module(*inputs), Split()(*inputs))
 
 
+@pytest.mark.slow
 def test_a_result_viewed_after_an_activation_is_contiguous() -> None:
     heads = torch.linspace(-1, 1, 256).reshape(1, 2, 8, 16)
     body = lambda m, x: (torch.softmax(x @ (x * 2.0).mT * 0.5, -1) @ (x * 3.0)).relu().view(16, 16)  # noqa: E731

@@ -33,6 +33,7 @@ def _norm_then_layer(m: Any, x: torch.Tensor) -> Any:
     return m.layer(m.norm(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kinds", [CONVOLUTIONS, TRANSPOSED], ids=["convolution", "transposed"])
@@ -43,6 +44,7 @@ def test_after_a_convolution(dims: int, kinds: Any, groups: int, bias: bool) -> 
     check_applied(FuseBatchNorm(), graph_module, _x(dims))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_before_a_convolution_that_does_not_pad(dims: int, groups: int) -> None:
@@ -51,6 +53,7 @@ def test_before_a_convolution_that_does_not_pad(dims: int, groups: int) -> None:
     check_applied(FuseBatchNorm(), graph_module, _x(dims))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
     layer = nn.Conv2d(4, 5, 3, padding=1, padding_mode=mode)
@@ -58,6 +61,7 @@ def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
     check_applied(FuseBatchNorm(), graph_module, _x(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [1, (0, 1), "same"])
 def test_before_a_convolution_that_pads_with_zeros_it_stays(padding: Any) -> None:
     layer = nn.Conv2d(4, 5, 3, padding=padding)
@@ -70,6 +74,7 @@ def test_before_a_transposed_convolution_it_stays() -> None:
     check_refused(FuseBatchNorm(), graph_module, _x(2), "does not apply")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_a_norm_that_does_not_shift_goes_into_any_convolution(kind: Any, padding: int) -> None:
@@ -82,12 +87,14 @@ def test_a_norm_that_does_not_shift_goes_into_any_convolution(kind: Any, padding
     check_applied(FuseBatchNorm(), graph_module, _x(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_beside_a_linear(body: Any) -> None:
     x = torch.randn(3, 4)
     check_applied(FuseBatchNorm(), by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)), x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_beside_a_linear_on_sequences_it_stays(body: Any) -> None:
     x = torch.randn(3, 4, 4)
@@ -95,6 +102,7 @@ def test_beside_a_linear_on_sequences_it_stays(body: Any) -> None:
     check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_before_a_linear_across_a_flatten(dims: int) -> None:
     x = _x(dims)
@@ -127,6 +135,7 @@ def test_after_a_convolution_across_a_flatten_it_stays() -> None:
     check_refused(FuseBatchNorm(), graph_module, _x(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_across_what_hands_its_input_on(body: Any) -> None:
     def between(m: Any, x: torch.Tensor) -> Any:
@@ -155,6 +164,7 @@ def test_a_norm_of_an_image_without_batch_axis_stays() -> None:
     check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype: torch.dtype) -> None:
     x = _x(2).to(dtype)
@@ -201,6 +211,7 @@ def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
     check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of its weight does not fit its sizes")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_a_norm_far_from_zero_goes_only_into_what_is_before_it(body: Any) -> None:
     """After a layer, large products of the mean cancel; before the norm, they have cancelled already."""

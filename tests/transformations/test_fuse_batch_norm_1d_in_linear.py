@@ -65,12 +65,14 @@ def test_golden_graph_before_and_after() -> None:
     assert list(graph_module.state_dict()) == ["first.weight", "first.bias"]
 
 
+@pytest.mark.slow
 def test_no_batch_norm_is_left_in_a_groupvit() -> None:
     graph_module = models.traced("groupvit")
     check_applied(RULE, graph_module, models.inputs("groupvit"), count=2)
     assert not calls(check_laws(RULE, graph_module, models.inputs("groupvit")), nn.BatchNorm1d)
 
 
+@pytest.mark.sample(2)
 @ORDERS
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
@@ -108,6 +110,7 @@ def test_every_floating_dtype(body: Any, dtype: torch.dtype) -> None:
     check_applied(RULE, _with_ranks(program, X.to(dtype)), X.to(dtype), scale=10)
 
 
+@pytest.mark.sample(1)
 @ORDERS
 def test_keyword_calls_are_folded(body: Any) -> None:
     def by_keyword(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,12 +126,14 @@ def test_a_transposed_weight_keeps_its_layout() -> None:
     check_laws(RULE, _with_ranks(program, X), X)
 
 
+@pytest.mark.sample(1)
 @ORDERS
 def test_a_frozen_linear_stays_frozen(body: Any) -> None:
     layers = {"layer": nn.Linear(4, 4).requires_grad_(False), "norm": nn.BatchNorm1d(4).requires_grad_(False)}
     check_applied(RULE, by_export(X, body, **layers), X)
 
 
+@pytest.mark.sample(1)
 @ORDERS
 @pytest.mark.parametrize("channels", [3, 4])
 def test_three_dimensions_of_fitting_sizes_are_skipped(body: Any, channels: int) -> None:
@@ -158,6 +163,7 @@ def test_a_first_layer_with_other_users_is_skipped(body: Any) -> None:
     check_refused(RULE, graph_module, X, f"the result of {first} has other users")
 
 
+@pytest.mark.sample(1)
 @ORDERS
 def test_a_norm_in_train_mode_is_skipped(body: Any) -> None:
     program = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
@@ -165,6 +171,7 @@ def test_a_norm_in_train_mode_is_skipped(body: Any) -> None:
     check_refused(RULE, _with_ranks(program, X), X, "norm: in train mode")
 
 
+@pytest.mark.sample(1)
 @ORDERS
 def test_a_norm_without_running_statistics_is_skipped(body: Any) -> None:
     norm = nn.BatchNorm1d(4, track_running_stats=False)
@@ -172,6 +179,7 @@ def test_a_norm_without_running_statistics_is_skipped(body: Any) -> None:
     check_refused(RULE, _with_ranks(program, X), X, "norm: no running statistics")
 
 
+@pytest.mark.sample(1)
 @ORDERS
 @pytest.mark.parametrize("name", ["layer", "norm"])
 def test_a_layer_that_is_called_twice_is_skipped(body: Any, name: str) -> None:
@@ -189,6 +197,7 @@ def test_a_layer_with_hooks_is_skipped(body: Any, name: str) -> None:
     check_refused(RULE, _with_ranks(program, X), X, f"{name}: it has hooks")
 
 
+@pytest.mark.sample(1)
 @ORDERS
 def test_subclasses_and_parametrizations_are_skipped(body: Any) -> None:
     program = randomise(Program(body, layer=Inherited(4, 4), norm=nn.BatchNorm1d(4)))

@@ -67,6 +67,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", _OPTIONS)
 def test_every_kind_of_convolution_keeps_its_options(option: str) -> None:
     program = _pair(**_OPTIONS[option])

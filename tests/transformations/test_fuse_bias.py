@@ -21,6 +21,7 @@ def _plus(m: Any, x: torch.Tensor) -> Any:
     return m.layer(x) + m.more
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (1,), (), (1, 5)])
 def test_a_parameter_added_to_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
@@ -39,11 +40,13 @@ def test_it_may_stand_before_the_layer() -> None:
     check_applied(FuseBias(), graph_module, X)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [1, 0.5, -3.25])
 def test_a_number_added_to_a_linear(number: float) -> None:
     check_applied(FuseBias(), by_export(X, lambda m, x: m.layer(x) + number, layer=nn.Linear(4, 5)), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 1, 1), (1, 1, 1), (), (1,)])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_parameter_added_to_a_convolution(shape: tuple[int, ...], groups: int) -> None:
@@ -99,6 +102,7 @@ def test_a_buffer_that_the_graph_changes_is_no_constant() -> None:
     assert not run(FuseBias(), sharing(graph_module))[1].changes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype: torch.dtype) -> None:
     layer, more = nn.Linear(4, 5).to(dtype), nn.Parameter(torch.randn(5, dtype=dtype))

@@ -54,6 +54,7 @@ def _check(case: Case, order: list[Rule], inplace: bool, alone: bool) -> None:
         check_laws(order[0] if len(order) == 1 else compose(*order, inplace=inplace), graph_module, case.x, scale=scale)
 
 
+@pytest.mark.slow
 @given(cases(), _ORDERS, st.booleans(), st.booleans())
 @settings(max_examples=examples(60))
 def test_random_modules_keep_the_laws_under_random_rules(

@@ -31,6 +31,7 @@ def _three(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 _CHILDREN = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3), "third": nn.Linear(4, 2)}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("kept", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
 def test_what_is_wanted_stays_and_what_only_the_rest_needed_goes(kept: tuple[str, ...], trace: str) -> None:
@@ -173,6 +174,7 @@ _DRAWS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("how", _DRAWS)
 def test_what_stays_gets_the_random_numbers_that_it_got(how: str, trace: str) -> None:

@@ -100,6 +100,7 @@ def _with_work_for_all() -> GraphModule:
     )
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", models.NAMES)
 @pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: str) -> None:
@@ -111,6 +112,7 @@ def _pairs(name: str) -> list[tuple[Transformation, ...]]:
     return list(itertools.permutations(at_work, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_some_pairs_of_rules_keep_the_laws_on_every_model(name: str) -> None:
     pairs = _pairs(name)
@@ -125,18 +127,21 @@ def test_all_pairs_of_rules_keep_the_laws_on_every_model(name: str) -> None:
         check_laws(compose(*pair), models.traced(name), models.inputs(name))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_all_rules_together_keep_the_laws_on_every_model(name: str) -> None:
     check_laws(compose(*RULES), models.traced(name), models.inputs(name))
     check_laws(compose(*reversed(RULES), inplace=False), models.traced(name), models.inputs(name))
 
 
+@pytest.mark.slow
 def test_all_rules_have_work_in_the_graph_for_every_order() -> None:
     for rule in RULES:
         _, report = run(rule, sharing(_with_work_for_all()))
         assert report.changes, rule
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_all_rules_keep_the_laws_in_random_orders(seed: int) -> None:
     graph_module, generator = _with_work_for_all(), random.Random(seed)

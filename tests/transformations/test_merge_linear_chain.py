@@ -38,6 +38,7 @@ def _layers(rank: int = 1, **options: Any) -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("second", [True, False])
 def test_a_linear_of_a_linear(first: bool, second: bool) -> None:
@@ -105,6 +106,7 @@ def test_a_middle_that_is_used_elsewhere_stays() -> None:
     check_refused(MergeLinearChain(), returned, X, "the result of linear has other users")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "body",
     [
@@ -127,6 +129,7 @@ def test_a_low_rank_adapter(body: Any, rank: int) -> None:
     assert [node.target for node in changed.graph.nodes if node.op == "call_module"] == ["base"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("biases", range(8))
 def test_biases_anywhere(biases: int) -> None:
     base, a, b = (bool(biases & bit) for bit in (1, 2, 4))
@@ -162,6 +165,7 @@ def test_a_frozen_linear_stays_frozen() -> None:
     assert not any(parameter.requires_grad for parameter in changed.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "body",
     [
@@ -182,6 +186,7 @@ def test_what_is_no_adapter_stays(body: Any) -> None:
     check_laws(MergeLinearChain(), graph_module, X, exact=True)
 
 
+@pytest.mark.slow
 def test_a_result_that_broadcasts_is_no_adapter() -> None:
     graph_module = by_export(
         X, _adapted, base=nn.Linear(4, 5), a=nn.Linear(4, 2, bias=False), b=nn.Linear(2, 1, bias=False)
@@ -191,6 +196,7 @@ def test_a_result_that_broadcasts_is_no_adapter() -> None:
     check_laws(MergeLinearChain(), graph_module, X)
 
 
+@pytest.mark.slow
 def test_parts_that_are_used_elsewhere_stay() -> None:
     used = by_export(X, lambda m, x: (y := m.base(x)) + m.b(m.a(x)) * y, **_layers())
     _, report = run(MergeLinearChain(), sharing(used))
@@ -263,6 +269,7 @@ def test_shared_and_tied_linears_stay() -> None:
     check_refused(rule, read, X, "one: the graph also reads its weight directly")
 
 
+@pytest.mark.slow
 def test_calls_by_keyword_stay_so() -> None:
     graph_module = by_fx(lambda m, x: m.two(input=m.one(input=x)), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
     check_applied(MergeLinearChain(), graph_module, X)
@@ -270,6 +277,7 @@ def test_calls_by_keyword_stay_so() -> None:
     assert "self.two(input = x)" in changed.code
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype: torch.dtype) -> None:
     x = X.to(dtype)
@@ -340,6 +348,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names", "places"),
     [
@@ -367,6 +376,7 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
     check_laws(compose(MergeLinears(), MergeLinearChain()), graph_module, inputs)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_without_adapters_have_no_work(name: str) -> None:
     _, report = run(MergeLinearChain(), sharing(models.traced(name)))

@@ -75,6 +75,7 @@ def test_gate_and_up_projections_are_merged() -> None:
     assert after.get_submodule("model.layers.1.mlp.gate_proj-up_proj-merged").out_features == 48
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
     _, report = run(MergeLinears(), sharing(models.traced(name)))
@@ -82,6 +83,7 @@ def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
     assert sorted(len(change.replaced) for change in report.changes)[-1] == 4
 
 
+@pytest.mark.slow
 def test_linears_that_are_always_called_together_are_merged() -> None:
     graph_module = models.traced("albert")
     report = check_applied(MergeLinears(), graph_module, models.inputs("albert"))
@@ -320,6 +322,7 @@ def test_undone_before_a_later_rule_it_is_right_or_refuses(bias: bool) -> None:
     check_undo_alone([MergeLinears(), FuseBiasInLinear()], graph_module, X)
 
 
+@pytest.mark.slow
 def test_linears_of_whole_numbers() -> None:
     layers = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 3, bias=False)}
     program = Program(lambda m, x: m.q(x) - 2 * m.k(x), **layers).eval()
@@ -332,6 +335,7 @@ def test_linears_of_whole_numbers() -> None:
         check_applied(FuseBiasInLinear(), graph_module, x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0), (0, 4, 0)])
 def test_undo_restores_calls_of_linears_without_features(

@@ -222,6 +222,7 @@ def _changed_between(m: Any, x: torch.Tensor, change: str) -> torch.Tensor:
     return q - m.k(x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_change_of_the_input_between_two_linears_is_seen(change: str) -> None:
     q, k = _layers()
@@ -230,6 +231,7 @@ def test_a_change_of_the_input_between_two_linears_is_seen(change: str) -> None:
     check_refused(MergeLinears(), graph_module, X, "is changed in place by")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", sorted(_CHANGES.keys() - {"keyword"}))
 def test_an_input_change_between_linears_after_export(change: str) -> None:
     q, k = _layers()
@@ -272,6 +274,7 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("view", _VIEWS)
 @pytest.mark.parametrize("how", ["fx", "export"])
 def test_a_result_with_a_strict_view_is_skipped(how: str, view: str) -> None:
@@ -304,6 +307,7 @@ def test_a_result_of_which_only_the_size_is_viewed_is_merged() -> None:
     check_applied(MergeLinears(), by_fx(body, q=nn.Linear(4, 4), k=nn.Linear(4, 4)), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [lambda q: torch.mul(q, torch.sigmoid(q)), lambda q: q.relu()])
 def test_a_long_way_from_a_result_is_followed_once(step: Callable[[Any], Any]) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
@@ -326,6 +330,7 @@ def test_others_are_merged_beside_one_that_is_skipped() -> None:
     assert [near_miss.node for near_miss in report.near_misses] == ["x"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("biased", [(False, False), (True, False), (True, True)])
 def test_undo_after_folding_a_norm_keeps_the_shift_or_fails(biased: tuple[bool, bool]) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -337,6 +342,7 @@ def test_undo_after_folding_a_norm_keeps_the_shift_or_fails(biased: tuple[bool, 
     check_undo_alone([MergeLinears(), FuseBatchNorm1dInLinear()], graph_module, X[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["reshape", "flatten", "contiguous"])
 @pytest.mark.parametrize("trace", ["fx", "export"])
 def test_a_result_changed_through_a_view_is_detected(how: str, trace: str) -> None:

@@ -38,6 +38,7 @@ def _pair(**options: Any) -> dict[str, Any]:
     return {"a": nn.Conv2d(**a), "b": nn.Conv2d(**b)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bias", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -51,6 +52,7 @@ def test_a_large_kernel_and_a_small_one(dims: int, groups: int, bias: tuple[bool
     assert "add" not in str(merged.graph)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_the_block_of_repvgg(dims: int, groups: int) -> None:
@@ -89,6 +91,7 @@ SUMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("make", [by_fx, lambda body, **c: by_export(_x(), body, **c)], ids=["fx", "export"])
 def test_sums_of_all_kinds(make: Any, name: str) -> None:
@@ -104,6 +107,7 @@ def test_one_block_after_the_other() -> None:
     check_applied(RULE, by_export(_x(), body, **_pair()), _x(), count=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -205,6 +209,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_skipped(name: str) -> None:
     body, reason = REFUSED[name]

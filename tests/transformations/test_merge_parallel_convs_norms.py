@@ -39,6 +39,7 @@ def test_a_norm_in_train_mode_is_skipped() -> None:
     check_refused(RULE, graph_module, None, "norm: in train mode")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_norm_with_and_without_weights(affine: bool) -> None:
     graph_module = by_export(
@@ -67,6 +68,7 @@ def test_convolutions_whose_sum_broadcasts_are_skipped() -> None:
     check_refused(RULE, graph_module, _x(), "they differ in channels, groups or stride")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions(dtype: torch.dtype) -> None:
     children = {name: child.to(dtype) for name, child in {**_pair(), "norm": nn.BatchNorm2d(4)}.items()}
@@ -74,6 +76,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     check_applied(RULE, graph_module, _x().to(dtype))
 
 
+@pytest.mark.slow
 def test_what_came_out_is_written_like_this() -> None:
     graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
     merged, report = run(RULE, sharing(graph_module))
@@ -143,6 +146,7 @@ def test_all_repvgg_blocks_of_rt_detr() -> None:
     assert_close(outputs(merged, x), outputs(graph_module, x), "merged")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("term", [lambda m, x: m.linear(x), lambda m, x: 1.0, lambda m, x: x.relu()])
 def test_a_sum_of_very_many_other_terms_is_none_of_its_business(term: Any) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
@@ -167,6 +171,7 @@ _VIEWED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", _VIEWED)
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_sum_with_a_view_that_fits_only_the_input_is_skipped(how: str, exported: bool) -> None:

@@ -66,6 +66,7 @@ WRITES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_through_a_view_of_a_merged_result_is_not_lost(name: str) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
@@ -110,6 +111,7 @@ def test_a_change_in_place_between_two_calls_is_seen(rule: Transformation, chang
     agrees(rule, body, X, **linears(), inner=nn.Sequential(nn.ReLU(inplace=True)), graph_inside=inside)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "read",
     [lambda m, a: a * a.stride(0), lambda m, a: a * a.is_contiguous(), lambda m, a: m.clone(a).view(-1)],
@@ -223,6 +225,7 @@ def test_foreign_code_may_change_what_it_is_given(how: str) -> None:
     stays(MergeLinears(), body, **linears(), **modules)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("how", FOREIGN)
 def test_foreign_code_may_change_its_arguments_with_its_result(how: str) -> None:
     call, modules = FOREIGN[how](flattened)

@@ -43,6 +43,7 @@ def test_the_registry_lists_exactly_the_built_in_rules() -> None:
     assert len({info.import_path for info in RULES.values()}) == len(RULES)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", RULES)
 def test_listed_properties_match_the_class(name: str) -> None:
     info, cls = RULES[name], rule_class(RULES[name])
@@ -51,6 +52,7 @@ def test_listed_properties_match_the_class(name: str) -> None:
     assert info.summary
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", RULES)
 def test_listed_options_match_the_fields_of_the_class(name: str) -> None:
     cls = rule_class(RULES[name])
@@ -75,6 +77,7 @@ def test_the_preset_preserves_the_computation() -> None:
     assert "fuse-bias-in-linear" not in PRESET
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_loaded_with_defaults_and_with_options(name: str, tmp_path: Path) -> None:
     cls = rule_class(RULES[name])
@@ -84,6 +87,7 @@ def test_a_rule_is_loaded_with_defaults_and_with_options(name: str, tmp_path: Pa
     assert registry.load(name, options, tmp_path, "here") == cls(**options)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(list(RULES)), st.sampled_from(["-", "_", ""]), st.sampled_from([str.upper, str.title, str]))
 def test_a_rule_is_found_in_any_spelling(name: str, hyphen: str, case: Any) -> None:
     assert registry.canonical_name(case(name.replace("-", hyphen))) == name
@@ -220,6 +224,7 @@ def test_a_built_in_rule_is_found_by_its_class_name(tmp_path: Path) -> None:
     assert registry.load("MergeLinears", {}, tmp_path, "here") == MergeLinears()
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("task", AUTO_CLASSES)
 def test_the_class_of_every_task_exists_in_transformers(task: str) -> None:
     cls = getattr(transformers, AUTO_CLASSES[task])

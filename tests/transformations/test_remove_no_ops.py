@@ -40,6 +40,7 @@ def _left(graph_module: GraphModule) -> list[str]:
     return _called(run(RemoveNoOps(), sharing(graph_module))[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "body",
     [
@@ -70,6 +71,7 @@ def test_what_changes_nothing_goes(body: Any) -> None:
     assert _left(graph_module) == ["tanh.default"]
 
 
+@pytest.mark.slow
 def test_so_it_does_at_sizes_that_are_not_known() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -84,6 +86,7 @@ def test_so_it_does_at_sizes_that_are_not_known() -> None:
     assert_same(outputs(changed, other), outputs(graph_module, other), "another size")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "body",
     [
@@ -109,6 +112,7 @@ def test_what_changes_something_stays(body: Any) -> None:
     check_laws(RemoveNoOps(), graph_module, X, exact=True)
 
 
+@pytest.mark.slow
 def test_a_transposition_that_is_used_by_itself_stays() -> None:
     graph_module = by_export(X, lambda m, x: (y := x.tanh().transpose(1, 2)).transpose(1, 2) @ y)
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
@@ -150,6 +154,7 @@ def test_more_than_a_dropout_stays() -> None:
     check_refused(RemoveNoOps(), hooked, X, "drop: it has hooks")
 
 
+@pytest.mark.slow
 def test_contiguous_and_clone_of_what_a_layer_gives() -> None:
     graph_module = _fixed(lambda m, x: m.layer(x).view(6, 4).clone() * 2, layer=nn.Linear(4, 4))
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
@@ -161,6 +166,7 @@ def test_contiguous_and_clone_of_what_a_layer_gives() -> None:
     check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
 
 
+@pytest.mark.slow
 def test_contiguous_of_a_slice_of_merged_linears_stays() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.q(x).contiguous().view(-1) * m.k(x).contiguous().view(-1)
@@ -170,6 +176,7 @@ def test_contiguous_of_a_slice_of_merged_linears_stays() -> None:
     check_laws(compose(RemoveNoOps(), MergeLinears()), graph_module, X)
 
 
+@pytest.mark.slow
 def test_a_copy_that_keeps_memory_apart_stays() -> None:
     def changed(m: Any, x: torch.Tensor) -> Any:
         y = m.layer(x)
@@ -193,6 +200,7 @@ def test_a_view_in_memory_that_is_changed_in_place_stays() -> None:
     check_refused(RemoveNoOps(), by_export(X, body), X, "view is changed in place")
 
 
+@pytest.mark.slow
 def test_outputs_do_not_become_inputs_or_other_outputs() -> None:
     same = by_export(X, lambda m, x: (x.view(2, 3, 4), x * 2))
     check_refused(RemoveNoOps(), same, X, "view is an output, and x cannot be one in its place")
@@ -207,6 +215,7 @@ def test_an_output_may_become_what_is_computed() -> None:
     check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     graph_module = by_export(X.to(dtype), lambda m, x: (x * 2).to(dtype).float() * 2)
@@ -236,6 +245,7 @@ def _masked(join: Any) -> Program:
     return Program(forward)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "join",
     [lambda keys, rows: keys & (rows >= 0), lambda keys, rows: torch.logical_and(rows > -1, keys)],
@@ -252,6 +262,7 @@ def test_a_mask_that_hides_nothing_is_removed(join: Any) -> None:
         assert torch.equal(changed(x), graph_module(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "join",
     [
@@ -285,12 +296,14 @@ def test_a_graph_before_and_after() -> None:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "places"), [("bert", 16), ("llama", 32), ("t5", 57), ("vit", 8), ("resnet", 0)])
 def test_models(name: str, places: int) -> None:
     _, report = run(RemoveNoOps(), sharing(models.traced(name)))
     assert len(report.changes) == places
 
 
+@pytest.mark.slow
 def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
     config = LlamaConfig(
         vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
@@ -304,6 +317,7 @@ def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
     assert len(changed.graph.find_nodes(op="call_function", target=aten.to.dtype)) >= 6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -329,12 +343,14 @@ def test_an_axis_of_a_size_that_may_be_1_is_still_squeezed(body: Any) -> None:
         assert_same(outputs(changed, x), want, str(size))
 
 
+@pytest.mark.slow
 def test_an_axis_that_was_added_is_squeezed_at_any_size() -> None:
     graph_module = by_export(X, lambda m, x: (x * 2).unsqueeze(1).squeeze(1) + 1)
     check_applied(RemoveNoOps(), graph_module, X[:1, :1], exact=True)
     assert _left(graph_module) == ["mul", "add"]
 
 
+@pytest.mark.slow
 def test_views_that_share_only_sizes_do_not_cancel() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape

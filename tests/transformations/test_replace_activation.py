@@ -38,6 +38,7 @@ PAIRS = [("gelu", "gelu-tanh"), ("silu", "hardswish"), ("sigmoid", "hardsigmoid"
 PAIRS += [(new, old) for old, new in PAIRS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 @pytest.mark.parametrize("functions", [FUNCTIONS, IN_PLACE], ids=["as it is", "in place"])
 def test_what_comes_out_is_the_new_activation(functions: Any, old: str, new: str) -> None:
@@ -78,6 +79,7 @@ def test_whole_numbers_and_what_is_not_known_are_skipped() -> None:
     check_refused(rule, unknown, X, "x is not known to be floating-point")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_other_precisions(old: str, new: str, dtype: torch.dtype) -> None:
@@ -111,6 +113,7 @@ def test_the_registry_knows_the_activations_without_torch() -> None:
         registry.check("replace-activation", {"new": "gelu-tan"}, "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "old", "new", "count"), [("bert", *PAIRS[0], 2), ("llama", *PAIRS[1], 2), ("vit", *PAIRS[0], 2)]
 )

@@ -52,6 +52,7 @@ def _tagged(linear: Any) -> None:
 CHANGES = [_tagged, _bias_first, _without_weight_norm]
 
 
+@pytest.mark.sample(2)
 @each_rule
 @pytest.mark.parametrize("change", CHANGES)
 def test_undo_restores_attributes_hooks_and_parameter_order(rule: ReversibleRule, change: Callable[[Any], Any]) -> None:
@@ -126,6 +127,7 @@ def test_what_is_recorded_on_a_node_is_plain_data(rule: ReversibleRule) -> None:
         json.dumps(list(marks(node).values()))
 
 
+@pytest.mark.sample(1)
 @each_rule
 def test_what_was_replaced_is_exported_and_saved_without_a_word(rule: ReversibleRule) -> None:
     graph_module = _graph(_tagged)

@@ -24,6 +24,7 @@ X = torch.linspace(-2, 2, 12).reshape(3, 4)
 aten = torch.ops.aten
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -148,6 +149,7 @@ def test_weights_that_are_changed_between_give_another_result() -> None:
     check_refused(ShareEqual(), by_fx(body, layer=nn.Linear(4, 4)), X, "their weights are changed in place")
 
 
+@pytest.mark.slow
 def test_two_outputs_stay_two_tensors() -> None:
     graph_module = by_export(X, lambda m, x: (x.tanh(), x.tanh()))
     check_refused(ShareEqual(), graph_module, X, "they are outputs, or share memory with outputs")
@@ -162,6 +164,7 @@ def _with_ones(body: Any) -> GraphModule:
     return symbolic_trace(Program(body, **ones), example_inputs={"x": X})
 
 
+@pytest.mark.slow
 def test_equal_weights_that_are_outputs_stay_separate() -> None:
     def check(body: Any, names: str) -> None:
         check_refused(
@@ -195,6 +198,7 @@ def test_another_grad_mode_keeps_calls_apart() -> None:
     torch.set_grad_enabled(True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 def test_other_dtypes_and_empty_tensors(dtype: torch.dtype) -> None:
     graph_module = by_export(X.to(dtype), lambda m, x: (x + 1) * (x + 1))
@@ -303,6 +307,7 @@ def test_undoing_what_was_selected_before_is_right_or_refused() -> None:
         check_laws(compose(*rules), graph_module, models.inputs("bert"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "places"), [("bert", 4), ("bart", 41), ("t5", 45), ("llama", 9), ("resnet", 0)])
 def test_models(name: str, places: int) -> None:
     _, report = run(ShareEqual(), sharing(models.traced(name)))
@@ -316,6 +321,7 @@ def test_tuple_and_list_indices_differ() -> None:
     assert run(ShareEqual(), by_fx(lambda m, x: x[[0, 1]] * 2 - x[[0, 1]]))[1].changes
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"])
 def test_operators_that_work_in_place_are_seen_as_methods_too(name: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:

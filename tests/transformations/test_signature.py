@@ -142,6 +142,7 @@ def test_options_that_cannot_be_hashed_are_no_obstacle() -> None:
     assert transformation.signature == compose(Does([1, {2: [3]}]), MergeLinears()).signature
 
 
+@pytest.mark.slow
 def test_signatures_are_equal_in_every_process() -> None:
     program = "from tests.transformations.test_signature import examples; print(*(e.signature for e in examples()))"
     paths = os.pathsep.join(["."] + [path for path in sys.path if path])

@@ -35,6 +35,7 @@ def _feed_forward(m: Any, x: torch.Tensor) -> torch.Tensor:
 _CHILDREN: dict[str, Any] = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "norm": nn.LayerNorm(8)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("index", [0, 1, -1])
 def test_a_feed_forward_is_computed_at_one_position(index: int) -> None:
     graph_module = by_export(X, lambda m, x: _feed_forward(m, x)[:, index], **copy.deepcopy(_CHILDREN))
@@ -46,6 +47,7 @@ def test_a_feed_forward_is_computed_at_one_position(index: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_positions_along_any_axis() -> None:
     graph_module = by_export(X, lambda m, x: m.up(x)[1] * 2, up=nn.Linear(8, 4))
     check_applied(SinkSelect(), graph_module, X)
@@ -53,6 +55,7 @@ def test_positions_along_any_axis() -> None:
     check_refused(SinkSelect(), last, X)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_used_whole_too_is_left_alone_and_said() -> None:
     graph_module = by_export(X, lambda m, x: ((y := _feed_forward(m, x))[:, 0], y), **copy.deepcopy(_CHILDREN))
     check_refused(SinkSelect(), graph_module, X, "output also reads other positions of layer_norm")
@@ -65,15 +68,18 @@ def test_two_positions_are_skipped() -> None:
     check_laws(SinkSelect(), graph_module, X, exact=True)
 
 
+@pytest.mark.slow
 def test_one_position_that_is_read_twice_is_one() -> None:
     graph_module = by_export(X, lambda m, x: (y := _feed_forward(m, x)[:, 0]) * y.exp(), **copy.deepcopy(_CHILDREN))
     check_applied(SinkSelect(), graph_module, X)
 
 
+@pytest.mark.slow
 def test_cheap_work_is_not_worth_a_slice() -> None:
     check_refused(SinkSelect(), by_export(X, lambda m, x: (x * 2 + 1).tanh()[:, 0]), X)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "mixes",
     [
@@ -103,6 +109,7 @@ def test_a_result_that_is_changed_in_place_is_skipped() -> None:
     check_laws(SinkSelect(), by_export(X, body, up=nn.Linear(8, 16)), X, exact=True)
 
 
+@pytest.mark.slow
 def test_an_input_changed_in_place_later_is_read_before() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
@@ -113,6 +120,7 @@ def test_an_input_changed_in_place_later_is_read_before() -> None:
     check_laws(SinkSelect(), by_export(X, body, up=nn.Linear(8, 16)), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive", "one row", "causal"])
 def test_queries_sink_and_keys_do_not(kind: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +142,7 @@ def test_queries_sink_and_keys_do_not(kind: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_attention_that_is_written_out() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         scores = (m.q(x) @ m.k(x).transpose(1, 2) / 8**0.5).softmax(-1)
@@ -145,6 +154,7 @@ def test_attention_that_is_written_out() -> None:
     assert [_rows(changed, name) == 1 for name in "qkvo"] == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_attention_to_oneself_by_the_same_tensor_is_skipped() -> None:
     graph_module = by_export(
         X, lambda m, x: nn.functional.scaled_dot_product_attention(y := m.q(x), y, y)[:, 0], q=nn.Linear(8, 8)
@@ -156,6 +166,7 @@ def test_a_graph_whose_shapes_are_not_known_is_skipped() -> None:
     check_refused(SinkSelect(), by_fx(lambda m, x: m.up(x)[:, 0], up=nn.Linear(8, 16)), X)
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_bert_computes_one_row_for_the_pooler() -> None:
     config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     model = randomise(BertModel(config).eval())
@@ -186,6 +197,7 @@ class LastToken(nn.Module):
         return logits[:, -1]
 
 
+@pytest.mark.slow
 def test_a_decoder_computes_logits_of_the_last_position_only() -> None:
     model = randomise(LastToken().eval())
     ids = torch.randint(0, 60, (3, 7))

@@ -114,6 +114,7 @@ def test_undo_after_pickling_says_that_the_marks_are_lost(
     _refuses_to_undo(rule, through(rule(_graph())), r"the number of marked nodes changed \(found 0,")
 
 
+@pytest.mark.sample(3)
 @each_reversible
 @pytest.mark.parametrize(
     "through",
@@ -221,6 +222,7 @@ def test_rules_of_different_places_are_undone_in_any_order() -> None:
         assert written(graph_module) == before
 
 
+@pytest.mark.slow
 def test_undo_of_any_single_rule_is_right_or_fails() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = m.norm(m.first(x / 3))

@@ -253,6 +253,7 @@ def test_rules_without_matches_are_not_toggled(world: Callable[..., World]) -> N
 _SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     speeds=st.lists(_SPEEDS, min_size=2, max_size=5),

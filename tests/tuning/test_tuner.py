@@ -101,6 +101,7 @@ def result(folder: Path) -> Result:
         return run(_write(folder))
 
 
+@pytest.mark.slow
 def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     (outcome,) = result.tuned
     assert outcome.chosen.rules == ()
@@ -111,6 +112,7 @@ def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     assert slowed.refused is None
 
 
+@pytest.mark.slow
 def test_trials_are_in_measurements_and_choice_in_manifest(result: Result) -> None:
     (tuned,) = json.loads((result.output / "measurements.json").read_text())["tune"]
     assert tuned["chosen"]["rules"] == []
@@ -122,6 +124,7 @@ def test_trials_are_in_measurements_and_choice_in_manifest(result: Result) -> No
     assert artifact.passes == list(tuned["chosen"]["passes"])
 
 
+@pytest.mark.slow
 def test_config_of_the_choice_gives_the_same_file(result: Result, tmp_path: Path) -> None:
     lowered = json.dumps(result.manifest.artifacts[0].passes)
     head, _, _ = _CONFIG.partition("[[transformations]]")
@@ -138,6 +141,7 @@ enabled = false
     assert again.files["onnx"].read_bytes() == result.files["onnx"].read_bytes()
 
 
+@pytest.mark.slow
 def test_tuned_bundle_is_reproduced_without_a_search(result: Result) -> None:
     folder = next(parent for parent in result.output.parents if (parent / "rules_of_mine.py").is_file())
     progress = Progress()
@@ -152,6 +156,7 @@ def _cached(folder: Path) -> list[dict[str, Any]]:
     return trials
 
 
+@pytest.mark.slow
 def test_second_run_starts_from_cached_trials(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
     cached = {trial["change"] for trial in _cached(folder)}
@@ -203,6 +208,7 @@ class _CacheJob:
         return tuner._cache_entry(self.job, traced, proof, [], "onnx")
 
 
+@pytest.mark.slow
 def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
     monkeypatch.delitem(sys.modules, "rules_of_mine", raising=False)
@@ -253,6 +259,7 @@ def _duel(verdict: Any) -> PairwiseComparison:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "again", "fails"),
     [
@@ -270,6 +277,7 @@ def test_file_slower_than_plain_twice_fails_with_code_6(first: str, again: str, 
     assert not fails or raised.value.exit_code == 6
 
 
+@pytest.mark.slow
 def test_error_of_a_slower_lowered_file_has_a_hint() -> None:
     duel = _duel("slower")
     duel = replace(duel, artifact=replace(duel.artifact, name="onnx (int8)", precision="int8"))

@@ -36,6 +36,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", SMALL)
 def test_a_type_is_built_traced_and_its_graph_proven(model_type: str) -> None:
     outcome = progress.judge(model_type, "quick", formats=())

@@ -82,6 +82,7 @@ def test_a_folder_in_the_place_of_a_manifest_makes_no_bundle_of_it(whole: Path, 
     assert "manifest.json: the export does not know it" in message(signed.call("verify", whole, public), 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parts", [[], {}, {"encoder": "x"}, {"decoder": "x", "../whole/encoder": "x"}])
 def test_parts_that_are_none_are_refused(whole: Path, parts: object) -> None:
     exports.edit_json(whole / "generation.json", lambda document: document.update(parts=parts))

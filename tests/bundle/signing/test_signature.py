@@ -122,6 +122,7 @@ def test_a_report_that_is_written_again_ends_the_signature_and_says_so(copied: P
     check(copied, keys[1])
 
 
+@pytest.mark.slow
 def test_everything_else_takes_a_signed_bundle(whole: Path) -> None:
     assert signed.call("diff", whole, None, str(exports.exported().output)).exit_code == 0
     bundle = optexport.Bundle.load(whole)
@@ -162,12 +163,14 @@ def test_one_bit_is_told_by_the_command_with_exit_code_4(copied: Path, keys: tup
     assert told.startswith(f"{copied}: it is not what was signed\n  model.pt2 was changed\n  Get it again")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in FILES if name != "bundle.sig"])
 def test_a_file_that_was_removed_is_named(copied: Path, keys: tuple[Path, Path], name: str) -> None:
     (copied / name).unlink()
     assert f"\n  {name} was removed" in refused(copied, keys[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -185,6 +188,7 @@ def test_a_file_that_was_added_is_named(copied: Path, keys: tuple[Path, Path], n
     assert f"\n  {told} was added" in message(signed.call("verify", copied, keys[1]), 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("given", [True, False])
 def test_a_folder_that_was_added_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
     (copied / "all is well\nError: no").mkdir()
@@ -270,6 +274,7 @@ OTHERWISE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_a_signature_of_another_form_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
     OTHERWISE[name](copied / "bundle.sig")
@@ -311,6 +316,7 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_a_statement_of_something_else_is_refused_though_it_is_signed(
     copied: Path, keys: tuple[Path, Path], name: str
@@ -353,6 +359,7 @@ def test_measurements_that_do_not_tell_what_a_statement_says_are_named(tmp_path:
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, keys: tuple[Path, Path]) -> None:
     copied.chmod(0o555)
@@ -367,6 +374,7 @@ def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, key
     check(copied, keys[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 def test_a_signed_file_that_may_not_be_read_is_named_and_its_signature_is_not_called_wrong(
     copied: Path, keys: tuple[Path, Path]

@@ -47,6 +47,7 @@ def test_the_file_computes_what_the_model_computes_at_any_size(name: str, optimi
     files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimised=optimised), 5e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> None:
     signature = files.prepared(name).signature
@@ -58,6 +59,7 @@ def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> Non
         assert shape(value)[0] == spec.shape[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_the_checker_passes_the_file_and_it_tells_nothing_of_the_machine(name: str) -> None:
     path = files.onnx_file(name)
@@ -73,6 +75,7 @@ def test_the_metadata_holds_what_it_was_given_as_json() -> None:
     assert metadata == {"optexport.transformations": ["one", "two"]}
 
 
+@pytest.mark.slow
 def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_each(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: (y := m.a(x), y, x, x, m.a.weight, y + 1), a=nn.Linear(4, 4)))
     made, path = saved(model, tmp_path)
@@ -82,6 +85,7 @@ def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_ea
     files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
 
 
+@pytest.mark.slow
 def test_an_output_that_is_called_as_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
     made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
     assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
@@ -99,6 +103,7 @@ class InPlace(nn.Module):
         return y + x
 
 
+@pytest.mark.slow
 def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
     made, path = saved(InPlace(), tmp_path)
     files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
@@ -121,6 +126,7 @@ class Rows(nn.Module):
         return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=attend.expand(-1, 1, x.shape[1], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "smallest", "large"])
 def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int | None, tmp_path: Path) -> None:
@@ -135,6 +141,7 @@ def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int |
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
 def test_rows_without_a_single_key_are_zeros_in_half_precision_too(opset: int | None, tmp_path: Path) -> None:
     example = {"x": 40 * torch.randn(3, 5, 4).half(), "mask": torch.ones(3, 5).half()}
@@ -160,6 +167,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, 2 * k, **self.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}],
@@ -177,6 +185,7 @@ def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any
     files.runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
 
 
+@pytest.mark.slow
 def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.conv(x), conv=nn.Conv3d(2, 3, 2, bias=False))
     x = torch.randn(5, 2, 3, 4, 5)
@@ -185,6 +194,7 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
     files.runs(made, tmp_path / "model.onnx", {"x": x})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forward",
     [
@@ -205,6 +215,7 @@ def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_pat
     files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
 
 
+@pytest.mark.slow
 def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
@@ -218,6 +229,7 @@ def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -
     assert not types & {"Transpose", "Where", "Attention"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("opset", [18, 20, 23, 26])
 def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
     made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
@@ -238,11 +250,13 @@ def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
     files.runs(made, path, {"x": torch.randn(5, 4)})
 
 
+@pytest.mark.slow
 def test_weights_up_to_that_size_stay_inside(tmp_path: Path) -> None:
     saved(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path, external_data_above=4 * 64 * 4 + 256)
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.slow
 def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     made, path = saved(
@@ -260,11 +274,13 @@ def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_opset_that_cannot_be_had_is_an_error_and_no_other_is_written(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="999"):
         saved(Program(lambda m, x: x.relu()), tmp_path, opset=999)
 
 
+@pytest.mark.slow
 def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> None:
     made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
     before, code = str(made.flat.graph), made.flat.code
@@ -274,6 +290,7 @@ def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> 
     assert all(torch.equal(made.example[name], value) for name, value in example.items())
 
 
+@pytest.mark.slow
 def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
@@ -288,6 +305,7 @@ class Unread(nn.Module):
         return x.relu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
 def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
@@ -304,6 +322,7 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
         runners.open_onnx(tmp_path / "model.onnx", ["output"], optimised=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-8, 1e-10, 1e-12])
 def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
@@ -337,6 +356,7 @@ def tagger(dtype: torch.dtype) -> files.Prepared:
     return files.prepare(Tagger().to(dtype).eval(), {"ids": torch.arange(10).reshape(2, 5)}, {"ids": {0: "batch"}})
 
 
+@pytest.mark.slow
 def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_process_goes_on(tmp_path: Path) -> None:
     made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
     try:
@@ -349,12 +369,14 @@ def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_pr
         runners.open_onnx(path, made.signature.output_names, optimised=True)
 
 
+@pytest.mark.slow
 def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
     made, path = tagger(torch.float32), tmp_path / "model.onnx"
     files.save_onnx(made, path)
     files.runs(made, path, made.example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operators", [{"LSTM"}, {"Gemm", "GRU"}])
 def test_a_file_that_the_runtime_refuses_is_no_crash(operators: set[str], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"

@@ -36,6 +36,7 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
     return same, fft.irfft(y), fft.irfft(y, n=7, dim=1), fft.irfft2(y), fft.hfft(y), fft.ihfft(x).abs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", [_complex, pytest.param(_half, marks=pytest.mark.nightly), _back])
 def test_transforms_of_any_length_are_as_near_as_products_are(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
@@ -45,6 +46,7 @@ def test_transforms_of_any_length_are_as_near_as_products_are(transforms: Any, t
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(*size)} for size in sizes))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transforms", [_complex, _half, _back])
 @pytest.mark.parametrize("length", [pytest.param(one, marks=pytest.mark.nightly) for one in (16, 37)] + [10])
 def test_transforms_of_a_fixed_length_are_written(length: int, transforms: Any, tmp_path: Path) -> None:
@@ -53,6 +55,7 @@ def test_transforms_of_a_fixed_length_are_written(length: int, transforms: Any, 
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4, length)})
 
 
+@pytest.mark.slow
 def test_frames_of_a_sound_become_a_spectrum_and_a_sound_again(tmp_path: Path) -> None:
     window = torch.hann_window(20)
 
@@ -65,6 +68,7 @@ def test_frames_of_a_sound_become_a_spectrum_and_a_sound_again(tmp_path: Path) -
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 80)}, {"x": torch.randn(1, 111)})
 
 
+@pytest.mark.slow
 def test_numbers_of_a_spectrum_that_are_real_have_the_angle_of_real_numbers(tmp_path: Path) -> None:
     def angles(m: nn.Module, x: torch.Tensor) -> Any:
         spectrum = fft.rfft(x)
@@ -75,6 +79,7 @@ def test_numbers_of_a_spectrum_that_are_real_have_the_angle_of_real_numbers(tmp_
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(9, size)} for size in (8, 22, 64)))
 
 
+@pytest.mark.slow
 def test_a_spectrum_is_shifted_to_its_middle_and_back(tmp_path: Path) -> None:
     def shifted(m: nn.Module, x: torch.Tensor) -> Any:
         return fft.fftshift(x), fft.ifftshift(x, dim=1), torch.view_as_real(fft.fftshift(fft.fft(x), dim=(1,)))

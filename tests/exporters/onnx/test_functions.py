@@ -34,6 +34,7 @@ def _pools_3(m: nn.Module, x: torch.Tensor) -> Any:
     return functional.adaptive_avg_pool3d(x, (2, 3, 1)), largest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("pools", "axes"), [(_pools_1, 1), (_pools_2, 2), (_pools_3, 3)])
 def test_adaptive_pooling_has_windows_of_the_size_that_it_is_given(pools: Any, axes: int, tmp_path: Path) -> None:
     example = {"x": torch.randn(2, 3, *(6, 9, 7)[:axes])}  # 6 and 9 part evenly, and most others do not
@@ -43,6 +44,7 @@ def test_adaptive_pooling_has_windows_of_the_size_that_it_is_given(pools: Any, a
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size[:axes])} for size in _SIZES))
 
 
+@pytest.mark.slow
 def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
     def pools(m: nn.Module, x: torch.Tensor) -> Any:
         average, most = functional.adaptive_avg_pool2d, functional.adaptive_max_pool2d
@@ -54,6 +56,7 @@ def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 3, 6, 9)})
 
 
+@pytest.mark.slow
 def test_axes_that_are_not_of_size_1_are_not_taken_away(tmp_path: Path) -> None:
     model = Program(lambda m, x: (x.squeeze(1), x.squeeze(2), x.squeeze((0, 2)), x.squeeze(0), x.squeeze(), x))
     made = files.prepare(model, {"x": torch.randn(3, 4, 1)}, {"x": {0: "batch"}})
@@ -78,6 +81,7 @@ class Placed(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scattered", [False, True])
 def test_where_a_mask_is_true_nowhere_nothing_is_put(scattered: bool, tmp_path: Path) -> None:
     example = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
@@ -92,6 +96,7 @@ def _resized(m: nn.Module, x: torch.Tensor) -> Any:
     return fixed, functional.interpolate(x, scale_factor=2), functional.interpolate(x, size=(x.shape[2] // 3 + 1, 5))
 
 
+@pytest.mark.slow
 def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
     made = files.prepare(Program(_resized), {"x": torch.randn(2, 3, 14, 12)}, dynamic)
@@ -100,6 +105,7 @@ def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
 
 
+@pytest.mark.slow
 def test_a_factor_that_adds_no_place_yet_moves_them(tmp_path: Path) -> None:
     """The runtime copies what it makes as long as it was."""
     model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
@@ -114,6 +120,7 @@ def _floors(m: nn.Module, x: torch.Tensor) -> Any:
     return fractions, x // x.shape[1], whole // 3, whole // -x.shape[1], torch.div(x, 0.7, rounding_mode="trunc")
 
 
+@pytest.mark.slow
 def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> None:
     made = files.prepare(Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -128,6 +135,7 @@ def _whole_quotients(m: nn.Module, x: torch.Tensor) -> Any:
     return hours, both, torch.div(x, -7, rounding_mode="trunc"), (x % 30_000).short() // 7, (x % 250).byte() // 3
 
 
+@pytest.mark.slow
 def test_quotients_of_whole_numbers_are_exact_however_large_they_are(tmp_path: Path) -> None:
     """``torch.onnx`` divides in float32, and a file with the wrong hour of a time stamp passed the proof."""
     made = files.prepare(
@@ -146,6 +154,7 @@ def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
     return functional.logsigmoid(x), *sums
 
 
+@pytest.mark.slow
 def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
     made = files.prepare(Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -176,6 +185,7 @@ def test_the_rest_of_a_division_is_exact(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", {"x": whole}, {"x": -whole * 1e5}, {"x": torch.randn(3, 7) * 1e6})
 
 
+@pytest.mark.slow
 def test_a_rest_of_a_division_by_infinity_is_what_was_divided(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -190,6 +200,7 @@ def _reduced(m: nn.Module, x: torch.Tensor) -> Any:
     return fractions, [whole.scatter_reduce(1, index, whole - 5, kind, include_self=itself) for kind, itself in kinds]
 
 
+@pytest.mark.slow
 def test_what_is_scattered_is_reduced_with_what_is_there_and_without(tmp_path: Path) -> None:
     """Of means, which ONNX has not, too."""
     made = files.prepare(Program(_reduced), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
@@ -202,6 +213,7 @@ def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
     return [torch.ones_like(x).scatter_reduce(1, index, x, kind, include_self=False) for kind in ("amax", "amin")]
 
 
+@pytest.mark.slow
 def test_the_extreme_of_infinite_numbers_alone_is_infinite(tmp_path: Path) -> None:
     made = files.prepare(Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -209,6 +221,7 @@ def test_the_extreme_of_infinite_numbers_alone_is_infinite(tmp_path: Path) -> No
     files.runs(made, tmp_path / "model.onnx", {"x": infinite}, {"x": -infinite}, {"x": torch.randn(3, 5)})
 
 
+@pytest.mark.slow
 def test_a_running_extreme_may_be_infinite(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: (x.cummax(1), x.cummin(0))), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -221,6 +234,7 @@ def _turned(m: nn.Module, x: torch.Tensor) -> Any:
     return x.roll(-7, 1), x.roll(half, 1), x.roll((2, -7), (1, 0)), x.roll(3), x[:, :5].roll(2, 1)
 
 
+@pytest.mark.slow
 def test_what_is_rolled_is_rolled_at_every_size(tmp_path: Path) -> None:
     """Of 7 places by 7 nothing changes, which says nothing of other sizes."""
     made = files.prepare(Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}})
@@ -228,6 +242,7 @@ def test_what_is_rolled_is_rolled_at_every_size(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
 
 
+@pytest.mark.slow
 def test_what_is_rolled_by_all_of_its_places_is_an_output_of_its_own(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -238,6 +253,7 @@ def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
     return torch.erfinv(x), torch.erfinv(x.double())
 
 
+@pytest.mark.slow
 def test_the_inverse_of_the_error_function_is_written_in_both_precisions(tmp_path: Path) -> None:
     made = files.prepare(Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")

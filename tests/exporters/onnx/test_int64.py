@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -54,15 +55,18 @@ def test_the_larger_of_two_is_that_of_torch(tmp_path: Path) -> None:
     assert not _check(_of_pairs, tmp_path / "model.onnx") & {"Max", "Min", "Clip", "Sign", "Relu"}
 
 
+@pytest.mark.slow
 def test_the_largest_along_axes_is_that_of_torch(tmp_path: Path) -> None:
     """The runtime gives the earlier of two time stamps for the latest."""
     assert not _check(_of_axes, tmp_path / "model.onnx") & {"Max", "Min", "ReduceMax", "ReduceMin"}
 
 
+@pytest.mark.slow
 def test_what_a_division_leaves_is_exact_and_whole_numbers_are_round(tmp_path: Path) -> None:
     _check(_of_divisions, tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> None:
     """torch.onnx has no translation of it."""
 
@@ -73,6 +77,7 @@ def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> N
     _check(orders, tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_others_than_int64_keep_their_operators(tmp_path: Path) -> None:
     def body(m: nn.Module, x: torch.Tensor) -> Any:
         y = x.flip(0)

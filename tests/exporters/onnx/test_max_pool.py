@@ -31,6 +31,7 @@ def _windows(m: nn.Module, x: torch.Tensor) -> Any:
     return small, flat, functional.max_pool2d(small, 2), functional.max_pool3d(x[:, None], 2, 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_maximum_of_a_window_of_minus_infinity_is_that(dtype: torch.dtype, tmp_path: Path) -> None:
     """The runtime gives the smallest number; and a window that holds that itself keeps it."""
@@ -50,6 +51,7 @@ def _layers(m: Any, x: torch.Tensor) -> Any:
     return functional.max_pool2d(y.relu(), 3, 2, 1), functional.max_pool2d(functional.max_pool2d(z, 2), 2)
 
 
+@pytest.mark.slow
 def test_a_maximum_of_what_layers_give_is_a_single_node(tmp_path: Path) -> None:
     model = Program(_layers, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)).eval()
     made = files.prepare(model, {"x": torch.randn(2, 3, 9, 7)}, _BATCH)

@@ -66,6 +66,7 @@ def test_onnx_runtime_makes_no_skip_layer_normalization_of_a_sum(tmp_path: Path)
     assert kept["sum-residuals",] == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [AXES, {0: Dim("batch", 0, 16)}, {1: Dim("sequence", 2, 40)}])
 def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int, Dim], tmp_path: Path) -> None:
     made = files.prepare(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 6))), {"x": X}, {"x": dict(dynamic)})
@@ -84,6 +85,7 @@ def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -
     assert (lowered["Gemm"], lowered["MatMul"], lowered["Transpose"]) == (2, 0, 0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "body",
     [

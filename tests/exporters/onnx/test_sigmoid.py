@@ -16,6 +16,7 @@ from tests._helpers.graphs import Program
 from tests.exporters import files
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimised", [False, True])
 def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> None:
     """The runtime's own is wrong in the third digit at -10, and 0 below -18."""
@@ -27,6 +28,7 @@ def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> 
     torch.testing.assert_close(found.flatten(), x.double().sigmoid().float(), rtol=5e-7, atol=1e-37, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -48,6 +50,7 @@ def test_what_is_made_of_a_product_with_a_small_sigmoid_has_its_digits(body: Any
     torch.testing.assert_close(found, body(None, x.double()).float(), rtol=5e-6, atol=5e-7)
 
 
+@pytest.mark.slow
 def test_the_sigmoid_of_a_silu_stays_an_operator(tmp_path: Path) -> None:
     def gates(m: nn.Module, x: torch.Tensor) -> Any:
         return functional.silu(x), x.flip(1) * functional.silu(x + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import fft, nn
 
@@ -32,6 +33,7 @@ def test_a_number_of_python_is_not_rounded_to_float32(tmp_path: Path) -> None:
     assert made.passed
 
 
+@pytest.mark.slow
 def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) -> None:
     def angles(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.sin(x.double() * 1234567.1).float()  # of a factor in float32 the angle is off by 0.1
@@ -41,6 +43,7 @@ def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) ->
     assert made.passed
 
 
+@pytest.mark.slow
 def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -54,12 +57,14 @@ def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
     return within, x.diagonal(-1, -1, 0), x.diagonal(), (x > 0).diagonal(0, 1, 2), x.round().long().diagonal(1, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_diagonal_is_that_of_torch_at_other_sizes(tmp_path: Path) -> None:
     made = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
 
 
+@pytest.mark.slow
 def test_a_diagonal_beside_infinity_is_finite(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -67,6 +72,7 @@ def test_a_diagonal_beside_infinity_is_finite(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", {"x": masked})
 
 
+@pytest.mark.slow
 def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
     def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
         half = fft.rfft(x)

@@ -46,6 +46,7 @@ def moved(made: files.Prepared, place: Path) -> int:
     return len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"groups": 4}, {"bias": False}],
@@ -55,10 +56,12 @@ def test_a_convolution_becomes_one_of_onednn(options: dict[str, Any], tmp_path: 
     assert moved(images(lambda m, x: m.a(x), a=convolution(4, 8, 3, **options)), tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
     assert moved(images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 1), b=convolution(8, 2, 1)), tmp_path) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after",
     [
@@ -89,6 +92,7 @@ def test_what_reads_a_result_reads_the_same_numbers(after: Any, tmp_path: Path) 
     assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
 
 
+@pytest.mark.slow
 def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
     """EfficientNet pads before each convolution, and copies there took more than oneDNN saved."""
 
@@ -101,6 +105,7 @@ def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)) == 1  # of the result
 
 
+@pytest.mark.slow
 def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
     made = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
     path = save(made, "pt2", tmp_path, ("channels-last",))
@@ -108,6 +113,7 @@ def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
     assert all(value.is_contiguous() for value in got.values())
 
 
+@pytest.mark.slow
 def test_a_residual_sum_that_is_made_in_place_is_the_same(tmp_path: Path) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.norm(m.b(m.a(x).relu_()))
@@ -131,6 +137,7 @@ def _of_a_view(m: Any, x: torch.Tensor) -> Any:
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [_after_a_view, _of_a_view])
 def test_nothing_is_moved_where_a_copy_would_part_a_change_from_its_readers(body: Any, tmp_path: Path) -> None:
     assert moved(images(body, a=convolution(4, 8, 3)), tmp_path) == 0
@@ -140,6 +147,7 @@ def _of_images(m: Any, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.conv2d(x, x[:1, :, :2, :2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "layer"),
     [
@@ -159,6 +167,7 @@ def test_what_onednn_would_not_take_stays_a_convolution_of_torch(body: Any, laye
         assert lowered.read_bytes() == plain.read_bytes()
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
     made = images(lambda m, x: m.a(x).relu(), a=convolution(4, 8, 3))
     path = save(made, "pt2", tmp_path, ("channels-last",))
@@ -166,6 +175,7 @@ def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
     assert all(value.isnan().all() for value in got.values())
 
 
+@pytest.mark.slow
 def test_a_file_whose_channels_were_moved_can_be_a_source_again(tmp_path: Path) -> None:
     made = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
     loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("channels-last",)))

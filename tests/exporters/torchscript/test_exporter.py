@@ -35,6 +35,7 @@ def test_the_file_computes_what_the_model_computes_at_any_size(name: str) -> Non
     files.agrees(name, run, 2e-6)
 
 
+@pytest.mark.slow
 def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(tmp_path: Path) -> None:
     made = files.prepared("bert")
     _, batch = next(iter(files.batches("bert")))
@@ -43,6 +44,7 @@ def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(tmp_path: P
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_inputs_are_named_and_come_in_the_signatures_order(name: str) -> None:
     module = torch.jit.load(files.torchscript_file(name))
@@ -52,6 +54,7 @@ def test_inputs_are_named_and_come_in_the_signatures_order(name: str) -> None:
     assert str(module.forward.schema.returns[0].type).startswith("Tuple[Tensor")
 
 
+@pytest.mark.slow
 def test_outputs_that_repeat_or_hand_an_input_through_are_tensors_of_their_own(tmp_path: Path) -> None:
     made = files.prepare(randomise(Program(lambda m, x: (y := m.a(x), y, x), a=nn.Linear(4, 4))), {"x": X}, BATCH)
     path, reason = saved(made, tmp_path)
@@ -91,6 +94,7 @@ class Arithmetic(nn.Module):
         return padded.sum(1, keepdim=True) / n + (x @ distance.to(x.dtype)) * (n // 2)
 
 
+@pytest.mark.slow
 def test_arithmetic_on_sizes_stays_arithmetic(tmp_path: Path) -> None:
     made = files.prepare(Arithmetic(), {"x": torch.randn(3, 6)}, SIZES)
     path, reason = saved(made, tmp_path)
@@ -115,6 +119,7 @@ class Longest(nn.Module):
         return x.new_ones(max(x.shape[0], x.shape[1])) * x.sum() * min(x.shape[0], x.shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Root, Longest])
 def test_functions_of_sizes_stay_functions_of_sizes(make: type[nn.Module], tmp_path: Path) -> None:
     made = files.prepare(make(), {"x": X}, SIZES)
@@ -135,6 +140,7 @@ class Lengths(nn.Module):
         return torch.cat([one * factor.item(), other])
 
 
+@pytest.mark.slow
 def test_numbers_that_inputs_hold_stay_numbers(tmp_path: Path) -> None:
     rows, factor = {"x": {0: "rows"}}, torch.tensor(2.5)
     made = files.prepare(Lengths(), {"x": torch.randn(6, 4), "lengths": torch.tensor([2, 4]), "factor": factor}, rows)
@@ -175,12 +181,14 @@ class Scaled(nn.Module):
         return (x * x.max().item())[:, : round(x.shape[1] * 0.7)]
 
 
+@pytest.mark.slow
 def test_a_trace_that_would_hold_values_is_refused(tmp_path: Path) -> None:
     made = files.prepare(Scaled(), {"x": X}, SIZES)
     with pytest.raises(ExportError, match="a trace would hold values of its example"):
         saved(made, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
     class Named(nn.Module):
         def forward(self, größe: torch.Tensor) -> torch.Tensor:
@@ -191,6 +199,7 @@ def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
         saved(made, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
     """torch wrote a file that it does not read, of which was said that its code does more than compute."""
     made = files.prepare(nn.Sequential(OrderedDict({"für": nn.Linear(4, 4)})), {"input": X}, {"input": {}})
@@ -198,6 +207,7 @@ def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path)
         saved(made, tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reach", ["write", "read"])
 def test_a_file_that_reaches_outside_is_refused_and_not_run(reach: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
@@ -226,6 +236,7 @@ class Branching(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_what_can_be_neither_scripted_nor_traced_is_an_error_that_says_both_whys(tmp_path: Path) -> None:
     """A trace would follow one branch, and be wrong without a word at others."""
     made = files.prepare(Branching(), {"x": X}, BATCH)
@@ -235,6 +246,7 @@ def test_what_can_be_neither_scripted_nor_traced_is_an_error_that_says_both_whys
     assert '"pt2" carries the same graph' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_callers_inputs_and_program_stay_as_they_were(tmp_path: Path) -> None:
     made = files.prepare(InPlace(), {"x": X.clone()}, BATCH)
     before = str(made.program.graph)
@@ -243,6 +255,7 @@ def test_the_callers_inputs_and_program_stay_as_they_were(tmp_path: Path) -> Non
     assert str(made.program.graph) == before
 
 
+@pytest.mark.slow
 def test_weights_that_need_a_gradient_do_not_make_the_outputs_need_one(tmp_path: Path) -> None:
     model = randomise(nn.Linear(4, 2))
     made = files.prepare(model, {"input": X}, {"input": {0: "batch"}})

@@ -61,6 +61,7 @@ def trace(module: nn.Module) -> torch.jit.ScriptModule:
     return traced
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [script, trace])
 def test_what_was_compiled_before_leaves_no_mark(make: Callable[[nn.Module], torch.jit.ScriptModule]) -> None:
     first = parts(compile_afresh(lambda: make(Climb())))

@@ -36,6 +36,7 @@ def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
     return [list(node.args[3:]) for node in called]
 
 
+@pytest.mark.sample(1)
 @onednn
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_a_linear_layer_and_the_gelu_after_it_become_one_call_of_onednn(approximate: str, tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ class Overwritten(nn.Module):
         return nn.functional.gelu(y) + z
 
 
+@pytest.mark.slow
 @onednn
 def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tmp_path: Path) -> None:
     made = files.prepare(randomise(Overwritten()), {"x": X}, {"x": AXES})
@@ -72,6 +74,7 @@ def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tm
     assert [attr for attr, *_ in calls] == ["none"]
 
 
+@pytest.mark.slow
 @onednn
 def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) -> None:
     model = Program(
@@ -97,6 +100,7 @@ class Striding(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+@pytest.mark.slow
 @onednn
 @pytest.mark.parametrize(
     "make",

@@ -28,6 +28,7 @@ class Odd(nn.Module):
         return {"one": torch.einsum("%x,i->i", z.sum(), self.weight), "more": (z, k, a.view(k, -1))}
 
 
+@pytest.mark.slow
 def test_graph_text_is_parsed() -> None:
     traced = fx.symbolic_trace(Odd())
     read = Graph(str(traced.graph))

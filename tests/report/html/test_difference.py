@@ -101,6 +101,7 @@ def scaled(target: Path, factor: float, size: int = 2) -> Path:
     return exports.quick(randomise(Scaled(factor)), {"x": x}, target).output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "computes"), [(2.0, "same"), (2.0 + 2**-22, "same to rounding"), (2.1, "different")]
 )
@@ -135,6 +136,7 @@ def test_other_layers_in_lower_precision_are_different(one: Path, tmp_path: Path
     assert document(targets[0], targets[0])["computes"] == "same"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("factor", "verdict"),
     [

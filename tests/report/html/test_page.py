@@ -165,6 +165,7 @@ def test_failed_check_is_shown_as_failed(tmp_path: Path) -> None:
     assert len([e for e in read.all("td") if "failed-cell" in e.attributes.get("class", "")]) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_texts_of_model_and_config_are_escaped(bundle: Path, read: Page, tmp_path: Path, kind: str) -> None:
     folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "bundle")), HOSTILE[kind])
@@ -277,6 +278,7 @@ def test_page_of_a_large_model_is_small(tmp_path: Path) -> None:
         assert text in read.text, text
 
 
+@pytest.mark.slow
 def test_page_is_equal_in_every_process(bundle: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from optexport.report.html import page; page.write(Path(sys.argv[1]))"

@@ -23,6 +23,7 @@ def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
     refused(archive, tmp_path / "ran")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "code",
     [
@@ -79,6 +80,7 @@ class Windows(nn.Module):
         return (scores.softmax(-1).mean(2) @ padded).flatten(1, 2)[:, :length]
 
 
+@pytest.mark.slow
 def test_sizes_of_a_model_with_windows_are_arithmetic(tmp_path: Path) -> None:
     """Its strides are products of the maxima of quotients."""
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 17, 300)}}

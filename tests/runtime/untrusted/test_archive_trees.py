@@ -45,6 +45,7 @@ def change_trees(archive: Path, name: str, change: Callable[[dict[str, Any]], No
     edit(archive, "models/model.json", changed)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["in_spec", "out_spec"])
 @pytest.mark.parametrize(
     "change",
@@ -131,6 +132,7 @@ def test_a_value_that_goes_by_the_name_of_an_attribute_does_not_replace_it(archi
     assert not hasattr(torch, "made_by_a_file")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

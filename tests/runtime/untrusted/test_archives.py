@@ -51,6 +51,7 @@ class Branching(nn.Module):
         return y.repeat(2, 1)[: x.shape[0] + 1] * (x.shape[0] // 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
 @pytest.mark.parametrize("make", [Plain, Tied, Strided, Branching], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dynamic", [BATCH, None], ids=["dynamic", "static"])
@@ -158,6 +159,7 @@ def test_the_layout_of_older_releases_does_not_get_past_the_check(archive: Path,
     refused(archive, tmp_path / "ran")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "target",
     [
@@ -186,6 +188,7 @@ def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp
     refused(archive, tmp_path / "ran")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("target", "passed"),
     [
@@ -219,6 +222,7 @@ def test_a_kind_of_argument_that_is_not_known_is_refused(archive: Path, tmp_path
     refused(archive, tmp_path / "ran", "as_python is not a known kind of argument")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -275,6 +279,7 @@ def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("ending", "content"),
     [
@@ -308,6 +313,7 @@ def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None
         archives.load_pt2(archive)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"hello", bytes(1000)])
 def test_what_is_no_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.pt2").write_bytes(content)

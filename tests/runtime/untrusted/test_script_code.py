@@ -121,6 +121,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_path: Path) -> None:
     path = saying(spelling.format(place=tmp_path / "written"), tmp_path)
@@ -129,6 +130,7 @@ def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_pat
     assert not (tmp_path / "written").exists()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("spelling", "operator"),
     [
@@ -173,6 +175,7 @@ def _respelled(name: str, content: bytes) -> bytes | None:
     return content.replace(b"print(", b"ops.prim.Print(")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -188,6 +191,7 @@ def test_blanks_line_breaks_comments_and_texts_hide_no_name(text: str) -> None:
     assert forbidden_text(text) is not None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -236,6 +240,7 @@ _DEEP = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*_DEEP, "blocks", "branches"])
 def test_what_lies_too_deep_for_the_stack_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
     for depth, refused in ((60, False), (20_000, True)):

@@ -46,6 +46,7 @@ def saved(folder: Path, dtype: torch.dtype = torch.float32, *, frozen: bool = Fa
     return path
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["whole", "frozen"])
 def test_what_torch_saved_opens(tmp_path: Path, dtype: torch.dtype, frozen: bool) -> None:
@@ -96,6 +97,7 @@ def forged(path: Path, *place: object) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("place", "fits"),
     [
@@ -136,6 +138,7 @@ def test_a_pickle_that_remembers_too_much_is_refused() -> None:
         script_storages.check(b"\x80\x02Nr" + (2_000_000_000).to_bytes(4, "little") + b".", {})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("content", [b"", b".", b"no pickle", b"\x80\x02(", b"\x80\x02NQ.", b"\x80\x02]" + b"]a" * 9])
 def test_what_is_no_pickle_of_torch_is_one_kind_of_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -12,6 +12,7 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.tracing import trace
 
 
+@pytest.mark.slow
 def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
     config = VideoLlama3VisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4

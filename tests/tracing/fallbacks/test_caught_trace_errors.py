@@ -80,6 +80,7 @@ def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
     return x / 1000 if large else x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )

@@ -56,6 +56,7 @@ def _grids() -> dict[str, torch.Tensor]:
     return {"pixels": torch.randn(14, 4), "text": torch.randn(3, 4), "grid": GRID}
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_a_buffer_is_traced_with_all_sizes_dynamic():
     model = Switched().eval()
     traced = trace.trace(model, {"x": torch.randn(3, 4)})
@@ -65,6 +66,7 @@ def test_a_model_that_asks_a_buffer_is_traced_with_all_sizes_dynamic():
     assert torch.equal(traced.graph_module(x), model(x))
 
 
+@pytest.mark.slow
 def test_an_input_whose_values_decide_sizes_is_held_and_the_text_beside_it_stays_dynamic():
     model = Grids().eval()
     traced = trace.trace(model, _grids())
@@ -91,12 +93,14 @@ def test_a_bundle_holds_the_values_and_its_files_take_the_other_inputs(tmp_path)
         bundle(pixels=pixels, text=text, grid=GRID.flip(0))
 
 
+@pytest.mark.slow
 def test_where_sizes_are_declared_the_message_says_how_to_hold_the_input():
     with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_known_values.py") as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
 
 
+@pytest.mark.slow
 def test_constants_of_a_config_may_be_lists_and_sizes_be_declared_beside_them(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(
@@ -239,6 +243,7 @@ class DrawnInPython(nn.Module):
         return x * 2 if nn.functional.gumbel_softmax(self.scores, hard=True)[0] > 0.5 else x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "example"),
     [

@@ -33,6 +33,7 @@ class Padded(nn.Module):
         return nn.functional.pad(x, (self.stride - 1, extra)).unfold(-1, 3, 3).amax(-1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", [Chunks, Padded])
 def test_a_size_that_is_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None:
     model = module().eval()
@@ -84,6 +85,7 @@ class Overflowing(nn.Module):
         return x[: torch.tensor(x.shape[0]).to(torch.uint8).item()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "size"), [(Rounded(), 31), (Overflowing(), 300)])
 def test_a_size_that_a_tensor_does_not_hold_is_what_the_tensor_holds(model: nn.Module, size: int) -> None:
     traced = trace(model, {"x": torch.randn(20, 3)})
@@ -122,6 +124,7 @@ class Later(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_number_that_the_model_changes_after_it_asked_is_not_known() -> None:
     with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: x = x \* 2 if self\.count"):
         trace(Later(), {"x": torch.randn(3, 4)})

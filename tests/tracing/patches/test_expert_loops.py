@@ -42,6 +42,7 @@ class Mixture(PreTrainedModel):
         return self.experts(x, chosen)
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_experts_that_were_chosen_is_traced_and_holds_for_every_choice() -> None:
     torch.manual_seed(0)
     model = Mixture(LoopExperts()).eval()
@@ -52,6 +53,7 @@ def test_a_loop_over_the_experts_that_were_chosen_is_traced_and_holds_for_every_
             torch.testing.assert_close(traced.graph_module(**given), model(**given))
 
 
+@pytest.mark.slow
 def test_a_loop_over_what_was_found_anywhere_else_is_refused() -> None:
     """It may do something where there are no tokens."""
 

@@ -38,6 +38,7 @@ def _traced(model: nn.Module, *inputs: torch.Tensor) -> Traced:
     return trace(model, dict(zip(("x", "attention_mask"), inputs, strict=False)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_causal_mask_that_the_model_leaves_out_of_attention_that_is_not_causal_is_left_out(masked: bool) -> None:
     model: Any = randomise(Attends(masking_utils.create_causal_mask))
@@ -59,6 +60,7 @@ class AttendsOfTwo(Attends):
         return super().forward(x + torch.ones(2, 1, 1), attention_mask)
 
 
+@pytest.mark.slow
 def test_a_mask_has_as_many_rows_as_the_batch_though_a_model_does_not_look_at_one_that_hides_nothing() -> None:
     model = randomise(AttendsOfTwo(masking_utils.create_bidirectional_mask))
     traced = _traced(model, torch.rand(2, 5, 4), torch.ones(2, 5, dtype=torch.int64))

@@ -28,6 +28,7 @@ def _for_all(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.relu(m.linear(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [_in_part, _for_all])
 def test_what_is_computed_with_gradients_goes_into_every_file(forward: Any, tmp_path: Path) -> None:
     """torch.onnx ended with an index that is out of range."""

@@ -49,6 +49,7 @@ def test_what_the_graph_asserts_itself_stays() -> None:
         module(x=torch.randn(2, 12))
 
 
+@pytest.mark.slow
 def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
     model = Program(lambda m, x: nn.functional.pad(x, (0, -x.shape[1] % 4)).reshape(x.shape[0], -1, 4).sum(1))
     made = writer(model, torch.randn(2, 10))
@@ -56,6 +57,7 @@ def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
         torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
 
 
+@pytest.mark.slow
 def test_a_size_that_torch_takes_for_excluded_where_a_result_has_one_row_is_exported(tmp_path: Path) -> None:
     """The export of the cast graph ended with "Constraints violated (w)"."""
     model = Program(lambda m, x: m.conv(x).amax((2, 3)), conv=nn.Conv2d(3, 4, 3, stride=2))

@@ -24,6 +24,7 @@ class Windows(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
     model = Windows().eval()
     traced = trace(model, EXAMPLE)
@@ -34,6 +35,7 @@ def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
     assert torch.equal(traced.graph_module(given), model(given))
 
 
+@pytest.mark.slow
 def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None:
     dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
     with pytest.raises(

@@ -51,6 +51,7 @@ def test_a_size_at_which_the_model_does_go_another_way_fails_the_proof(tmp_path:
         quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
     traced = trace(_model(), {"x": NATIVE})
     (image,) = traced.signature.inputs
@@ -60,6 +61,7 @@ def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
     assert traced.suspect_sizes == ()
 
 
+@pytest.mark.slow
 def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_that_size_too() -> None:
     model = _model()
     traced = trace(model, {"x": OTHER})
@@ -73,6 +75,7 @@ def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_th
             torch.testing.assert_close(traced.graph_module(x), model(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])
 def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_the_equation(height: str | Dim) -> None:
     with pytest.raises(TraceError, match="height") as raised:
@@ -82,6 +85,7 @@ def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_
     assert "inputs.dynamic" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_at_one() -> None:
     """Padding to a multiple of 8 is computed from the size, which the trace fixes and the model does not."""
 
@@ -96,6 +100,7 @@ def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_a
     assert raised.value.hint.startswith(hint)
 
 
+@pytest.mark.slow
 def test_a_divisor_of_a_size_does_not_fix_it() -> None:
     model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
     traced = trace(randomise(model), {"x": torch.randn(2, 16)})
@@ -114,6 +119,7 @@ def test_a_function_that_is_no_arithmetic_is_never_called() -> None:
 BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -144,6 +150,7 @@ def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
     return randomise(Program(lambda m, x: m.norm(x) * (2 if condition(*x.shape[:2]) else 1), norm=nn.LayerNorm(4)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -163,6 +170,7 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
     assert all(condition(sizes.get("batch", 3), sizes.get("rows", 20)) for sizes in traced.suspect_sizes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("condition", [lambda x: x.numel() > 9000, lambda x: x.numel() * x.element_size() > 30_000])
 def test_a_bound_on_all_numbers_that_only_large_sizes_of_three_pass_is_told(condition: Callable[..., bool]) -> None:
     """No size that was tried passed it, and the files were wrong at the largest of each."""
@@ -180,6 +188,7 @@ def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
         trace(model, {"x": torch.randn(3, 7)}, dynamic)
 
 
+@pytest.mark.slow
 def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * (2 if x.shape[0] * x.shape[1] * x.shape[2] == 1001 else 1)
@@ -202,6 +211,7 @@ def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
     assert (length.min, length.max) == ends
 
 
+@pytest.mark.slow
 def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
@@ -219,6 +229,7 @@ def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], -1, 4).sum(1)
 
 
+@pytest.mark.slow
 def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
     found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
     assert found.signature.inputs[0].shape == ("batch", 16)
@@ -238,6 +249,7 @@ def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + pairs.sum(dim=(1, 2), keepdim=True)
 
 
+@pytest.mark.slow
 def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_computes_something_else() -> None:
     model = Program(_filled_up).eval()
     x, dynamic = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9), {"x": {0: "batch", 2: Dim("length", 2, 64)}}
@@ -264,6 +276,7 @@ def _loops(rows: int) -> int:
     return 1 if rows % 2 == 0 else 1 + (sum(1 for _ in range(rows)) == 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "traced_at"),
     [
@@ -282,6 +295,7 @@ def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
         quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 4000)}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
 )
@@ -299,6 +313,7 @@ def test_a_range_that_nobody_declared_ends_just_before_what_no_tried_size_is_nex
     assert traced.signature.dims["x_1"].max == 666
 
 
+@pytest.mark.slow
 def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path: Path) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         torch._check(x.shape[1] != 16)
@@ -317,6 +332,7 @@ def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path:
             loaded(x=x.repeat(1, 2, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
     class Attention(nn.Module):
@@ -341,6 +357,7 @@ def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> N
     torch.testing.assert_close(run(result, **odd)["output"], model(**odd))
 
 
+@pytest.mark.slow
 def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_too(tmp_path: Path) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         missing = (8 - x.shape[1] % 8) % 8
@@ -354,6 +371,7 @@ def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_t
         torch.testing.assert_close(run(result, x=x)["output"], model(x))
 
 
+@pytest.mark.slow
 def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
     with pytest.raises(ParityError, match="rows"):
@@ -365,6 +383,7 @@ def _at_forty(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y * 3 if x.shape[1] == 40 else y
 
 
+@pytest.mark.slow
 def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

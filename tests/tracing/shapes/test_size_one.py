@@ -23,6 +23,7 @@ def doubled_where(condition: Where) -> Program:
     return Program(lambda m, x: x * (2 if condition(x) else 3)).eval()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -59,6 +60,7 @@ class Attends(torch.nn.Module):
         return (query @ keys.mT).softmax(-1) @ keys
 
 
+@pytest.mark.slow
 def test_a_step_of_decoding_that_cuts_its_cache_is_refused(tmp_path: Path) -> None:
     """It was proven, and every file was wrong from sixteen tokens on."""
     batch, new, old = Dim("batch", 1, 8), Dim("new", 1, 16), Dim("old", 1, 64)

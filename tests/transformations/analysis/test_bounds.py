@@ -35,6 +35,7 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[0], x.shape[0])
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize(
     ("body", "whole", "first"),
     [
@@ -75,12 +76,14 @@ def test_what_is_known(body: Any, whole: Any, first: Any) -> None:
     assert _found(body) == (whole, first)
 
 
+@pytest.mark.slow
 def test_a_constant_is_looked_at() -> None:
     table = nn.Parameter(torch.tensor([[0.0, 1.0], [0.5, -math.inf]]))
     assert _found(lambda m, x: m.table.tensor + 1, table=Held(table)) == ((-math.inf, 2), (1, 1.5))
     assert _found(lambda m, x: m.table.tensor + 1, table=Held(table * math.nan)) == (None, None)
 
 
+@pytest.mark.slow
 def test_what_is_changed_in_place_is_not_known() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros_like(x)
@@ -96,6 +99,7 @@ def test_without_shapes_nothing_is_known() -> None:
     assert all(bounds(graph_module, node) is None for node in graph_module.graph.nodes)
 
 
+@pytest.mark.slow
 def test_a_deep_graph_is_given_up() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)

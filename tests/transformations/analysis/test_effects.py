@@ -78,6 +78,7 @@ def main() -> None:
     print(json.dumps(results))
 
 
+@pytest.mark.slow
 def test_all_functions_that_draw_random_numbers_are_recognized() -> None:
     # In a separate process, because some functions set a default dtype or disable gradients.
     program = "from tests.transformations.graphs import test_effects; test_effects.main()"

@@ -83,6 +83,7 @@ def test_each_place_is_one_where_the_rule_applies(rule: Rule) -> None:
     assert len(run(rule, sharing(graph_module))[1].changes) == 1
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
@@ -95,6 +96,7 @@ def _pruned(layer: Any) -> None:
     layer.weight, layer.bias = (nn.Parameter(own.detach()[:1]) for own in (layer.weight, layer.bias))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if rule != MergeLinearChain()], ids=_name)
 def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, _pruned)
@@ -102,6 +104,7 @@ def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
     check_refused(rule, graph_module, x if runs else None, "the shape of its weight does not fit its sizes")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
 def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, lambda own: setattr(own, "bias", nn.Parameter(own.bias.detach()[:1])))
@@ -109,6 +112,7 @@ def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
     check_refused(rule, graph_module, x if runs else None, "the shape of its bias does not fit its sizes")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)
 def test_weights_that_hold_no_numbers_are_skipped(rule: Rule) -> None:
     _, _, body, others = _PLACES[rule]
@@ -182,6 +186,7 @@ _MORE = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
 def test_a_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
@@ -189,6 +194,7 @@ def test_a_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[
     check_refused(rule, graph_module, x, _MORE[more])
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
 def test_a_second_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
@@ -226,6 +232,7 @@ _TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["layer", "other"])
 @pytest.mark.parametrize("what", _TRAINED)
 def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: str) -> None:
@@ -238,6 +245,7 @@ def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: 
     check_refused(rule, graph_module, x, "they differ in requires_grad")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
 def test_a_buffer_is_folded_into_trained_and_frozen_layers(what: str) -> None:
     for frozen in (False, True):
@@ -247,6 +255,7 @@ def test_a_buffer_is_folded_into_trained_and_frozen_layers(what: str) -> None:
         check_applied(rule, symbolic_trace(program, example_inputs={"x": x}), x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", [what for what in _TRAINED if what != "norm beside"])
 def test_a_weight_keeps_its_strides(what: str) -> None:
     rule, x, make, body, other = _TRAINED[what]

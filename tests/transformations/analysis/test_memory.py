@@ -40,6 +40,7 @@ def _statistics() -> nn.Module:
     return held
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize(
     "body",
@@ -70,6 +71,7 @@ def test_statistics_that_are_only_read_are_constants(trace: str) -> None:
     assert len(report.changes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", ["fx", "export"])
 def test_a_weight_that_is_changed_under_another_name_stays(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +84,7 @@ def test_a_weight_that_is_changed_under_another_name_stays(trace: str) -> None:
     assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: its weight is changed in place by mul_"]
 
 
+@pytest.mark.slow
 def test_a_statistic_that_is_changed_under_another_name_stays() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.alias.w.mul_(x.mean())
@@ -140,6 +143,7 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
+@pytest.mark.slow
 def test_a_method_of_a_foreign_object_may_change_its_arguments() -> None:
     class Bumps:
         def bump(self, x: torch.Tensor) -> torch.Tensor:

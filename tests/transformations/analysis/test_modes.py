@@ -107,11 +107,13 @@ def _inner(graph_module: fx.GraphModule, name: str) -> fx.Node:
     return next(node for node in by_name.values() if node.op == "call_module" and node.target == "b")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_without_a_region_the_rule_applies(name: str) -> None:
     check_applied(*_graph(name))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_no_work_is_moved_into_or_out_of_autocast(name: str) -> None:
     rule, graph_module, x = _graph(name)
@@ -121,6 +123,7 @@ def test_no_work_is_moved_into_or_out_of_autocast(name: str) -> None:
     check_refused(rule, graph_module, x, reason)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FOLDING)
 def test_a_layer_under_autocast_keeps_its_weights(name: str) -> None:
     rule, graph_module, x = _graph(name)
@@ -222,6 +225,7 @@ REGIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONS)
 def test_what_torch_vmap_computes_is_skipped(name: str) -> None:
     body = lambda m, x: torch.vmap(lambda row: REGIONS[name](m, row))(x)  # noqa: E731
@@ -244,6 +248,7 @@ def test_work_before_and_after_torch_vmap_is_in_one_state() -> None:
     check_applied(MergeLinears(), graph_module, X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["autocast", "condition"])
 def test_the_laws_are_kept_by_graphs_that_hold_graphs(name: str) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
