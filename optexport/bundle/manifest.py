@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from optexport.runtime.devices import Device
 
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
 
