@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from optexport._utils import atomic_dir
 from optexport.bundle import digest_json, external_data
 from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
-from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
+from optexport.bundle.manifest import SUFFIXES, VERSION, FileRecord, Manifest
 from optexport.errors import BundleError, ConfigError, unreadable
 
 _LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
@@ -114,11 +114,11 @@ def manifest_alone(folder: Path) -> Manifest:
         BundleError: The manifest is missing, was changed, or has another version or schema.
     """
     document = digest_json.read(folder / MANIFEST)
-    if (version := document.get("manifest_version")) != 1:
+    if (version := document.get("manifest_version")) != VERSION:
         raise BundleError(
-            f"its version is {version}, and this program reads 1",
+            f"the manifest has another version (found {version}, expected {VERSION})",
             location=str(folder / MANIFEST),
-            hint="Upgrade optexport." if isinstance(version, int) and version > 1 else "Make the bundle again.",
+            hint="Upgrade optexport." if isinstance(version, int) and version > VERSION else "Make the bundle again.",
         )
     return digest_json.validated(Manifest, document, folder / MANIFEST)
 

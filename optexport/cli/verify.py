@@ -107,11 +107,11 @@ class _Checked:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        rows = [{"place": p.target, "output": o.output, "max_abs": o.max_abs,
+        rows = [{"target": p.target, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
                 for p in self.proof.targets[1:] for o in p.outputs]  # fmt: skip
         held_to = {"gates": self.gates, "gates_not_checked": self.unchecked}
-        return {"places": rows, **held_to, "parity": self.record.model_dump(mode="json")}
+        return {"targets": rows, **held_to, "parity": self.record.model_dump(mode="json")}
 
     def _where(self, target: TargetParity) -> str:
         return " (at the traced shape alone)" if target.target.partition(",")[0] in self.fixed else ""

@@ -33,7 +33,7 @@ def _changes(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
 
 def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
     bounds = manifest.parity.bounds
-    return ["place", "output", "distance", "floor", "multiple", "limit", "step", "argmax_agreement", "worst_case"], [
+    return ["target", "output", "distance", "floor", "multiple", "limit", "step", "argmax_agreement", "worst_case"], [
         [
             target.title,
             output.output,

@@ -324,7 +324,7 @@ def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears
         (place / GENERATION).touch()
     bundle = Path(shutil.copytree(exports.exported().output, place / "part" if is_part else place))
     with pytest.MonkeyPatch.context() as patch:  # the reports of two versions differ
-        patch.setattr(page, "_LONGEST_CONFIG", 10)
+        patch.setattr(page, "_MAX_CONFIG", 10)
         page.write(bundle)
     before, inside = (bundle / REPORT).read_bytes(), _names(place)
     process = _CONTEXT.Process(target=_rewrite, args=(bundle, dies_before), daemon=True)

@@ -154,7 +154,7 @@ def _fewer_cases(document: dict[str, Any]) -> None:
 
 
 def _no_place(document: dict[str, Any]) -> None:
-    document["parity"]["places"] = [p for p in document["parity"]["places"] if p["place"] != "torchscript"]
+    document["parity"]["targets"] = [p for p in document["parity"]["targets"] if p["target"] != "torchscript"]
 
 
 @pytest.mark.parametrize(

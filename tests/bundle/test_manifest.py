@@ -47,7 +47,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a key more, further in": lambda d: d["model"].update(more=1),
     "a key less": lambda d: d.pop("parity"),
     "a key less, further in": lambda d: d["inputs"][0].pop("dtype"),
-    "another version": lambda d: d.update(manifest_version=2),
+    "another version": lambda d: d.update(manifest_version=3),
     "a size in words": lambda d: d["files"][0].update(size="large"),
     "an unknown format": lambda d: d["artifacts"][0].update(format="tflite"),
     "a shape of fractions": lambda d: d["inputs"][0].update(shape=[1.5]),
@@ -124,10 +124,10 @@ def test_transformations_tell_what_they_changed_and_what_they_skipped(document: 
 def test_the_proof_names_every_place_and_at_least_three_sizes_never_traced(document: dict[str, Any]) -> None:
     proof = document["parity"]
     targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
-    assert [target["place"] for target in proof["places"]] == targets
+    assert [target["target"] for target in proof["targets"]] == targets
     assert proof["fallback"] is None
     assert len([case for case in proof["cases"] if case not in ("traced", "data")]) >= 3
-    for target in proof["places"]:
+    for target in proof["targets"]:
         hidden, longest = target["outputs"]
         assert hidden["max_abs"] <= proof["bounds"]["hidden"]["limit"]
         assert hidden["worst_case"] in proof["cases"]

@@ -40,7 +40,7 @@ def test_full_disk_is_not_a_defect() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Free some space for {os.getcwd()}")]
+    ("number", "hint"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Free some space for {os.getcwd()}")]
 )
 def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
@@ -49,7 +49,7 @@ def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) ->
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("error", "mend"),
+    ("error", "hint"),
     [
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files (ulimit -n)"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory (ulimit -v)"),

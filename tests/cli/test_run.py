@@ -187,7 +187,7 @@ def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) ->
     assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
     assert result.stderr.endswith(f"Error: {read['error']}\n")
     if code == 4:
-        assert {place["place"] for place in read["parity"]["places"]} == {"original", "transformed graph"}
+        assert {place["target"] for place in read["parity"]["targets"]} == {"original", "transformed graph"}
     else:
         assert read["parity"] is None
 

@@ -362,7 +362,7 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "hint"),
     [
         ("net.py:make", 'Write "python:net:make".'),
         ("net:make", 'Write "python:net:make".'),

@@ -222,7 +222,7 @@ def to_relu(node: Any) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("spoil", "place", "inside"),
+    ("spoil", "target", "inside"),
     [
         (tamper_onnx, "query_key_value_merged", "by MatMul, Add with"),
         (weight_of("out.bias", lambda bias: 0 * bias), "linear_3 (out)", "out.bias"),
@@ -263,7 +263,7 @@ def tamper_torchscript(path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("file_format", "spoil", "place"),
+    ("file_format", "spoil", "target"),
     [("torchscript", tamper_torchscript, "linear_4 (up)"), ("pt2", tamper_pt2, "query_key_value_merged")],
 )
 def test_the_place_in_other_files_is_named_too(
@@ -322,7 +322,7 @@ def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_
     failing(tmp_path / "block", Relu())
     assert {path.name: path.read_bytes() for path in (tmp_path / "block-failure").iterdir()} == first
     document = json.loads(first["parity.json"])
-    assert [target["place"] for target in document["places"]] == ["original", "transformed graph"]
+    assert [target["target"] for target in document["targets"]] == ["original", "transformed graph"]
     export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC, formats=["pt2"])
     assert [path.name for path in tmp_path.iterdir()] == ["block"]
 

@@ -61,7 +61,7 @@ def test_minilm_merges_eighteen_linears_to_six(minilm: Mapping[str, Any]) -> Non
 @pytest.mark.slow
 def test_minilm_passes_at_every_place_and_at_sizes_never_traced(minilm: Mapping[str, Any]) -> None:
     assert minilm["passed"]
-    places = [place["place"] for place in minilm["parity"]["places"]]
+    places = [place["target"] for place in minilm["parity"]["targets"]]
     assert places == ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
     assert len(minilm["parity"]["cases"]) >= 2 + 3
 

@@ -193,7 +193,7 @@ def test_without_an_output_a_gate_is_on_each_that_it_is_defined_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("demanded", "place", "words"),
+    ("demanded", "target", "words"),
     [
         (
             {"cosine": {"min": 1.0, "output": "logit"}},

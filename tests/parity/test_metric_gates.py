@@ -161,8 +161,8 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
     assert result.exit_code == 0, result.stderr
     manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
     targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised"]
-    assert [target["place"] for target in manifest["parity"]["places"]] == targets
-    for target in manifest["parity"]["places"]:
+    assert [target["target"] for target in manifest["parity"]["targets"]] == targets
+    for target in manifest["parity"]["targets"]:
         assert [(d["measure"], d["output"], d["value"]) for d in target["decisions"]] == [
             ("argmax_agreement", "logits", 1.0),
             ("top_k_agreement", "logits", 1.0),
@@ -250,7 +250,7 @@ def test_a_bundle_is_held_against_its_gates_again_but_not_those_of_code_that_it_
 
 @pytest.mark.slow
 def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
-    recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["places"][2]["decisions"][0]
+    recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["targets"][2]["decisions"][0]
     change_gate(bundle, min=recorded["value"] + 0.01)
     assert all(target.passed for target in verify(bundle).targets[1:]), "as where the other cases had made up for them"
 
@@ -259,7 +259,7 @@ def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
 def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Path) -> None:
     def pretend(document: dict[str, Any]) -> None:
         document["parity"]["gates"][0]["min"] = 1.0
-        for target in document["parity"]["places"]:
+        for target in document["parity"]["targets"]:
             for case in target["decisions"][0]["cases"]:
                 case["total"] = case["count"]
 

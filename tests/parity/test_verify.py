@@ -73,7 +73,7 @@ def test_a_bundle_passes_where_transformers_onnx_and_mlflow_are_not_installed(co
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
-    assert [row["place"] for row in report["places"]] == [target for target in PLACES for _ in range(2)]
+    assert [row["target"] for row in report["targets"]] == [target for target in PLACES for _ in range(2)]
 
 
 def test_the_blocker_of_these_tests_blocks() -> None:

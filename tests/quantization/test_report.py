@@ -48,7 +48,7 @@ def test_verify_says_what_it_held_to_what(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "onnx (int8), onnx, optimised (int8) decide as the gates demand." in done.output
     done = CliRunner().invoke(cli, ["verify", str(folder / "bundle"), "--json"])
-    rows = json.loads(done.output)["places"]
+    rows = json.loads(done.output)["targets"]
     assert {row["limit"] for row in rows} == {None}
 
 
@@ -119,7 +119,7 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gate
     document = json.loads(done.stdout)
     assert document["passed"] == (code == 0)
     if code == 4:
-        assert [target["place"] for target in document["parity"]["places"]][-1] == "onnx in float32, optimised"
+        assert [target["target"] for target in document["parity"]["targets"]][-1] == "onnx in float32, optimised"
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_tolerance_is_suggested_up_to_a_tenth_of_largest_value(tolerance: float 
     output = output.model_copy(update={"tolerance": tolerance, "cases": [case]})
     bounds = {output.output: record.bounds[output.output].model_copy(update={"largest": 2.0})}
     targets = [target.model_copy(update={"outputs": [output], "decisions": []})]
-    record = record.model_copy(update={"places": targets, "bounds": bounds})
+    record = record.model_copy(update={"targets": targets, "bounds": bounds})
     for text in (junit.render(record), "".join(github.error_lines(record))):
         assert (f"With atol={tolerance} against the original" in text) is suggested
         assert ("would prove nothing" in text) is (tolerance == 0.21)
@@ -159,8 +159,8 @@ def test_verify_json_has_failures_in_one_document(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert (document["passed"], document["exit_code"], result.exit_code) == (False, 4, 4)
     assert "no longer give the stored outputs" in document["error"]
-    assert not all(row["passed"] for row in document["places"])
-    assert document["parity"]["places"]
+    assert not all(row["passed"] for row in document["targets"])
+    assert document["parity"]["targets"]
     (bundle / "model.onnx").unlink()
     result = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
     assert json.loads(result.stdout) == {

@@ -31,7 +31,7 @@ def multiple(value: float | None, target: str = "onnx") -> Change:
     """Has an output of a place be so many times the floor away."""
 
     def change(document: dict[str, Any]) -> None:
-        (found,) = [each for each in document["parity"]["places"] if each["place"] == target]
+        (found,) = [each for each in document["parity"]["targets"] if each["target"] == target]
         found["outputs"][0]["multiple"] = value
 
     return change
@@ -51,8 +51,8 @@ def lowered(precision: str, value: float, low: float | None = None, high: float 
     def change(document: dict[str, Any]) -> None:
         decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
         decision |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
-        for target in document["parity"]["places"]:
-            if target["place"].startswith("onnx"):
+        for target in document["parity"]["targets"]:
+            if target["target"].startswith("onnx"):
                 target |= {"precision": precision, "decisions": [decision]}
 
     return change
@@ -90,7 +90,7 @@ def away(distance: float, *, floor: float = 0.0, **bound: float) -> Change:
 
     def change(document: dict[str, Any]) -> None:
         multiple(None if distance else 0.0)(document)
-        (found,) = [each for each in document["parity"]["places"] if each["place"] == "onnx"]
+        (found,) = [each for each in document["parity"]["targets"] if each["target"] == "onnx"]
         found["outputs"][0]["max_abs"] = distance
         document["parity"]["bounds"]["hidden"] |= {"floor": floor, "largest": 1.0, **bound}
 
@@ -343,7 +343,7 @@ def test_a_gate_of_the_champions_that_is_left_out_is_worse(tmp_path: Path) -> No
 
     def without(document: dict[str, Any]) -> None:
         lowered("int8", 0.9)(document)
-        for target in document["parity"]["places"]:
+        for target in document["parity"]["targets"]:
             for decision in target["decisions"]:
                 decision["measure"] = "top_k_agreement"
 

@@ -238,7 +238,7 @@ def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path
 
 
 def failing(document: dict[str, Any]) -> None:
-    for output in document["parity"]["places"][0]["outputs"]:
+    for output in document["parity"]["targets"][0]["outputs"]:
         output["cases"][0] |= {"failure": "wrong", "distance": 123.0}
 
 

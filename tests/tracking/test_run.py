@@ -163,7 +163,7 @@ def test_tables_and_figures_show_how_near_the_files_are(tracked: Tracked) -> Non
     table = json.loads(tracked.artifact("parity.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     places = tracked.result.manifest.parity.targets
-    assert [(row["place"], row["output"]) for row in rows] == [(p.target, o.output) for p in places for o in p.outputs]
+    assert [(row["target"], row["output"]) for row in rows] == [(p.target, o.output) for p in places for o in p.outputs]
     assert [row["distance"] for row in rows] == [o.max_abs for p in places for o in p.outputs]
     for name, drawn in (("parity.png", True), ("latency.png", False)):
         listed = [file for file in tracked.client.list_artifacts(tracked.run.info.run_id) if file.path == name]

@@ -26,9 +26,9 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
 
     def change(document: dict[str, Any]) -> None:
         document["config"]["inputs"] = {f"setting_{i}": {"inner": i} for i in range(250)}
-        target = document["parity"]["places"][0]
+        target = document["parity"]["targets"][0]
         target["outputs"] = [{**target["outputs"][0], "output": f"layer.{i}"} for i in range(400)]
-        document["parity"]["places"] = [target]
+        document["parity"]["targets"] = [target]
 
     uri = stores.store(tmp_path)
     finished = BundleRecord.read(bundle(tmp_path, manifest=change))
@@ -49,9 +49,9 @@ def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_
     names = ["a b", "a_b", "a?b", "<b>", "a//b", "../x", "/", ".", "é", "a\nb", "x" * 300, "x" * 301, "\ud800"]
 
     def change(document: dict[str, Any]) -> None:
-        target = document["parity"]["places"][0]
+        target = document["parity"]["targets"][0]
         target["outputs"] = [{**target["outputs"][0], "output": name} for name in names[:-1]]
-        document["parity"]["places"] = [target]
+        document["parity"]["targets"] = [target]
 
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
@@ -71,7 +71,7 @@ def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
     """Matplotlib reads what is between two as mathematics, and this is none that it knows: nothing could be sent."""
 
     def change(document: dict[str, Any]) -> None:
-        for target in document["parity"]["places"]:
+        for target in document["parity"]["targets"]:
             target["outputs"][0] |= {"output": "price_$usd^$", "multiple": 1.0}
 
     def dollars(document: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def test_a_worse_version_is_registered_and_the_alias_is_moved_by_hand(server: Se
     def rated(multiple: float) -> Callable[[dict], None]:  # what was measured hangs on the processor
         def change(document: dict) -> None:
             registering("rated")(document)
-            for place in document["parity"]["places"]:
+            for place in document["parity"]["targets"]:
                 place["outputs"][0]["multiple"] = multiple
 
         return change

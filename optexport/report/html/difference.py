@@ -28,7 +28,6 @@ _ABSENT = "not there"
 # Columns that are shown under another heading than their key in the JSON document.
 _HEADINGS = {
     "": "name",
-    "place": "target",
     "distance in A": "error in A",
     "limit in A": "tolerance in A",
     "distance in B": "error in B",
@@ -291,7 +290,7 @@ def _parity(a: Manifest, b: Manifest) -> Section:
         limit_a, limit_b = (None if bound is None else bound.limit for bound in bounds)
         error_a, error_b = (errors.get((target, output), _ABSENT) for errors in (errors_a, errors_b))
         rows.append((target, output, error_a, limit_a, error_b, limit_b))
-    columns = ("place", "output", "distance in A", "limit in A", "distance in B", "limit in B")
+    columns = ("target", "output", "distance in A", "limit in A", "distance in B", "limit in B")
     unequal = tuple(row for row in rows if row[2:4] != row[4:6])
     return Section("Parity", columns, unequal, len(rows) - len(unequal))
 

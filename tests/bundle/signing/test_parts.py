@@ -30,7 +30,7 @@ def test_one_signature_is_of_all_parts_and_the_numbers_of_each_are_checked(whole
     check_output(whole)
     told = json.loads(signed.call("verify", whole, public, "--json").stdout)
     assert (told["passed"], told["signature_checked"], sorted(told["parts"])) == (True, True, ["decoder", "encoder"])
-    assert {row["place"] for row in told["parts"]["decoder"]["places"]} >= {"onnx", "pt2"}
+    assert {row["target"] for row in told["parts"]["decoder"]["targets"]} >= {"onnx", "pt2"}
     statement = json.loads((whole / "provenance.json").read_bytes())
     names = [subject["name"] for subject in statement["subject"]]
     assert {"generation.json", "decoder/model.onnx", "encoder/model.onnx", "sbom.cdx.json"} <= set(names)

@@ -86,7 +86,7 @@ def test_a_bundle_that_nobody_signed_verifies_as_before_and_fails_where_a_key_is
 def test_the_result_for_machines_says_whether_the_signature_was_checked(copied: Path, keys: tuple[Path, Path]) -> None:
     told = json.loads(signed.call("verify", copied, keys[1], "--json").stdout)
     assert (told["passed"], told["signature_checked"]) == (True, True)
-    assert told["places"]
+    assert told["targets"]
     (copied / "bundle.sig").unlink()
     done = signed.call("verify", copied, keys[1], "--json")
     told = json.loads(done.stdout)

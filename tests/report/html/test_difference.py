@@ -67,7 +67,7 @@ def test_other_graph_of_a_model_is_the_same_to_rounding(one: Path, plain: Path) 
     (merged,) = [row for row in sections["Rules"] if row["rule"] == "merge-linears"]
     assert (merged["changes in A"], merged["changes in B"]) == (1, "not there")
     assert merged["only in A"] == "query_key_value_merged"
-    absent = {row["place"] for row in sections["Parity"] if row["distance in B"] == "not there"}
+    absent = {row["target"] for row in sections["Parity"] if row["distance in B"] == "not there"}
     assert {"onnx", "torchscript"} <= absent
     sizes = {row["file"]: row for row in sections["Sizes"]}
     assert sizes["model.onnx"]["bytes in A"] == (one / "model.onnx").stat().st_size

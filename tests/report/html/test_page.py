@@ -155,7 +155,7 @@ def test_page_of_a_bundle_without_times(tmp_path: Path) -> None:
 
 def test_failed_check_is_shown_as_failed(tmp_path: Path) -> None:
     def fail(document: dict[str, Any]) -> None:
-        document["parity"]["places"][2]["outputs"][0]["cases"][0]["failure"] = "it is 3 from the reference"
+        document["parity"]["targets"][2]["outputs"][0]["cases"][0]["failure"] = "it is 3 from the reference"
 
     folder = bundles.edit(bundles.copied(tmp_path / "bundle"), fail)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
@@ -258,7 +258,7 @@ def test_page_of_a_large_model_is_small(tmp_path: Path) -> None:
         document["transformations"][1]["near_misses"] = [
             {"node": f"node_{index}", "reason": f"reason {index}"} for index in range(2000)
         ]
-        target = document["parity"]["places"][0]
+        target = document["parity"]["targets"][0]
         target["outputs"] = [{**target["outputs"][0], "output": f"output {index}"} for index in range(500)]
         bound = document["parity"]["bounds"]["hidden"]
         document["parity"]["bounds"] |= {f"output {index}": bound for index in range(500)}
