@@ -63,7 +63,7 @@ def starter_config(source: str, folder: Path) -> str:
         "",
         "# The limit is measured: results may be 4 times farther from float64 than the model's own are.",
         "[parity]",
-        "multiple = 4.0",
+        "noise_multiple = 4.0",
         "",
         "[export]",
         'formats = ["torchscript", "onnx", "pt2"]',

@@ -99,8 +99,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "range that is a number": (table("inputs.dynamic", "batch = 3"), "inputs.dynamic.batch", "in brackets, not 3"),
     "range of text": (table("inputs.dynamic", 'batch = ["a", 3]'), "inputs.dynamic.batch[0]", "not 'a'"),
     "range of fractions": (table("inputs.dynamic", "batch = [1, 2.0]"), "inputs.dynamic.batch[1]", "not 2.0"),
-    "multiple of nothing": (table("parity", "multiple = 0.0"), "parity.noise_multiple", "not 0.0"),
-    "multiple that is no number": (table("parity", "multiple = nan"), "parity.noise_multiple", "not nan"),
+    "multiple of nothing": (table("parity", "noise_multiple = 0.0"), "parity.noise_multiple", "not 0.0"),
+    "multiple that is no number": (table("parity", "noise_multiple = nan"), "parity.noise_multiple", "not nan"),
     "tolerance below zero": (table("parity", "atol = -1e-6"), "parity.atol", "not -1e-06"),
     "tolerance as text": (table("parity", 'rtol = "1e-6"'), "parity.rtol", "not '1e-6'"),
     "seed of fractions": (table("parity", "seed = 1.5"), "parity.seed", "not 1.5"),
@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "text for a gate": (table("gate", 'max_size_mb = "1"'), "gate.max_size_mb", "a number above 0, or a table"),
     "truth for a gate": (table("gate", "max_size_mb = true"), "gate.max_size_mb", "a number above 0, or a table"),
     "gate of zero": (table("gate", "max_latency_ms = 0"), "gate.max_latency_ms", "a number above 0, or a table"),
-    "gate beyond 64 bits": (table("gate", f"max_size_mb = {'9' * 50}"), "gate.max_size_mb", "18 digits at most"),
+    "gate beyond 64 bits": (table("gate", f"max_size_mb = {'9' * 50}"), "gate.max_size_mb", "more than 64 bits"),
     "budget of years": (table("tune", 'budget = "999999h"'), "tune.budget", '"168h" at most'),
     "gate on an unknown format": (
         table("gate", "min_speedup = { onx = 1 }"),
@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "k of all classes": (table("processing", 'outputs = "argmax"', "k = 3"), "processing", 'outputs = "top_k"'),
     "k of nothing": (table("processing", 'outputs = "top_k"', "k = 0"), "processing.k", "not 0"),
     "gate on labels": (
-        table("processing", 'outputs = "argmax"', "[parity]", "decisions.argmax_agreement = 0.9"),
+        table("processing", 'outputs = "argmax"', "[parity]", "metrics.argmax_agreement = 0.9"),
         "parity.metrics.argmax_agreement",
         'Write processing.outputs = "probabilities"',
     ),
@@ -194,14 +194,16 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "Set parity.atol or parity.rtol",
     ),
     "precision that changes the numbers": (
-        rule('use = "merge-linears"', "[[transformations]]", 'use = "CastPrecision"', "[parity]", "multiple = 9.0"),
+        rule(
+            'use = "merge-linears"', "[[transformations]]", 'use = "CastPrecision"', "[parity]", "noise_multiple = 9.0"
+        ),
         "transformations[1]",
         "cast-precision changes the numbers",
     ),
     # a card
     "device that nobody knows": (model('device = "gpu"'), "model.device", "not 'gpu'"),
     "precision of files for a card": (
-        model('device = "cuda"\n[precision]\npt2 = "float16"\n[parity]\ndecisions.cosine = 0.9'),
+        model('device = "cuda"\n[precision]\npt2 = "float16"\n[parity]\nmetrics.cosine = 0.9'),
         "precision",
         'it is done for the CPU alone, and model.device is "cuda"',
     ),
@@ -227,8 +229,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "not 0",
     ),
     "expectation with a typo": (
-        rule('use = "merge-linears"', "expect = { min = 1, mim = 1 }"),
-        "transformations[0].expect.mim",
+        rule('use = "merge-linears"', "min_match = 1"),
+        "transformations[0].min_match",
         'Did you mean "min"',
     ),
     "a name where a list of names belongs": (

@@ -178,7 +178,7 @@ SERVED = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-import optexport.bench.race
+import optexport.bench.turns
 from optexport.bench.worker import Task, _onnx_reader
 run = _onnx_reader(Task(Path(sys.argv[1]), "onnx", None, 1, "cpu"))(Path(sys.argv[2]))()
 print([output.shape for output in run()], "torch" in sys.modules)

@@ -65,7 +65,7 @@ def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> N
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), atomic_dir.drafting(tmp_path / "bundle") as draft:
+    with pytest.raises(error), atomic_dir.drafting(tmp_path / "bundle", check_replaceable) as draft:
         (draft / "inner").mkdir()
         (draft / "inner" / "file").write_bytes(b"half")
         raise error
@@ -94,7 +94,7 @@ def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     contents.check_output(tmp_path / "bundle")
-    with atomic_dir.drafting(tmp_path / "bundle") as draft:
+    with atomic_dir.drafting(tmp_path / "bundle", check_replaceable) as draft:
         (draft / "file").touch()
     assert (tmp_path / "bundle" / "file").exists()
 
@@ -245,7 +245,9 @@ def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name
     assert str(caught.value.location).startswith(str(copied / place))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(3, "Upgrade optexport"), (1, "Make the"), (0, "Make the"), (None, "Make the")])
+@pytest.mark.parametrize(
+    ("version", "hint"), [(3, "Upgrade optexport"), (1, "Make the"), (0, "Make the"), (None, "Make the")]
+)
 def test_a_bundle_of_another_version_is_not_read_as_if_it_were_of_this(
     copied: Path, version: int | None, hint: str
 ) -> None:

@@ -22,7 +22,7 @@ from tests._helpers import exports
 
 MODULE = """
 import torch
-from tests.exports import block
+from tests._helpers.exports import block
 
 SCALE = 1.0
 EPS = 1e-12

@@ -41,7 +41,7 @@ def test_exit_code_and_message_of_an_error(error: BaseException, exit_code: int,
     assert failure is not None
     assert failure.exit_code == exit_code
     assert message in failure.message
-    assert failure.message is (error if isinstance(error, ConfigError | GateError) else None)
+    assert failure.cause is (error if isinstance(error, ConfigError | GateError) else None)
 
 
 def test_closed_pipe_is_left_to_click() -> None:

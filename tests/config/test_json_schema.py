@@ -119,7 +119,7 @@ def test_it_names_the_values_that_are_known_and_leaves_those_of_packages_open() 
 
 def test_it_names_every_rule_and_option() -> None:
     named = {
-        rule["properties"]["use"]["const"]: set(rule["properties"]) - {"use", "expect", "formats"}
+        rule["properties"]["use"]["const"]: set(rule["properties"]) - {"use", "min_matches", "formats"}
         for rule in SCHEMA["$defs"]["TransformationConfig"]["anyOf"]
         if "const" in rule["properties"]["use"]
     }

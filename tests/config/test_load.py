@@ -100,7 +100,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        (table("parity", "multiple = inf"), "parity.noise_multiple"),
+        (table("parity", "noise_multiple = inf"), "parity.noise_multiple"),
         (table("parity", "atol = inf"), "parity.atol"),
         (table("parity", "rtol = inf"), "parity.rtol"),
         (table("inputs.tensors.x", "shape = [1]", "low = nan"), "inputs.tensors.x.low"),
@@ -113,7 +113,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         (table("tracking", 'uri = ""'), "tracking.uri"),
         (table("tracking", 'uri = "http:/host"'), "tracking.uri"),
         (table("tracking", 'uri = "gopher://x"'), "tracking.uri"),
-        (table("parity", "multiple = 1e300"), "parity.noise_multiple"),
+        (table("parity", "noise_multiple = 1e300"), "parity.noise_multiple"),
         (table("export", 'formats = ["onnx", "onnx"]'), "export.formats"),
         (table("inputs", 'data = "mine.toml"'), "inputs.data: files of the kind .toml are not known"),
     ],

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from optexport import export, pipeline
-from tests import exports
+from tests._helpers import exports
 from optexport.errors import ExportError
 from block_factory import Undecided, Unscriptable
 from named_rule import Named
@@ -57,7 +57,7 @@ for run in [fail, *runs[::-1]] if backwards else runs:
 """
 FACTORY = """
 import torch
-from tests.exports import block as load
+from tests._helpers.exports import block as load
 
 class Unscriptable(torch.nn.Module):
     '''Leaves the precision that is set around it, which TorchScript's compiler cannot take: it is traced.'''

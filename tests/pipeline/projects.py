@@ -121,7 +121,7 @@ output = "out/block"
 FACTORIES = """
 import torch
 from torch import nn
-from tests.exports import Block, block
+from tests._helpers.exports import Block, block
 
 class Baking(Block):
     # torch.export takes such a size for a constant.

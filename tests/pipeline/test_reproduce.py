@@ -25,7 +25,7 @@ from tests._helpers.cli import CliRunner, cli, message
 MODULE = """
 import torch
 from torch import nn
-from tests.exports import block
+from tests._helpers.exports import block
 
 def load(scale=1.0):
     model = block()

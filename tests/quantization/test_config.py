@@ -24,7 +24,7 @@ from tests.quantization import models
         ('keep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", "precision: it lowers nothing"),
         ('onnx = "int8"', '"onnx"', "cosine = -1", "parity.metrics: .*let anything pass\n.*more than .*cosine = -1"),
         ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.metrics: .*let anything pass"),
-        ('onnx = "int8"\nkep = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
+        ('onnx = "int8"\nkep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:

@@ -30,8 +30,8 @@ pytestmark = [
 MODULE = """
 import torch
 from torch import nn
-from tests.exports import Block
-from tests.models import randomise
+from tests._helpers.exports import Block
+from tests._helpers.models import randomise
 
 class Convolved(nn.Module):
     def __init__(self):

@@ -47,7 +47,7 @@ def on_one_way(_: nn.Module, x: torch.Tensor) -> object:
 )
 def test_outputs_that_depend_on_random_numbers_are_refused_with_the_line(function: Function) -> None:
     with pytest.raises(
-        TraceError, match=r"outputs depend on random numbers, which \S+ draws, at (programs|test_draws).py:\d+: \w+"
+        TraceError, match=r"outputs depend on random numbers, which \S+ draws, at (graphs|test_randomness).py:\d+: \w+"
     ):
         check(function)
 

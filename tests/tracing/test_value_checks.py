@@ -192,5 +192,5 @@ def test_a_check_whose_error_becomes_another_is_passed_over():
     ids=lambda model: type(model).__name__,
 )
 def test_a_condition_that_decides_something_else_is_no_check(model):
-    with pytest.raises(TraceError, match="could not trace it, and stopped at test_skipped_checks.py"):
+    with pytest.raises(TraceError, match="could not trace it, and stopped at test_value_checks.py"):
         trace.trace(model.eval(), {"x": -torch.rand(5, 2)})

@@ -157,7 +157,7 @@ def test_a_champion_whose_figures_cannot_be_computed_with_keeps_the_alias(
         raise OverflowError("int too large to convert to float")
 
     store.log()
-    monkeypatch.setattr(registry.max_regression, "compare", compare)
+    monkeypatch.setattr(registry.regression_gate, "compare", compare)
     found = store.log()
     assert (found.version, found.moved, store.holder) == ("2", False, "1")
     assert found.why == ("version 1 cannot be compared with: int too large to convert to float",)
@@ -179,7 +179,7 @@ def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
             store.client.set_registered_model_alias("block", "champion", "2")
         return compare(new, champion, allowed)
 
-    monkeypatch.setattr(registry.max_regression, "compare", slowly)
+    monkeypatch.setattr(registry.regression_gate, "compare", slowly)
     found = store.log(size=100_000)
     assert seen == ["1", "2"]
     assert (found.version, found.moved, store.holder) == ("3", False, "2")

@@ -100,7 +100,7 @@ class World:
         device: str = "cpu",
     ) -> Outcome:
         rules = [
-            SimpleNamespace(name="rule", formats=None, transformation=None, least=int(i in expected))
+            SimpleNamespace(name="rule", formats=None, transformation=None, min_matches=int(i in expected))
             for i in range(self.rules)
         ]
         config = SimpleNamespace(

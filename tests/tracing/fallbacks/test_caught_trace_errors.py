@@ -85,7 +85,7 @@ def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
     "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )
 def test_a_model_that_goes_on_where_the_trace_raises_is_refused_by_the_line(body: Body) -> None:
-    with pytest.raises(TraceError, match=r"catches the error, at test_swallowed\.py:\d+: \w+") as raised:
+    with pytest.raises(TraceError, match=r"catches the error, at test_caught_trace_errors\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.hint

@@ -72,7 +72,7 @@ def test_an_input_whose_values_decide_sizes_is_held_and_the_text_beside_it_stays
     traced = trace.trace(model, _grids())
     assert list(traced.held) == ["grid"]
     assert [spec.name for spec in traced.signature.inputs] == ["pixels", "text"]
-    assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_known_values.py:")
+    assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_constants.py:")
     pixels, text = torch.randn(14, 4), torch.randn(9, 4)
     want = model(pixels, text, GRID)
     for name, got in traced.graph_module(pixels, text).items():
@@ -95,7 +95,7 @@ def test_a_bundle_holds_the_values_and_its_files_take_the_other_inputs(tmp_path)
 
 @pytest.mark.slow
 def test_where_sizes_are_declared_the_message_says_how_to_hold_the_input():
-    with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_known_values.py") as error:
+    with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_constants.py") as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
 

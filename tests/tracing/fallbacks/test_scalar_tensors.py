@@ -58,7 +58,7 @@ def test_a_buffer_that_the_model_itself_changes_is_not_known() -> None:
             self.count.add_(1)
             return x[:, : int(self.count)] if self.count > 1 else x
 
-    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: return x\[:, : int\(self\.count\)\]"):
+    with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: return x\[:, : int\(self\.count\)\]"):
         trace(Counting(), {"x": torch.randn(3, 14)})
 
 
@@ -67,7 +67,7 @@ def test_a_number_of_the_inputs_values_is_not_known() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if x.sum().long() > 3 else x
 
-    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: return x \+ 1"):
+    with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: return x \+ 1"):
         trace(Cut(), {"x": torch.randn(3, 14)})
 
 
@@ -126,5 +126,5 @@ class Later(nn.Module):
 
 @pytest.mark.slow
 def test_a_number_that_the_model_changes_after_it_asked_is_not_known() -> None:
-    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: x = x \* 2 if self\.count"):
+    with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: x = x \* 2 if self\.count"):
         trace(Later(), {"x": torch.randn(3, 4)})
