@@ -70,11 +70,13 @@ def check_source(config: Config, path: Path) -> None:
         package, _, inner = rest.partition("/")
         if not package:
             raise ConfigError("it names no package", location=location, hint='Write "package:NAME/PATH".')
-        spec = package_folder(package)
-        if spec is None:
+        package_path = package_folder(package)
+        if package_path is None:
             raise ConfigError(f"the package {package} is not installed", location=location, hint="pip install it.")
-        if not (_is_dir(spec, inner) or _is_file(spec, inner)):
-            raise ConfigError(f"the package {package} has no {inner}", location=location, hint=f"Look in {spec}.")
+        if not (_is_dir(package_path, inner) or _is_file(package_path, inner)):
+            raise ConfigError(
+                f"the package {package} has no {inner}", location=location, hint=f"Look in {package_path}."
+            )
     if kind is SourceKind.PYTHON:
         module, _, name = rest.partition(":")
         if not module or not all(part.isidentifier() for part in name.split(".")):

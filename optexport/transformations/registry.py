@@ -192,6 +192,9 @@ RULES: Mapping[str, RuleInfo] = {
 
 PRESET: tuple[str, ...] = tuple(name for name, info in RULES.items() if info.in_preset)
 
+# Options that every rule has in a config.
+SHARED_OPTIONS = ("min_matches", "formats")
+
 PLUGIN = "python:"
 ENTRY_POINTS = "optexport.transformations"
 
@@ -228,53 +231,55 @@ def _letters(name: str) -> str:
     return name.replace("-", "").replace("_", "").lower()
 
 
-def check(name: str, options: Mapping[str, Any], spec: str) -> None:
+def check(name: str, options: Mapping[str, Any], location: str) -> None:
     """Checks a rule's name, and its options if it is built in, without importing it.
 
     Args:
         name: The name in the config.
         options: The options in the config.
-        spec: The position in the config, for error messages.
+        location: The position in the config, for error messages.
 
     Raises:
         ConfigError: The rule or an option is unknown, or an option has a wrong value.
     """
     if name.startswith(PLUGIN):
         if len([part for part in name.removeprefix(PLUGIN).split(":") if part]) != 2:
-            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', location=f"{spec}.use")
+            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', location=f"{location}.use")
         return
     rule = canonical_name(name)
     if rule is None:
         if find_import_path(name) is None:
             hint = did_you_mean(name, [*RULES, *installed()])
-            raise ConfigError(f'unknown rule "{name}"', location=f"{spec}.use", hint=hint)
+            raise ConfigError(f'unknown rule "{name}"', location=f"{location}.use", hint=hint)
         return  # only the class of a plugin knows its options
     for option, value in options.items():
-        _check_option(rule, option, value, f"{spec}.{option}")
+        _check_option(rule, option, value, f"{location}.{option}")
 
 
-def _check_option(rule: str, option: str, value: Any, spec: str) -> None:
+def _check_option(rule: str, option: str, value: Any, location: str) -> None:
     allowed = RULES[rule].options
     if option not in allowed:
-        hint = did_you_mean(option, allowed) if allowed else f"{rule} has no options."
-        raise ConfigError(f"{rule} has no option of this name", location=spec, hint=hint)
+        hint = did_you_mean(option, [*allowed, *SHARED_OPTIONS])
+        raise ConfigError(f"{rule} has no option of this name", location=location, hint=hint)
     expected = allowed[option]
     if type(value) is not expected.type or (type(value) is tuple and not all(type(v) is str for v in value)):
         kind = "list of names" if expected.type is tuple else expected.type.__name__
         shown = list(value) if type(value) is tuple else value
-        raise ConfigError(f"wrong type (found {shown!r}, expected a {kind})", location=spec)
+        raise ConfigError(f"wrong type (found {shown!r}, expected a {kind})", location=location)
     if expected.choices and value not in expected.choices:
-        raise ConfigError(f'unknown value "{value}"', location=spec, hint=did_you_mean(str(value), expected.choices))
+        raise ConfigError(
+            f'unknown value "{value}"', location=location, hint=did_you_mean(str(value), expected.choices)
+        )
 
 
-def load(name: str, options: Mapping[str, Any], folder: Path, spec: str) -> Transformation:
+def load(name: str, options: Mapping[str, Any], folder: Path, location: str) -> Transformation:
     """Imports a rule or a plugin, and creates it with its options.
 
     Args:
         name: The name in the config, after `check`.
         options: The options in the config.
         folder: Folder of the config, where the module of a plugin may be.
-        spec: The position in the config, for error messages.
+        location: The position in the config, for error messages.
 
     Raises:
         ConfigError: The rule cannot be imported, or does not accept these options.
@@ -286,20 +291,20 @@ def load(name: str, options: Mapping[str, Any], folder: Path, spec: str) -> Tran
     def is_transformation(value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, Transformation) and not inspect.isabstract(value)
 
-    cls = import_from(import_path, folder, spec, is_transformation)
-    check_makes(Transformation, cls, import_path, spec)
+    cls = import_from(import_path, folder, location, is_transformation)
+    check_makes(Transformation, cls, import_path, location)
     if inspect.isabstract(cls):
         missing = " and ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{cls.__name__} must define {missing}", location=spec)
+        raise ConfigError(f"{cls.__name__} must define {missing}", location=location)
     try:
         rule = cls(**options)
     except (Exception, SystemExit) as error:  # code of plugins may raise anything
         message = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
-        raise ConfigError(message, location=spec, hint=f"Use these options: {parameters(cls)}") from error
+        raise ConfigError(message, location=location, hint=f"Use these options: {parameters(cls)}") from error
     if not isinstance(rule, Transformation):
         raise ConfigError(
             f"{import_path} returned a {type(rule).__name__}, not a Transformation",
-            location=spec,
+            location=location,
             hint="Subclass optexport.transformations.Transformation, or Rule.",
         )
     return rule
@@ -315,13 +320,13 @@ def _import_hint(module_name: str, error: BaseException) -> str:
     return f"The module exists: for the traceback, run python -c 'import {module_name}'."
 
 
-def import_from(import_path: str, folder: Path, spec: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
+def import_from(import_path: str, folder: Path, location: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
     """Imports ``module:name``, first from the folder of the config.
 
     Args:
         import_path: ``module:name``.
         folder: Folder of the config.
-        spec: The position in the config, for error messages.
+        location: The position in the config, for error messages.
         is_candidate: Selects the names that a hint may suggest.
 
     Raises:
@@ -342,12 +347,12 @@ def import_from(import_path: str, folder: Path, spec: str, is_candidate: Callabl
     except (Exception, SystemExit) as error:  # code of other modules may raise anything
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
-            location=spec,
+            location=location,
             hint=_import_hint(module_name, error),
         ) from error
     if not hasattr(module, name):
         candidates = [n for n, value in vars(module).items() if not n.startswith("_") and is_candidate(value)]
-        raise ConfigError(f"{module_name} has no {name}", location=spec, hint=did_you_mean(name, candidates))
+        raise ConfigError(f"{module_name} has no {name}", location=location, hint=did_you_mean(name, candidates))
     return getattr(module, name)
 
 
@@ -362,7 +367,7 @@ def importing_beside(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def check_makes(kind: type, factory: Any, import_path: str, spec: str) -> None:
+def check_makes(kind: type, factory: Any, import_path: str, location: str) -> None:
     """Checks, without calling it, that a factory may return an instance of a class.
 
     A call may do anything. So functions that are not written in Python, such as ``os.system``, are not called, nor are
@@ -372,14 +377,14 @@ def check_makes(kind: type, factory: Any, import_path: str, spec: str) -> None:
         ConfigError: The factory cannot return such an instance.
     """
     if not callable(factory):
-        raise ConfigError(f"{import_path} is a {type(factory).__name__}, not a function or a class", location=spec)
+        raise ConfigError(f"{import_path} is a {type(factory).__name__}, not a function or a class", location=location)
     is_unrelated = isinstance(factory, type) and not issubclass(factory, kind)
     plain = is_unrelated and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
     if plain or inspect.isbuiltin(factory) or inspect.ismethoddescriptor(factory):
         problem = f"not a subclass of {kind.__name__}" if plain else "not written in Python"
         raise ConfigError(
             f"{import_path} is {problem}, so it is not called",
-            location=spec,
+            location=location,
             hint=f"Name a subclass of {kind.__name__}, or a Python function that returns one.",
         )
 

@@ -231,7 +231,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "expectation with a typo": (
         rule('use = "merge-linears"', "min_match = 1"),
         "transformations[0].min_match",
-        'Did you mean "min"',
+        'Did you mean "min_matches"',
     ),
     "a name where a list of names belongs": (
         rule('use = "keep-outputs"', 'outputs = "a"'),

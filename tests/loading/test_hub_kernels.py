@@ -37,7 +37,7 @@ LOAD = """
 import sys
 from pathlib import Path
 from optexport.config.schema import ModelConfig
-from optexport.loading import loading
+from optexport.loading import loader as loading
 folder, trusted = sys.argv[1:]
 try:
     loading.load(ModelConfig(source=folder, trust_remote_code=trusted == "trusted"), Path(folder))

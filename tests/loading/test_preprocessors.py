@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 from transformers import AutoTokenizer
 
 from optexport.config.schema import InputsConfig
@@ -15,7 +13,6 @@ from optexport.errors import BundleError, ConfigError
 from optexport.inputs import preparation
 from optexport.loading import preprocessors
 from optexport.loading.loader import Pretrained
-from tests._helpers.exports import edit_json
 from tests._helpers.inputs import bert, give_backtracking, save_processors
 
 TEXT_AND_IMAGE = ("input_ids", "attention_mask", "pixel_values")
@@ -129,30 +126,6 @@ def test_links_of_the_hubs_cache_and_of_a_mounted_volume_are_followed(tmp_path: 
     save_processors(tmp_path / source)
     beside = linked(tmp_path / source, tmp_path / aim)
     assert preprocessors.save(beside, ("input_ids",), tmp_path / "bundle").kinds == ("tokenizer",)
-
-
-def _ten_of_each(folder: Path) -> None:
-    """Puts rules into a tokenizer that make 10 ** 20 letters of one."""
-
-    def change(settings: dict[str, Any]) -> None:
-        tenfold = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-        settings["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 20}
-
-    edit_json(folder / "tokenizer.json", change)
-
-
-def test_a_tokenizer_that_makes_texts_longer_without_bounds_is_refused_before_it_is_loaded(
-    beside: Pretrained, tmp_path: Path
-) -> None:
-    preprocessors.save(beside, ("input_ids",), tmp_path)
-    for folder in (Path(beside.name), tmp_path / preprocessors.FOLDER):
-        _ten_of_each(folder)
-    with pytest.raises(BundleError, match=r"tokenizer\.json makes a text up to .e\+20 times as long"):
-        preprocessors.load(tmp_path, "tokenizer")
-    (missing,) = preprocessors.save(beside, ("input_ids",), tmp_path / "again").missing
-    assert "e+20 times as long" in missing
-    with pytest.raises(ConfigError, match=r"its tokenizer cannot be loaded: tokenizer\.json makes a text up to"):
-        preparation.prepare(InputsConfig(texts=["a cat"]), tmp_path, nn.Identity(), beside, 0)
 
 
 def test_a_pattern_that_takes_too_long_to_find_ends_in_an_error_of_ours(beside: Pretrained, tmp_path: Path) -> None:

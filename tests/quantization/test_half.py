@@ -83,7 +83,7 @@ def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path:
 @pytest.mark.slow
 def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path: Path) -> None:
     config = models.write(
-        tmp_path, 'pt2 = "bfloat16"\nkeep = ["down", "matmul"]', formats='"pt2"', gates="cosine = 0.99"
+        tmp_path, 'pt2 = "bfloat16"\nkeep_float32 = ["down", "matmul"]', formats='"pt2"', gates="cosine = 0.99"
     )
     mask = '[inputs.tensors.mask]\nshape = ["batch", 4]\ndtype = "int64"\nlow = 1\nhigh = 2\n'
     text = config.read_text().replace("tests.quantization.models:planted", "tests._helpers.exports:block")
@@ -128,4 +128,4 @@ def test_gates_that_nothing_passes_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_name_that_is_no_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='no layer "layer.2"'):
-        run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep = ["layer.2"]', formats='"pt2"'))
+        run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep_float32 = ["layer.2"]', formats='"pt2"'))

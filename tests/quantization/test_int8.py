@@ -151,20 +151,20 @@ def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_what_the_config_keeps_stays_in_float32_unmeasured(tmp_path: Path) -> None:
-    result = run(models.write(tmp_path, f'onnx = "int8"\nkeep = ["{models.HURT}", "layers.0"]'))
+    result = run(models.write(tmp_path, f'onnx = "int8"\nkeep_float32 = ["{models.HURT}", "layers.0"]'))
     assert _kept(result) == {models.HURT: "asked for", "layers.0": "asked for"}
     assert len(_float_products(result.files["onnx"])) == 2
 
 
 def test_a_name_that_is_no_layer_is_refused_with_the_nearest_that_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no layer "layers.7".*\n.*Did you mean "layers.\d"'):
-        run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers.7"]'))
+        run(models.write(tmp_path, 'onnx = "int8"\nkeep_float32 = ["layers.7"]'))
 
 
 @pytest.mark.slow
 def test_to_keep_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no layer to lower"):
-        run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers"]'))
+        run(models.write(tmp_path, 'onnx = "int8"\nkeep_float32 = ["layers"]'))
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: 
 
 @pytest.mark.slow
 def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> None:
-    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["conv"]'
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep_float32 = ["conv"]'
     formats = '"onnx", "torchscript"'
     result = run(models.write(tmp_path, precision, model="convolved", formats=formats, gates="cosine = 0.99"))
     (half,) = [a.precision for a in result.manifest.artifacts if a.format == "torchscript"]
@@ -209,7 +209,7 @@ def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_what_no_file_has_cannot_be_kept_of_any(tmp_path: Path) -> None:
-    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["cnv"]'
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep_float32 = ["cnv"]'
     config = models.write(
         tmp_path, precision, model="convolved", formats='"onnx", "torchscript"', gates="cosine = 0.99"
     )

@@ -13,7 +13,7 @@ from optexport.pipeline.run import run
 from optexport.result import Result
 from tests.quantization import models
 
-_LOWERED = 'onnx = "int8"\nkeep = ["{}"]'
+_LOWERED = 'onnx = "int8"\nkeep_float32 = ["{}"]'
 
 
 def _kept(folder: Path, keep: str, rules: str, model: str = "merging") -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from optexport.tracing.trace import trace
-from tests.zoo import progress
+from tests.zoo import stages
 
 
 class Halving(PreTrainedModel):
@@ -42,7 +42,7 @@ def test_where_nothing_is_padded_no_mask_is_made() -> None:
 
 @pytest.mark.slow
 def test_attention_within_segments_norms_its_queries_and_keys() -> None:
-    built = progress.build(progress.Outcome("glm_ocr_vision"))
+    built = stages.build(stages.Outcome("glm_ocr_vision"))
     assert built is not None
     model, inputs = built
     graph_module = trace(model, inputs, {}).graph_module

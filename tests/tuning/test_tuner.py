@@ -248,7 +248,7 @@ def test_invalid_budget_is_refused(tmp_path: Path, budget: str, words: str) -> N
 
 
 _PROOF = ParityRecord(
-    cases=[], bounds={}, ways=[], fallback=None, unguided=[], left_out=[], gates=[], places=[]
+    cases=[], bounds={}, ways=[], fallback=None, unguided=[], left_out=[], gates=[], targets=[]
 )  # fmt: skip
 
 

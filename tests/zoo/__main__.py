@@ -46,8 +46,8 @@ def main() -> None:
 
 def _tell(record: dict[str, Any]) -> None:
     seconds = sum(record["seconds"].values())
-    progress = " ".join(f"{name}={what}" for name, what in record["stages"].items() if what != "done")
-    print(f"{record['model_type']:32} {seconds:6.1f} s  {progress or 'done'}", flush=True)
+    stages = " ".join(f"{name}={what}" for name, what in record["stages"].items() if what != "done")
+    print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'done'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 import transformers
 
-from tests.zoo import progress
+from tests.zoo import stages
 
 _MOST_MEMORY = 12 << 30
 
@@ -23,13 +23,13 @@ def main(model_type: str, answer: Connection, build_only: bool) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
 
-    def announce(outcome: progress.Outcome, stage: str) -> None:
+    def announce(outcome: stages.Outcome, stage: str) -> None:
         answer.send({**outcome.as_json(), "at": stage})
 
     if build_only:
-        outcome = progress.Outcome(model_type, announce=announce)
-        progress.build(outcome)
+        outcome = stages.Outcome(model_type, announce=announce)
+        stages.build(outcome)
     else:
-        outcome = progress.judge(model_type, announce=announce)
+        outcome = stages.judge(model_type, announce=announce)
     answer.send({**outcome.as_json(), "finished": True})
     answer.close()

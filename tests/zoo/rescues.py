@@ -43,7 +43,7 @@ from optexport.tracing.patches import expert_loops, functions
 from optexport.tracing.shapes.path_probe import OtherWays, _agree, outcome
 from tests._helpers import models
 from tests.tracing import test_any_module
-from tests.zoo import progress, runner, shrinking
+from tests.zoo import runner, shrinking, stages
 
 Note = Callable[[], None]
 Manager = AbstractContextManager[Any]
@@ -334,7 +334,7 @@ def example(name: str) -> Example | None:
     """Returns a model, its inputs and dynamic axes; None if it cannot be built."""
     kind, _, rest = name.partition(":")
     if kind == "zoo":
-        built = progress.build(progress.Outcome(rest))
+        built = stages.build(stages.Outcome(rest))
         return None if built is None else (*built, None)
     if kind == "tiny":
         return models.model(rest), models.inputs(rest), None

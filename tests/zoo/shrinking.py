@@ -250,14 +250,14 @@ def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any
 def _resnet(count: int) -> dict[str, Any]:
     """A backbone that needs no further package, with so many outputs."""
     widths = [16, 24, 32, 48]
-    progress = [f"stage{i}" for i in range(1, 5)][-count:]
+    stages = [f"stage{i}" for i in range(1, 5)][-count:]
     depths = [1] * len(widths)
     return {
         "model_type": "resnet",
         "embedding_size": 8,
         "hidden_sizes": widths,
         "depths": depths,
-        "out_features": progress,
+        "out_features": stages,
     }
 
 

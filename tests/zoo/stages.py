@@ -43,7 +43,7 @@ class Outcome:
         model_type: As in its config.
         cls: The class that was built.
         setting: How its config was shrunk.
-        progress: What each stage came to, by name: built, eager, traced, graph, and the formats.
+        stages: What each stage came to, by name: built, eager, traced, graph, and the formats.
         reasons: Of each stage that is not done, why.
         seconds: Wall-clock seconds by stage.
         nodes: Of the traced graph.
@@ -56,7 +56,7 @@ class Outcome:
     model_type: str
     cls: str = ""
     setting: str = ""
-    progress: dict[str, str] = field(default_factory=dict)
+    stages: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     nodes: int = 0
@@ -76,17 +76,17 @@ class Outcome:
         try:
             result = work()
         except OptexportError as error:
-            self.progress[stage] = WRONG if error.exit_code == 4 else REFUSED
+            self.stages[stage] = WRONG if error.exit_code == 4 else REFUSED
             self.reasons[stage] = f"exit {error.exit_code}: {error}"
             return None
         except Exception as error:  # no error of optexport's own: a defect
             last = traceback.extract_tb(error.__traceback__)[-1]
-            self.progress[stage] = CRASH
+            self.stages[stage] = CRASH
             self.reasons[stage] = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:600]
             return None
         finally:
             self.seconds[stage] = round(time.perf_counter() - start, 2)
-        self.progress.setdefault(stage, DONE)
+        self.stages.setdefault(stage, DONE)
         return result
 
 
@@ -113,14 +113,14 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
             except Exception as error:  # the model's own code may raise anything
                 problems.append(f"{setting}: {type(error).__name__}: {error}"[:400])
                 continue
-            outcome.progress |= {"built": DONE, "eager": DONE}
+            outcome.stages |= {"built": DONE, "eager": DONE}
             return model, inputs
     except NotBuiltError as error:
         problems.append(str(error))
     finally:
         outcome.seconds["built"] = round(time.perf_counter() - start, 2)
     failed = "eager" if built else "built"
-    outcome.progress |= ({"built": DONE} if built else {}) | {failed: NOT_BUILT}
+    outcome.stages |= ({"built": DONE} if built else {}) | {failed: NOT_BUILT}
     outcome.reasons[failed] = " | ".join(problems)[:1500]
     return None
 
@@ -203,7 +203,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             for target, opened in runners.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
                 checked.append(candidate_checker.check(target, opened, traced_shape_only=fixed))
             if fixed:
-                outcome.progress[name] = FIXED
+                outcome.stages[name] = FIXED
                 outcome.reasons[name] = str(artifact.fixed_shape)
             return checked
 
@@ -214,6 +214,6 @@ def _check(outcome: Outcome, stage: str, work: Callable[[], list[Any]]) -> None:
     """Does the work of a stage that gives comparisons, one of which may fail."""
     for target in outcome.run(stage, work) or ():
         for output in target.outputs:
-            if not output.passed and outcome.progress[stage] != WRONG:
-                outcome.progress[stage] = WRONG
+            if not output.passed and outcome.stages[stage] != WRONG:
+                outcome.stages[stage] = WRONG
                 outcome.reasons[stage] = f"{target.target}: {output.output}: {output.failure}"[:600]

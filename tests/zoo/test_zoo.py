@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optexport.config.schema import FORMATS
-from tests.zoo import progress, runner, shrinking, table
+from tests.zoo import runner, shrinking, stages, table
 
 # Encoders, decoders, both; a state space; a mixture of experts; images, sounds, time series, and images in texts.
 SMALL = ("bert", "llama", "vit", "patchtst")
@@ -39,17 +39,17 @@ SAMPLE = (
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", SMALL)
 def test_a_type_is_built_traced_and_its_graph_proven(model_type: str) -> None:
-    outcome = progress.judge(model_type, "quick", formats=())
-    assert set(outcome.progress.values()) == {"done"}, outcome.reasons
-    assert outcome.progress.keys() >= {"built", "eager", "traced", "graph"}
+    outcome = stages.judge(model_type, "quick", formats=())
+    assert set(outcome.stages.values()) == {"done"}, outcome.reasons
+    assert outcome.stages.keys() >= {"built", "eager", "traced", "graph"}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", [*SMALL, *SAMPLE])
 def test_a_type_is_proven_in_every_format(model_type: str) -> None:
-    outcome = progress.judge(model_type)
+    outcome = stages.judge(model_type)
     assert table.passed(outcome.as_json()), outcome.reasons
-    assert outcome.progress.keys() >= set(FORMATS)
+    assert outcome.stages.keys() >= set(FORMATS)
 
 
 def test_a_type_is_the_same_model_every_time_and_random_where_it_begins_as_zeros_and_ones() -> None:
