@@ -39,7 +39,7 @@ logger = logging.getLogger("optexport")
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
 
-def export(
+def export(  # noqa: PLR0913 - options of the public API
     model: nn.Module | ExportedProgram,
     inputs: Inputs | list[Inputs],
     output: str | Path,

@@ -104,12 +104,7 @@ def batch(
     from optexport.batch.run import run
     from optexport.batch.tasks import tasks_of
 
-    if query is not None and len(configs) > 1:
-        raise click.UsageError("--from-registry takes one CONFIG.")
-    if engine == "ray" and jobs is not None:
-        raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
-    if engine != "ray" and address is not None:
-        raise click.UsageError("--address is that of a cluster: give --engine ray too.")
+    _check_options(configs, query, engine, jobs, address)
     asked = None if query is None else from_registry.configs(Path(configs[0]), query)
     tasks = tasks_of(configs if asked is None else list(asked.versions))
     failures: list[OptexportError] = []
@@ -147,6 +142,17 @@ def batch(
     for failure in failures:
         echo(f"Not tracked: {failure}", err=True)
     click.get_current_context().exit(document["exit_code"])
+
+
+def _check_options(
+    configs: tuple[str, ...], query: str | None, engine: str, jobs: int | None, address: str | None
+) -> None:
+    if query is not None and len(configs) > 1:
+        raise click.UsageError("--from-registry takes one CONFIG.")
+    if engine == "ray" and jobs is not None:
+        raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
+    if engine != "ray" and address is not None:
+        raise click.UsageError("--address is that of a cluster: give --engine ray too.")
 
 
 def _engine(engine: str, address: str | None, jobs: int, memory: int | None, seconds: int, retries: int) -> Engine:

@@ -62,51 +62,76 @@ def check_source(config: Config, path: Path) -> None:
     Raises:
         ConfigError: It does not exist, or the source is malformed.
     """
-    folder, source = path.parent, config.model.source
-    location = f"{path}: model.source"
-    kind = source_kind(source, folder)
-    _, _, rest = source.partition(":")
-    if kind is SourceKind.PACKAGE:
-        package, _, inner = rest.partition("/")
-        if not package:
-            raise ConfigError("it names no package", location=location, hint='Write "package:NAME/PATH".')
-        package_path = package_folder(package)
-        if package_path is None:
-            raise ConfigError(f"the package {package} is not installed", location=location, hint="pip install it.")
-        if not (_is_dir(package_path, inner) or _is_file(package_path, inner)):
-            raise ConfigError(
-                f"the package {package} has no {inner}", location=location, hint=f"Look in {package_path}."
-            )
-    if kind is SourceKind.PYTHON:
-        module, _, name = rest.partition(":")
-        if not module or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', location=location)
-        if module.endswith(".py"):
-            hint = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
-            raise ConfigError(f"{module} is a file, and a module is asked for", location=location, hint=hint)
-        check_module(rest, folder, location)
-    if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
+    source = config.model.source
+    check = _CHECKS[source_kind(source, path.parent)]
+    check(source, path.parent, f"{path}: model.source")
+
+
+def _check_package_source(source: str, folder: Path, location: str) -> None:  # noqa: ARG001 - as the other checks
+    package, _, inner = source.partition(":")[2].partition("/")
+    if not package:
+        raise ConfigError("it names no package", location=location, hint='Write "package:NAME/PATH".')
+    package_path = package_folder(package)
+    if package_path is None:
+        raise ConfigError(f"the package {package} is not installed", location=location, hint="pip install it.")
+    if not (_is_dir(package_path, inner) or _is_file(package_path, inner)):
+        hint = f"Look in {package_path}."
+        raise ConfigError(f"the package {package} has no {inner}", location=location, hint=hint)
+
+
+def _check_python_source(source: str, folder: Path, location: str) -> None:
+    spec = source.partition(":")[2]
+    module, _, name = spec.partition(":")
+    if not module or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f'"{source}" is not of the form "python:module:factory"', location=location)
+    if module.endswith(".py"):
+        hint = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
+        raise ConfigError(f"{module} is a file, and a module is asked for", location=location, hint=hint)
+    check_module(spec, folder, location)
+
+
+def _check_mlflow_source(source: str, folder: Path, location: str) -> None:  # noqa: ARG001 - as the other checks
+    if not source.partition(":")[2].startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', location=location, hint='Write "mlflow:models:/NAME@ALIAS".')
-    if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):
+
+
+def _check_file_source(source: str, folder: Path, location: str) -> None:
+    if not _is_file(folder, source):
         raise ConfigError(f"there is no file {source}", location=location)
-    if kind is SourceKind.FOLDER and not _is_dir(folder, source):
+
+
+def _check_folder_source(source: str, folder: Path, location: str) -> None:
+    if not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", location=location)
-    if kind is SourceKind.HUB and _is_file(folder, source):
-        raise ConfigError(
-            f"{source} is a file of no kind that models are taken from",
-            location=location,
-            hint=f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
-            if source.endswith(".py")
-            else f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)}).",
-        )
-    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
-        raise ConfigError(
-            f'"{source}" is no folder here, and no hub id either',
-            location=location,
-            hint=f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
-            if (code := re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)) and _is_file(folder, f"{code[1]}.py")
-            else 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
-        )
+
+
+def _check_hub_source(source: str, folder: Path, location: str) -> None:
+    """Checks a source that is neither a file, a folder, nor marked with a kind: it can only be a hub id."""
+    if _is_file(folder, source):
+        if source.endswith(".py"):
+            hint = f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
+        else:
+            hint = f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)})."
+        raise ConfigError(f"{source} is a file of no kind that models are taken from", location=location, hint=hint)
+    if re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
+        return
+    code = re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)
+    if code and _is_file(folder, f"{code[1]}.py"):
+        hint = f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
+    else:
+        hint = 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".'
+    raise ConfigError(f'"{source}" is no folder here, and no hub id either', location=location, hint=hint)
+
+
+_CHECKS = {
+    SourceKind.PACKAGE: _check_package_source,
+    SourceKind.PYTHON: _check_python_source,
+    SourceKind.MLFLOW: _check_mlflow_source,
+    SourceKind.PT2: _check_file_source,
+    SourceKind.TORCHSCRIPT: _check_file_source,
+    SourceKind.FOLDER: _check_folder_source,
+    SourceKind.HUB: _check_hub_source,
+}
 
 
 def check_beside_source(config: Config, path: Path) -> None:

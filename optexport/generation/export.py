@@ -52,7 +52,7 @@ class GenerationResult:
     left_out: tuple[str, ...]
 
 
-def export_generation(
+def export_generation(  # noqa: PLR0913 - options of the public API
     model: nn.Module,
     prompts: Prompt | Sequence[Prompt],
     output: str | Path,

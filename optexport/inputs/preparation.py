@@ -71,30 +71,57 @@ def prepare(
     Raises:
         ConfigError: The data cannot be read or do not fit the model, or no input has a declared dimension.
     """
-    real: tuple[Batch, ...] = ()
-    if config.texts is not None:
-        real = (_from_texts(config.texts, model, pretrained, config.max_length, "inputs.texts"),)
-    elif config.images is not None:
-        real = (_from_images([folder / Path(image).expanduser() for image in config.images], pretrained),)
-    elif config.data is not None:
-        real = (_from_file(folder / Path(config.data).expanduser(), model, pretrained, config.max_length),)
-    if real:
-        example = real[0]
-    elif config.tensors is not None:
-        example = _from_specs(config.tensors, config.dynamic or {}, seed)
-    elif program is not None:
-        example = program_inputs(program, seed)
-    elif hasattr(model, "main_input_name"):
-        made = as_whole_numbers(model, dummy_inputs(model))
-        example = {name: tensor for name, tensor in made.items() if name not in config.constants}
-    else:
-        raise ConfigError(
-            "nothing says what the model's inputs are",
-            location="inputs",
-            hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
-        )
+    real = _read_data(config, folder, model, pretrained)
+    example = real[0] if real else _make_example(config, model, seed, program)
     for batch in real or (example,):
         check_images(model, batch)
+    _check_example(example, config, model, program)
+    axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
+    real, rows = _cut(real, axes, config, model)
+    example = real[0] if real else example
+    if config.dynamic is None:
+        if program is not None and not config.axes:  # not traced again, and may require a batch of one
+            return Inputs(example, real, None, rows)
+        return replace(_undeclared(example, real, config), rows=rows)
+    declared = _declared_axes(config.dynamic, axes)
+    for batch in real:
+        _check_sizes(batch, declared)
+    free = {name for name, (low, high) in config.dynamic.items() if low < high}
+    dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in declared.items()}
+    return Inputs(traceable(example, declared), real, dynamic, rows)
+
+
+def _read_data(
+    config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pretrained | None
+) -> tuple[Batch, ...]:
+    """Reads the user's texts, images or file as one batch; returns nothing without data."""
+    if config.texts is not None:
+        return (_from_texts(config.texts, model, pretrained, config.max_length, "inputs.texts"),)
+    if config.images is not None:
+        return (_from_images([folder / Path(image).expanduser() for image in config.images], pretrained),)
+    if config.data is not None:
+        return (_from_file(folder / Path(config.data).expanduser(), model, pretrained, config.max_length),)
+    return ()
+
+
+def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: ExportedProgram | None) -> Batch:
+    """Makes inputs from the config's specifications, from a program, or from a transformers config."""
+    if config.tensors is not None:
+        return _from_specs(config.tensors, config.dynamic or {}, seed)
+    if program is not None:
+        return program_inputs(program, seed)
+    if hasattr(model, "main_input_name"):
+        inputs = as_whole_numbers(model, dummy_inputs(model))
+        return {name: tensor for name, tensor in inputs.items() if name not in config.constants}
+    raise ConfigError(
+        "nothing says what the model's inputs are",
+        location="inputs",
+        hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
+    )
+
+
+def _check_example(example: Batch, config: InputsConfig, model: nn.Module, program: ExportedProgram | None) -> None:
+    """Checks the names of the inputs, and their ranks if the model is a program."""
     if program is None:
         _check_names(example, config.constants, model)
     elif config.constants:
@@ -105,17 +132,15 @@ def prepare(
         check_ranks(program, example)
     for name in config.axes:
         if name not in example:
-            raise ConfigError(
-                "there is no such input", location=f"inputs.axes.{name}", hint=did_you_mean(name, list(example))
-            )
-    axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
-    real, rows = _cut(real, axes, config, model)
-    example = real[0] if real else example
-    if config.dynamic is None:
-        if program is not None and not config.axes:  # not traced again, and may require a batch of one
-            return Inputs(example, real, None, rows)
-        return replace(_undeclared(example, real, config), rows=rows)
-    dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
+            hint = did_you_mean(name, list(example))
+            raise ConfigError("there is no such input", location=f"inputs.axes.{name}", hint=hint)
+
+
+def _declared_axes(
+    declared: Mapping[str, Sequence[int]], axes: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[int, Dim]]:
+    """Returns the declared dimension of each axis, by input."""
+    dims = {name: Dim(name, low, high) for name, (low, high) in declared.items()}
     known = {axis for names in axes.values() for axis in names}
     for name in dims:
         if name not in known:
@@ -124,12 +149,7 @@ def prepare(
                 location=f"inputs.dynamic.{name}",
                 hint=f"{did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
             )
-    every = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
-    for batch in real:
-        _check_sizes(batch, every)
-    free = {name for name, (low, high) in config.dynamic.items() if low < high}
-    dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in every.items()}
-    return Inputs(traceable(example, every), real, dynamic, rows)
+    return {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
 
 
 def _cut(

@@ -36,8 +36,7 @@ def run_original(
     cases: Sequence[Case],
     *,
     declared: bool = True,
-    batched: Collection[str] = (),
-    in_other_ways: bool = True,
+    batched: Collection[str] | None = (),
     device: Device = "cpu",
     computation: str | None = None,
 ) -> Reference:
@@ -55,8 +54,8 @@ def run_original(
         run: Runs a model on a batch and names its outputs.
         model: The original model. float64 uses a copy.
         declared: True if the user declared the sizes. Otherwise sizes that the original rejects are skipped.
-        batched: Inputs whose first axis is the batch axis, if that is the first axis of all outputs too.
-        in_other_ways: Run with one thread and by halves too.
+        batched: Inputs whose first axis is the batch axis, if that is the first axis of all outputs too. None skips
+            the runs with one thread and by halves.
         device: Device that the files run on.
         computation: Digest of the model's computation, part of the cache key; None disables the cache.
 
@@ -73,13 +72,14 @@ def run_original(
         why_no_room = _why_no_room(model, copied=not large)
         name = ""
         if computation is not None and why_no_room is None:
-            name = _name(model, own, computation, sorted(batched), in_other_ways, devices.described(device))
+            name = _name(
+                model, own, computation, None if batched is None else sorted(batched), devices.described(device)
+            )
         if name and (stored := results.read(name)) is not None:
             exact, notes = stored
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
             return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise, name=name)
-        rows = batched if in_other_ways else None
-        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), rows, upcast=large)
+        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), batched, upcast=large)
         if device != "cpu":
             found = _run_on(device, run, model, found)
         if name and found.fallback is None:

@@ -55,7 +55,7 @@ from optexport.tuning.candidate_builder import CandidateBuilder
 
 
 @torch_settings.put_back()
-def run(
+def run(  # noqa: PLR0913 - options of the public API
     path: str | Path,
     *,
     without: Sequence[str] = (),
@@ -212,7 +212,7 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
                 proof = make_checker(job, run_reference(job, traced, call, ids, suspect_sizes), signature)
         candidate_checker = CandidateChecker(proof, call, job.loaded.model, signature, ids, job.config.parity)
         made = [
-            variant.produce(each, graph, signature, call, candidate_checker, job, draft, progress)
+            variant.produce(each, graph, candidate_checker, job, draft, progress)
             for each, graph in zip(job.variants, graphs, strict=True)
         ]
         artifacts = [artifact for each in made for artifact in each.artifacts]

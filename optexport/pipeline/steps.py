@@ -106,8 +106,7 @@ def run_reference(
         job.loaded.model,
         checked,
         declared=job.sizes_declared,
-        batched=signature.batched,
-        in_other_ways=effort != "quick",
+        batched=None if effort == "quick" else signature.batched,
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )

@@ -23,13 +23,12 @@ from optexport.exporters.writer import Writer
 from optexport.job import Job, Variant, VariantResult
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
-from optexport.parity.reference import Call, graph_runner
+from optexport.parity.reference import graph_runner
 from optexport.pipeline import bundle_writer
 from optexport.pipeline.steps import trace_original
 from optexport.pipeline.undo_check import check_undo
 from optexport.quantization import lower_precision
 from optexport.runtime import runners
-from optexport.signature.signature import Signature
 from optexport.transformations.apply import Transformed, sharing_copy, transform
 
 
@@ -56,8 +55,6 @@ def apply(branch: Variant, graph_module: fx.GraphModule, job: Job, progress: Pro
 def produce(
     branch: Variant,
     transformed: Transformed,
-    signature: Signature,
-    call: Call,
     candidate_checker: CandidateChecker,
     job: Job,
     draft: Path,
@@ -74,6 +71,7 @@ def produce(
     """
     formats, title = _names(branch, job)
     proof, graph_module = candidate_checker.proof, transformed.graph_module
+    signature, call = candidate_checker.signature, candidate_checker.run
     with progress.step(f"check graph{formats}"):
         target, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
         if not candidate_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:

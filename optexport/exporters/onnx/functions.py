@@ -57,7 +57,7 @@ def attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
     return attention(*args, attend=_products, **kw)
 
 
-def _products(
+def _products(  # noqa: PLR0913 - the parameters of scaled_dot_product_attention
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
