@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from optexport._utils import packages, signals
 from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
-from optexport.errors import OptexportError
+from optexport.errors import ConfigError, OptexportError
 from optexport.redaction import redact_error
 
 _LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
@@ -123,14 +124,14 @@ def _free_space_hint(error: BaseException) -> str:
     return f"Free some space for standard output, the output folder, {places}, and run again."
 
 
-def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table's
-    try:
-        packages.check()
-    except OptexportError as unmet:
-        return str(unmet)
-    except MemoryError:
-        return _MORE_MEMORY
-    return _REPORT
+def _find_package_problem(error: BaseException) -> str | None:  # noqa: ARG001 - the table's
+    """Returns which installed packages do not fit together, or None."""
+    with contextlib.suppress(MemoryError):
+        try:
+            packages.check()
+        except OptexportError as unmet:
+            return str(unmet)
+    return None
 
 
 # The first row that matches counts.
@@ -172,6 +173,13 @@ _TABLE = (
         "code of a model or a plugin raised {kind}, which is not an Exception, so the work is not done: {error}",
         condition=lambda error: not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime",
     ),
-    # Incompatible packages, or else a defect of this package or a library.
-    _Row(BaseException, 1, "{kind}: {error}", _defect_hint),
+    _Row(
+        BaseException,
+        ConfigError.exit_code,
+        "{kind}: {error}",
+        lambda error: _find_package_problem(error) or _REPORT,
+        condition=lambda error: _find_package_problem(error) is not None,
+    ),
+    # A defect of this package or of a library.
+    _Row(BaseException, 1, "{kind}: {error}", _REPORT),
 )

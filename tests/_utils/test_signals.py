@@ -306,7 +306,7 @@ def test_a_second_signal_changes_neither_the_message_nor_the_code(
 @pytest.mark.parametrize("ignored", [True, False])
 def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> None:
     """A job that a script had put behind it was ended by Ctrl-C."""
-    script = "import os, signal\nfrom optexport import interrupts\ninterrupts.exit_on_signal()\n"
+    script = "import os, signal\nfrom optexport._utils import signals as interrupts\ninterrupts.exit_on_signal()\n"
     script += "with interrupts.raising_on_signals():\n    os.kill(os.getpid(), signal.SIGINT)\n"
     how = signal.SIG_IGN if ignored else signal.SIG_DFL
     ended = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 
 from optexport import verify
 from optexport.batch import ray_engine
-from optexport.batch.ray_engine import RemoteTask, check_portable, collect, run_on_node, stage
+from optexport.batch.ray_engine import RemoteTask, check_portable, collect, run_on_node, stage_tasks
 from optexport.batch.results import TaskResult
 from optexport.batch.supervisor import Limits
 from optexport.batch.tasks import Task, tasks_of
@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         for folder in (staged, node):
             shutil.rmtree(folder, ignore_errors=True)
         staged.mkdir()
-        ((_, remote_task),), failures = stage([task], staged)
+        ((_, remote_task),), failures = stage_tasks([task], staged)
         assert failures == []
         shutil.copytree(staged, node)  # follows links, as Ray does
         with monkeypatch.context() as context:
@@ -98,13 +98,13 @@ def test_files_that_are_too_large_for_ray_are_refused(
 ) -> None:
     monkeypatch.setattr(ray_engine, "_MAX_PACKAGE_BYTES", 100)
     with pytest.raises(ConfigError, match=r"too large for Ray.*\n.*storage that every node can read"):
-        stage([task], tmp_path / "staged")
+        stage_tasks([task], tmp_path / "staged")
 
 
 def test_a_task_whose_files_cannot_be_read_stops_no_other(task: Task, tmp_path: Path) -> None:
     other = fleets.config(task.path.parent, "b")
     tasks = tasks_of([str(task.path), str(other)])
     task.path.unlink()
-    remote_tasks, failures = stage(tasks, tmp_path / "staged")
+    remote_tasks, failures = stage_tasks(tasks, tmp_path / "staged")
     assert [remote_task.config for _, remote_task in remote_tasks] == ["b.toml"]
     assert [(each.name, ended.exit_code) for each, ended in failures] == [(str(task.path), 1)]

@@ -70,8 +70,8 @@ def test_what_is_kept_for_one_device_is_for_no_other() -> None:
     model, cases = network()
     own = run_original(call, model, cases, computation=COMPUTATION)
     assert own.name
-    assert _name(model, own, COMPUTATION, [], True, "cpu") == own.name
-    assert _name(model, own, COMPUTATION, [], True, "cuda") != own.name
+    assert _name(model, own, COMPUTATION, [], "cpu") == own.name
+    assert _name(model, own, COMPUTATION, [], "cuda") != own.name
 
 
 def test_another_computation_is_other_work_and_of_one_that_is_not_known_nothing_is_kept() -> None:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from optexport._utils import atomic_dir
 from optexport._utils.progress import Progress
+from optexport.bundle.layout import check_replaceable
 from optexport.cli.main import cli
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.pipeline import run
@@ -48,7 +49,7 @@ def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: 
             logged.append(pool.submit(log_bundle, output, uri, "tracked"))
             time.sleep(0.5)
         assert not logged[0].done()
-        with pytest.raises(ConfigError) as caught, atomic_dir.drafting(output):
+        with pytest.raises(ConfigError) as caught, atomic_dir.drafting(output, check_replaceable):
             pass
         refused.append(str(caught.value))
 

@@ -39,7 +39,7 @@ def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
 def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None:
     dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
     with pytest.raises(
-        TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_long_sizes"
+        TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_size_expressions"
     ) as caught:
         trace(Windows().eval(), EXAMPLE, dynamic)
     assert caught.value.location == "Windows"
