@@ -27,7 +27,7 @@ from optexport.tracking.registry import Registered
 from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_of
 from optexport.tracking.upload import send, send_params
 
-REASON_TAG = "optexport.blame.failure"
+REASON_TAG = "optexport.failure"
 # Environment variable with the id of the parent run, for example of a batch.
 PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
 # Environment variable with the attempt of a batch. If its process dies, the batch finds the runs by this value.

@@ -268,7 +268,7 @@ def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_e
     runs = {run.info.run_id: run for run in client.search_runs([experiment])}
     parent = runs.pop(found["mlflow_run_id"])
     assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 2)
-    assert parent.data.tags["optexport.blame.failure"] == "2 of 3 configs failed"
+    assert parent.data.tags["optexport.failure"] == "2 of 3 configs failed"
     table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
     assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "ended badly", "ended badly"]
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
@@ -277,7 +277,7 @@ def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_e
         row = found["rows"][f"{name}.toml"]
         assert f"Its MLflow run {row['run_id']} was ended as {status}." in row["error"]
         assert runs[row["run_id"]].info.status == status
-        assert runs[row["run_id"]].data.tags["optexport.blame.failure"].startswith(why)
+        assert runs[row["run_id"]].data.tags["optexport.failure"].startswith(why)
 
 
 @pytest.fixture

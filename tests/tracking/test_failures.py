@@ -39,7 +39,7 @@ def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> No
         pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
-    assert run.data.tags["optexport.blame.failure"] == str(caught.value)
+    assert run.data.tags["optexport.failure"] == str(caught.value)
     assert run.data.params["tracking.experiment"] == "tracked"
     assert run.data.metrics == {}
 
@@ -59,7 +59,7 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(
         pipeline_run.run(stores.project(tmp_path, uri), progress=Progress(announce))
     run = only_run(uri)
     assert run.info.status in ("FAILED", "KILLED")
-    assert run.data.tags["optexport.blame.failure"] == reason
+    assert run.data.tags["optexport.failure"] == reason
 
 
 def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
@@ -77,7 +77,7 @@ def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
     with pytest.raises(KeyboardInterrupt):
         pipeline_run.run(stores.project(tmp_path, uri))
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_g
     (note,) = caught.value.__notes__
     assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport upload ")
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
     monkeypatch.undo()
     log_bundle(tmp_path / "out" / "block", uri)
     assert only_run(uri).info.status == "FINISHED"

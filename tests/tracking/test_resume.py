@@ -120,7 +120,7 @@ def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path
     assert digests(result.output) == before
     (run,) = runs(uri, "tracked")
     assert (run.info.run_id, run.info.status) == (result.run_id, "FINISHED")
-    assert "optexport.blame.failure" not in run.data.tags
+    assert "optexport.failure" not in run.data.tags
     assert run.data.tags["mlflow.source.name"] == "optexport"
     client = mlflow.MlflowClient(uri)
     (model,) = client.search_logged_models([run.info.experiment_id])

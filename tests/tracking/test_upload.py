@@ -127,12 +127,12 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     assert ended.exit_code == code
     assert "Error: interrupted\n  The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
     (run,) = runs(uri)
-    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
     again = log_bundle(place, uri)
     assert (again.run_id, again.before) == (run.info.run_id, False)
     (run,) = runs(uri)
     assert run.info.status == "FINISHED"
-    assert "optexport.blame.failure" not in run.data.tags
+    assert "optexport.failure" not in run.data.tags
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_
     told = f"  The bundle is whole on disk. What was not sent is sent by: optexport upload {place} --config {config}\n"
     assert ended.stderr.endswith(f"Error: interrupted\n{told}")
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
     assert log_bundle(place, uri, "tracked").run_id == run.info.run_id
     assert only_run(uri).info.status == "FINISHED"
 

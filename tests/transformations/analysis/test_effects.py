@@ -81,7 +81,7 @@ def main() -> None:
 @pytest.mark.slow
 def test_all_functions_that_draw_random_numbers_are_recognized() -> None:
     # In a separate process, because some functions set a default dtype or disable gradients.
-    program = "from tests.transformations.graphs import test_effects; test_effects.main()"
+    program = "from tests.transformations.analysis import test_effects; test_effects.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     known = dict(json.loads(done.stdout))
     assert {"torch.normal", "torch.svd_lowrank", "torch.nn.functional.dropout2d"} < known.keys()
