@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         "batch-norm-leaves-bias-unscaled",
         "optexport/transformations/fuse_batch_norm.py",
-        "own * scale + shift",
-        "own + shift",
+        "bias * scale + shift",
+        "bias + shift",
         ("tests/transformations/test_fuse_batch_norm.py",),
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         "sink-select-through-causal-attention",
         "optexport/transformations/analysis/row_wise.py",
-        'or given["dropout_p"] or given["is_causal"]:',
-        'or given["dropout_p"]:',
+        'or arguments["dropout_p"] or arguments["is_causal"]:',
+        'or arguments["dropout_p"]:',
         ("tests/transformations/test_sink_select.py",),
     ),
     # tracing
@@ -191,7 +191,7 @@ MUTATIONS = (
         "optexport/cli/verify.py",
         "    if failed is not None:",
         "    if failed is not None and not as_json:",
-        ("tests/report/test_ci_reports.py", "tests/parity/test_verify.py"),
+        ("tests/report/test_junit.py", "tests/parity/test_verify.py"),
     ),
     Mutation(
         "tracking-failure-is-plain-error",
@@ -226,15 +226,15 @@ MUTATIONS = (
     Mutation(
         "speedup-gate-on-median",
         "optexport/bench/gates.py",
-        "if duel.comparison.low < least:",
-        "if duel.comparison.speedup < least:",
+        "if duel.comparison.low < minimum:",
+        "if duel.comparison.speedup < minimum:",
         ("tests/bench/test_gates.py",),
     ),
     Mutation(
         "tournament-calls-faster-alike",
         "optexport/tuning/search.py",
-        'return found.verdict != "faster" and found.speedup',
-        'return found.verdict != "faster" or found.speedup',
+        'return comparison.verdict != "faster" and comparison.speedup',
+        'return comparison.verdict != "faster" or comparison.speedup',
         ("tests/tuning/test_search.py",),
     ),
     # generation and quantization
@@ -326,16 +326,16 @@ MUTATIONS = (
     Mutation(
         "undo-compared-by-value",
         "optexport/pipeline/undo_check.py",
-        "return torch.equal(bytes_of(one), bytes_of(other))",
-        "return torch.allclose(one, other)",
+        "and torch.equal(bytes_of(a), bytes_of(b))",
+        "and torch.allclose(a, b)",
         ("tests/pipeline/test_undo_check.py",),
     ),
     # pipeline
     Mutation(
         "too-few-matches-accepted",
         "optexport/transformations/apply.py",
-        "if len(report.changes) < rule.least:",
-        "if len(report.changes) < rule.least - 1:",
+        "if len(report.changes) < rule.min_matches:",
+        "if len(report.changes) < rule.min_matches - 1:",
         ("tests/pipeline/test_wrong_rules.py",),
     ),
 )
