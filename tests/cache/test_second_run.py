@@ -127,7 +127,7 @@ def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
 
 def test_results_that_are_kept_are_held_to_the_limits_of_this_run(config: Path) -> None:
     again(config)
-    config.write_text(CONFIG.replace('"quick"', '"quick"\nmultiple = 1e-3'), encoding="utf-8")
+    config.write_text(CONFIG.replace('"quick"', '"quick"\nnoise_multiple = 1e-3'), encoding="utf-8")
     with pytest.raises(OptexportError):
         again(config)
 

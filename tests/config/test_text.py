@@ -21,7 +21,7 @@ BEYOND = f"0x{'f' * 4000}"
     ("text", "told"),
     [
         (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: the integer has more than 64 bits"),
-        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.noise_multiple: the integer has more than 64 bits"),
+        (f"{MODEL}[parity]\nnoise_multiple = {BEYOND}", "parity.noise_multiple: the integer has more than 64 bits"),
         (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64"),
         (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64"),
     ],
