@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
+from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.job import preset
 from optexport.runtime import runners
@@ -77,7 +78,7 @@ def save_onnx(
     passes: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, passes.opset(passes, opset))
+    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, onnx_passes.opset(passes, opset))
     onnx_exporter.write(model, path, passes=passes, **options)
 
 
