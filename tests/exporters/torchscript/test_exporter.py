@@ -268,5 +268,5 @@ def test_weights_that_need_a_gradient_do_not_make_the_outputs_need_one(tmp_path:
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"hello"])
 def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(content)
-    with pytest.raises(SourceError, match=r"model\.pt: (torch cannot load it|it is no TorchScript|two of)"):
+    with pytest.raises(SourceError, match=r"model\.pt: (torch cannot load it|it is not a TorchScript archive|two of)"):
         runners.open_torchscript(tmp_path / "model.pt", ["output"])
