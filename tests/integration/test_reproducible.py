@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from optexport import export, pipeline
+from optexport import export, run
 from tests._helpers import exports
 from optexport.errors import ExportError
 from block_factory import Undecided, Unscriptable
@@ -32,10 +32,10 @@ from named_rule import Named
 backwards = sys.argv[1] == "backwards"
 
 def block():
-    pipeline.run(Path("block.toml"), baseline=backwards)
+    run(Path("block.toml"), baseline=backwards)
 
 def bert():
-    pipeline.run(Path("bert.toml"))
+    run(Path("bert.toml"))
 
 def unscriptable():
     export(Unscriptable().eval(), {"x": exports.X}, "out/unscriptable", dynamic=exports.BATCH)
@@ -52,8 +52,8 @@ def fail():
     raise AssertionError("this model was to fail")
 
 runs = [block, bert, unscriptable, named]
-for run in [fail, *runs[::-1]] if backwards else runs:
-    run()
+for make in [fail, *runs[::-1]] if backwards else runs:
+    make()
 """
 FACTORY = """
 import torch
@@ -226,7 +226,7 @@ def test_an_absolute_path_in_the_config_does_not_reach_the_manifest(tmp_path: Pa
         f'[export]\nformats = ["pt2"]\noutput = "{target / "out" / "bert"}"\n[tracking]\nenabled = false\n'
         f'uri = "sqlite:///{target / "mlflow.db"}"\n'
     )
-    optexport.pipeline.run.run(target / "bert.toml")
+    optexport.run(target / "bert.toml")
     manifest = (target / "out" / "bert" / "manifest.json").read_text()
     assert str(tmp_path) not in manifest
     assert '"source": "tiny"' in manifest

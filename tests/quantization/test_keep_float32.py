@@ -50,6 +50,6 @@ def test_what_is_lowered_beside_a_layer_that_stays_is_not_called_all(tmp_path: P
     config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
     done = CliRunner().invoke(cli, ["run", str(config)])
     assert done.exit_code == 0, done.output
-    assert "with all but those asked for lowered: cosine of output 0.9" in done.output
+    assert "with all but those asked for in int8: cosine of output 0.9" in done.output
     page = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
-    assert "with all but those asked for lowered" in page
+    assert "all layers but those asked for lowered" in page
