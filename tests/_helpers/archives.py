@@ -1,4 +1,4 @@
-"""``.pt2`` files that somebody has altered, and what is asserted of them."""
+"""Tampered ``.pt2`` files, and assertions about them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = {"x": {0: torch.export.Dim("batch", max=64)}}
 
 
 class Plain(nn.Module):
-    """Parameters, buffers of both kinds, and constants of both kinds."""
+    """A module with parameters, persistent and non-persistent buffers, a tensor attribute and a literal constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def saved(model: nn.Module, path: Path, dynamic: Any = BATCH, x: torch.Tensor = 
 
 
 class Malice:
-    """What unpickles by making a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -57,7 +57,7 @@ def malice(marker: Path) -> bytes:
 
 
 def refused(path: Path, marker: Path, match: str | None = None) -> None:
-    """Asserts that a file is refused as a whole, and that the code that it carries does not run."""
+    """Asserts that the whole file is refused, and that the code in it does not run."""
     with pytest.raises(SourceError, match=match) as caught:
         module = archives.load_pt2(path).module()
         module(x=X)
@@ -84,11 +84,11 @@ def edit(path: Path, ending: str, change: Callable[[dict[str, Any]], object]) ->
 
 
 def add(path: Path, *parts: tuple[str, bytes], first: bool = False) -> None:
-    """Adds parts to an archive as they are, names that are there already included."""
+    """Adds parts to an archive, even if their names exist in it already."""
     with zipfile.ZipFile(path) as old:
         members = [(info.filename, old.read(info)) for info in old.infolist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)  # zipfile warns of names that are there twice
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # zipfile warns about duplicate names
         for name, content in [*parts, *members] if first else [*members, *parts]:
             new.writestr(zipfile.ZipInfo(name), content)
 
@@ -100,7 +100,7 @@ def _everywhere(value: Any, key: str, replacement: str) -> Any:
 
 
 def give_sizes(archive: Path, text: str) -> None:
-    """Gives every size in an archive's graph another text."""
+    """Sets every size expression in the graph of an archive to the text."""
 
     def change(name: str, content: bytes) -> bytes:
         if not name.endswith("models/model.json"):

@@ -1,4 +1,4 @@
-"""Calls the program in this process, on a config and a tiny model."""
+"""Calls the CLI in this process, with a config and a tiny model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from optexport.cli.main import cli
 
-# A model, and the configs and plugins that go with it.
+# A model, and the configs and plugins for it.
 MODULE = '''
 import operator
 import torch
@@ -93,7 +93,7 @@ enabled = false
 
 
 class Caller:
-    """Calls the program on a config, in a folder that holds the model too."""
+    """Calls a CLI command on a config, in the folder of the model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,12 +102,12 @@ class Caller:
     def __call__(self, command: str, text: str | bytes, *options: str, before: tuple[str, ...] = ()) -> Result:
         path = self.folder / "mine.toml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        sys.modules.pop("halves", None)  # that of another test
+        sys.modules.pop("halves", None)  # imported by another test
         return CliRunner().invoke(cli, [*before, command, str(path), *options])
 
 
 def message(result: Result, code: int) -> str:
-    """The one message of a command that failed as it should."""
+    """Returns the error message of a command that failed as expected."""
     assert result.exit_code == code, (result.exit_code, result.stderr)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr

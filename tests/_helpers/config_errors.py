@@ -1,4 +1,4 @@
-"""Mistakes that a user can make in a config file."""
+"""Invalid config files, with the errors that they must cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rule(*lines: str) -> str:
     return "\n".join([MODEL, "[[transformations]]", *lines, ""])
 
 
-# Text of the config, the key that the message must name, and what it must say.
+# Text of the config, the key that the message must name, and a part of the message.
 MISTAKES: dict[str, tuple[str, str, str]] = {
     # unknown keys, at every level
     "unknown table": (MODEL + "[modle]\n", "modle", 'Did you mean "model"?'),
@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "unknown key of tracking": (table("tracking", 'url = "x"'), "tracking.url", 'Did you mean "uri"?'),
     "unknown key far from any": (table("tracking", "zzz = 1"), "tracking.zzz", "Known are: enabled, uri"),
     "key of another table": (model("atol = 1.0"), "model.atol", "there is no such key"),
-    # what is missing
+    # missing keys and values
     "empty file": ("", "model", "it is required"),
     "no source": ("[model]\n", "model.source", "it is required"),
     "no use": (rule("exact = true"), "transformations[0].use", "it is required"),
@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "empty output": (table("export", 'output = ""'), "export.output", "not ''"),
     "output at the root": (table("export", 'output = "/"'), "export.output", "'/' names no folder"),
     "empty experiment": (table("tracking", 'experiment = ""'), "tracking.experiment", "not ''"),
-    # measuring
+    # benchmarks and gates
     "size of nothing": (table("bench", "shapes = [{ batch = 0 }]"), "bench.shapes[0].batch", "not 0"),
     "shape that is a list": (table("bench", "shapes = [[1, 16]]"), "bench.shapes[0]", "it must be a table"),
     "shape of no declared dimension": (
@@ -200,7 +200,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "transformations[1]",
         "cast-precision changes the numbers",
     ),
-    # a card
+    # CUDA devices
     "device that nobody knows": (model('device = "gpu"'), "model.device", "not 'gpu'"),
     "precision of files for a card": (
         model('device = "cuda"\n[precision]\npt2 = "float16"\n[parity]\nmetrics.cosine = 0.9'),
@@ -284,7 +284,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "missing image": (table("inputs", 'images = ["nowhere.png"]'), "inputs.images", "there is no file nowhere.png"),
 }
 
-# What no file can hold, as bytes.
+# Bytes that are not valid TOML.
 NO_TOML: dict[str, bytes] = {
     "not TOML": b"model: x\n",
     "a key twice": b"[model]\nsource = 'a'\nsource = 'b'\n",

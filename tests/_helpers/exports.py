@@ -1,4 +1,4 @@
-"""Small exports that several test files look at, each made once; and the ways to spoil one."""
+"""Small exports that several test files share, and functions that change their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from optexport.signature.signature import Dim
 from tests import sharing
 from tests._helpers.models import randomise
 
-# Everything that the bundle of a block holds.
+# All files in the bundle of a block.
 FILES = (
     "graph_after.txt",
     "graph_before.txt",
@@ -36,12 +36,12 @@ FILES = (
     "report.html",
 )
 
-# What may differ between two equal runs.
+# Files that may differ between two equal runs.
 UNEQUAL = {"measurements.json", "report.html"}
 
 DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
 
-# What a config says of a block's inputs.
+# Inputs of a block, as a config declares them.
 INPUTS = """
 [inputs.tensors.x]
 shape = ["batch", "sequence", 8]
@@ -57,7 +57,7 @@ sequence = [2, 32]
 
 
 class Block(nn.Module):
-    """An attention block whose queries, keys and values can be merged: all that a transformer has, and small."""
+    """A small attention block whose queries, keys and values can be merged."""
 
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Block(nn.Module):
 
 
 def block() -> nn.Module:
-    """A new block, the same every time."""
+    """Returns a new block, with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(Block())
 
 
 def batch(size: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
-    """Inputs of a block, with padding."""
+    """Returns inputs of a block, with padding."""
     generator = torch.Generator().manual_seed(size)
     mask = torch.ones(size, sequence, dtype=torch.int64)
     mask[0, sequence - 1 :] = 0
@@ -95,23 +95,23 @@ def batch(size: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def exported() -> Result:
-    """The bundle of a block, in all formats; it is shared between tests, so none may change it."""
+    """Returns the bundle of a block in all formats. Tests share it and must not change it."""
     result: Result = sharing.make_once("block", lambda output: export(block(), batch(), output, dynamic=DYNAMIC))
     return result
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a sealed document and seals it again, as someone would who means to deceive."""
+    """Changes a sealed document and seals it again, as an attacker would."""
     document = json.loads(path.read_bytes())
     change(document)
     digest_json.write(path, {key: value for key, value in document.items() if key != "digest"})
-    if path.name == "manifest.json":  # which the measurements are tied to
+    if path.name == "manifest.json":  # its digest is in the measurements
         digest = json.loads(path.read_bytes())["digest"]
         edit_json(path.with_name("measurements.json"), lambda measurements: measurements.update(manifest=digest))
 
 
 def reseal(bundle: Path, *names: str) -> None:
-    """Makes a bundle's manifest vouch for files that were changed."""
+    """Updates the manifest of a bundle to match files that were changed."""
 
     def change(document: dict[str, Any]) -> None:
         for record in document["files"]:
@@ -123,7 +123,7 @@ def reseal(bundle: Path, *names: str) -> None:
 
 
 def rezip(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
-    """Writes a zip archive again, each part as a function of its name and content says; None leaves it out."""
+    """Rewrites a zip archive. ``change`` maps a part's name and content to new content, or to None to drop it."""
     written = io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as new:
         for info in old.infolist():
@@ -133,18 +133,18 @@ def rezip(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
     path.write_bytes(written.getvalue())
 
 
-# What the smallest models of these tests take.
+# Inputs of the smallest models in these tests.
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 BATCH = {"x": {0: "batch"}}
 
 
 def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result:
-    """Exports to the format that is written fastest."""
+    """Exports to the format that is fastest to write."""
     return export(model.eval(), inputs, output, **{"formats": ["pt2"], "transformations": [], **options})
 
 
 def run(result: Result, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What every file of a result gives, after checking that all give the same."""
+    """Returns the outputs of the first file of a result, after checking that all files agree."""
     names = [output.name for output in result.manifest.outputs]
     found = [run(inputs) for name, path in result.files.items() for _, run in runners.open_file(path, name, names)]
     for one, other in itertools.pairwise(found):

@@ -1,4 +1,4 @@
-"""Folders of tiny models with all that they need to be used, and the bundles that are made of them."""
+"""Folders of tiny models with their tokenizers and processors, and exports of these folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ("the cat sat on the mat", "a dog", "the dog ran far on a mat on a mat o
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """Saves a model with random weights, and a tokenizer and an image processor beside it."""
+    """Saves a model with random weights, a tokenizer and an image processor into a folder."""
     save_processors(folder, **options)
     randomise(model)
     model.save_pretrained(folder)
@@ -49,7 +49,7 @@ def save_sentences(
 
 
 def encode(folder: Path, texts: Sequence[str] = TEXTS) -> torch.Tensor:
-    """What sentence-transformers itself makes of texts."""
+    """Returns the embeddings that sentence-transformers computes."""
     with quiet():
         return SentenceTransformer(str(folder), device="cpu").encode(list(texts), convert_to_tensor=True)
 
@@ -57,7 +57,7 @@ def encode(folder: Path, texts: Sequence[str] = TEXTS) -> torch.Tensor:
 def export(
     source: Path, *, task: str | None = None, formats: str = '["onnx"]', inputs: str = "", more: str = ""
 ) -> Result:
-    """Runs a config for a folder; the bundle lies beside it."""
+    """Runs a config for a model folder, and writes the bundle next to it."""
     config = source.with_name(f"{source.name}.toml")
     config.write_text(
         f'[model]\nsource = "{source.name}"\n'

@@ -1,4 +1,4 @@
-"""Makes inputs as a config asks for them, for a tiny BERT with a tokenizer of a few words."""
+"""Makes inputs from an ``[inputs]`` table, for a tiny BERT with a tokenizer of a few words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
 
 
 class Rows(nn.Module):
-    """A plain module of two inputs."""
+    """A plain module with two inputs."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         return x
@@ -42,7 +42,7 @@ def bert() -> BertModel:
 
 
 def save_processors(folder: Path, **options: Any) -> Pretrained:
-    """Saves a tokenizer and an image processor, as they lie beside a model."""
+    """Saves a tokenizer and an image processor into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
     BertTokenizerFast(str(folder / "words.txt"), **options).save_pretrained(folder)
@@ -53,18 +53,18 @@ def save_processors(folder: Path, **options: Any) -> Pretrained:
 
 
 def give_backtracking(folder: Path) -> None:
-    """Gives a tokenizer a pattern that can cut a text of forty times "x" in more ways than anyone tries."""
+    """Gives a tokenizer a regular expression that needs exponential time on a long run of "x"."""
     settings = json.loads((folder / "tokenizer.json").read_bytes())
     pattern = {"Regex": "(x+x+)+y|\\s+"}
     settings["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # BERT's own splits words itself
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # BERT's own tokenizer splits words itself
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 class Maker:
-    """Makes inputs from what stands in ``[inputs]`` of a config in a folder."""
+    """Makes inputs from an ``[inputs]`` table of a config in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,14 +75,14 @@ class Maker:
         return prepare(config, self.folder, model or bert(), beside or self.beside, seed=0)
 
     def refusal(self, model: nn.Module | None = None, beside: Pretrained | None = None, **table: Any) -> str:
-        """What is said of inputs that cannot be had."""
+        """Returns the error for inputs that cannot be made."""
         with pytest.raises(ConfigError) as caught:
             self(model, beside, **table)
         assert str(caught.value.location).startswith("inputs")
         return str(caught.value)
 
     def refusal_without_processors(self, **table: Any) -> str:
-        """What is said where no tokenizer or processor lies beside the model."""
+        """Returns the error for a model folder without a tokenizer or processor."""
         with pytest.raises(ConfigError) as caught:
             prepare(InputsConfig.model_validate(table), self.folder, bert(), None, seed=0)
         return str(caught.value)

@@ -1,4 +1,4 @@
-"""Tiny models of several families, random throughout: also where initialisation leaves zeros and ones."""
+"""Tiny models of several families, with random values in all weights, biases and running statistics."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ NAMES = sorted(_FACTORIES)
 def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     """Gives every parameter and running statistic of a module random values, and puts it in eval mode.
 
-    The weights keep the size of a signal that goes through them, so that a mistake anywhere is seen at the end.
+    The weights keep the scale of a signal, so that an error in any layer is visible in the outputs.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2:
-                parameter.copy_(parameter + 0.5 * noise)  # biases about 0, gains about 1, as they were
+                parameter.copy_(parameter + 0.5 * noise)  # biases stay around 0, gains around 1
             else:
                 parameter.copy_(noise / max(1, parameter.shape[1:].numel()) ** 0.5)
         for name, buffer in module.named_buffers():
@@ -99,7 +99,7 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
 
 @functools.cache
 def model(name: str) -> nn.Module:
-    """A tiny model in eval mode; it is shared between tests, so none may change it."""
+    """Returns a tiny model in eval mode. Tests share it and must not change it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(_FACTORIES[name]())
@@ -107,12 +107,12 @@ def model(name: str) -> nn.Module:
 
 @functools.cache
 def traced(name: str) -> fx.GraphModule:
-    """The graph of a tiny model; it is shared between tests, so none may change it."""
+    """Returns the graph of a tiny model. Tests share it and must not change it."""
     return symbolic_trace(model(name))
 
 
 def inputs(name: str, batch: int = 3, sequence: int = 7) -> dict[str, torch.Tensor]:
-    """A batch for a tiny model, of sizes that it was not traced at, with padding and random pixels."""
+    """Returns a batch for a tiny model, with padding and random pixels, of other sizes than the traced ones."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, 60, (batch, sequence), generator=generator)
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""Real servers on this machine alone: ``mlflow server``, ``mlflow models serve`` and PostgreSQL."""
+"""Real servers on localhost: ``mlflow server``, ``mlflow models serve`` and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def free_port() -> int:
 
 
 class Program:
-    """A server of mlflow's, which answers on ``/health`` once it is up."""
+    """An mlflow server that answers on ``/health`` once it is up."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, port: int, environment: Mapping[str, str]) -> None:
         self.port = port
         self.uri = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{port}.log"
-        # mlflow starts programs of its own by their names.
+        # mlflow starts other programs by name, so they must be on the PATH.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -65,20 +65,20 @@ class Program:
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
 
     def stop(self) -> None:
-        """Ends the server and its workers at once, as a crash would."""
+        """Kills the server and its workers at once, as a crash would."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 class Server(Program):
-    """An ``mlflow server`` whose runs and files outlive it: another one at its place goes on with them."""
+    """An ``mlflow server`` with runs and files on disk. Another server on the same folder continues with them."""
 
     def __init__(self, folder: Path, store: str, port: int | None = None) -> None:
         self.folder, self.store = folder, store
         arguments = ["server", "--workers", "1", "--backend-store-uri", store]
         arguments += ["--artifacts-destination", str(folder / "artifacts")]
-        # With them a server starts seven more processes, for jobs that nobody gives it here.
+        # With job execution, a server starts seven more processes, which these tests do not need.
         super().__init__(arguments, folder, port or free_port(), {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"})
 
     def restarted(self) -> Server:
@@ -88,7 +88,7 @@ class Server(Program):
 
 @contextlib.contextmanager
 def answering(status: int, body: str = "", **headers: str) -> Iterator[str]:
-    """A server that answers every call with a status and a text; gives its URI."""
+    """Serves one status and text as the answer to every call, and yields the URI."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *told: object) -> None:
@@ -122,13 +122,13 @@ def _served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 class Lossy:
-    """A way to a server on which the first answer to each kind of call that writes is lost: the call is done.
+    """A proxy that forwards all calls, but drops the first answer to each kind of writing call.
 
     Args:
-        signing_on: Instead of that, what is put under such a path is answered with a page, and not done.
+        signing_on: If set, drops no answer. Uploads to paths that match it get an HTML page and are not forwarded.
 
     Attributes:
-        lost: The kinds, in order, ids left out.
+        lost: The kinds of calls with a dropped answer, in order, without ids.
     """
 
     def __init__(self, signing_on: str | None = None) -> None:
@@ -137,7 +137,7 @@ class Lossy:
 
     @contextlib.contextmanager
     def to(self, port: int) -> Iterator[str]:
-        """Serves until the block ends; gives the URI."""
+        """Serves until the block ends, and yields the URI."""
         lost, signing_on = self.lost, self.signing_on
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -162,7 +162,7 @@ class Lossy:
                 told = answer.read()
                 server.close()
                 kind = re.sub(r"[0-9a-f]{32}|(?<=artifacts/artifacts/).*", "ID", self.path.partition("?")[0])
-                # What only searches is sent in a body too.
+                # mlflow sends searches as POST too.
                 if signing_on is None and self.command != "GET" and "search" not in kind and kind not in lost:
                     lost.append(kind)
                     self.close_connection = True
@@ -191,14 +191,14 @@ class Lossy:
 
 
 def serving(model: str, tracking_uri: str, folder: Path) -> Program:
-    """``mlflow models serve`` of a model by its name."""
+    """Starts ``mlflow models serve`` for a registered model."""
     arguments = ["models", "serve", "--model-uri", model, "--env-manager", "local"]
     return Program(arguments, folder, free_port(), {"MLFLOW_TRACKING_URI": tracking_uri})
 
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[str]:
-    """A PostgreSQL cluster of its own, with a password; gives the URI of its database."""
+    """Starts a PostgreSQL cluster with a password, and yields the URI of its database."""
     found = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
     programs = Path(next(path for path in reversed(found) if path)).parent
     target = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
@@ -206,7 +206,7 @@ def postgresql() -> Iterator[str]:
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
 
     def call(program: str, *arguments: str) -> None:
-        # It refuses to run as root.
+        # PostgreSQL refuses to run as root.
         user: dict[str, Any] = {"user": "postgres", "group": "postgres", "extra_groups": []} if as_root else {}
         log = target / "call.log"
         with log.open("ab") as output:
@@ -234,7 +234,7 @@ def postgresql() -> Iterator[str]:
 
 @contextlib.contextmanager
 def falling_silent(uri: str, count: int) -> Iterator[str]:
-    """A way to a server on which nothing passes any more once so many bytes went there, though nobody hangs up."""
+    """Proxies a server, and stops forwarding after ``count`` bytes without closing the connections."""
     host, port = re.search(r"@([\d.]+):(\d+)", uri).groups()  # type: ignore[union-attr]
     went, is_over = 0, threading.Event()
 

@@ -1,4 +1,4 @@
-"""Keys, and bundles signed with them."""
+"""Key pairs, and bundles signed with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests._helpers.cli import CliRunner, cli
 
 
 def pair(folder: Path, name: str = "key", curve: ec.EllipticCurve | None = None) -> tuple[Path, Path]:
-    """Writes a private and a public key."""
+    """Writes a private and a public key, and returns their paths."""
     key = ec.generate_private_key(curve or ec.SECP256R1())
     private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
     private.write_bytes(
@@ -32,7 +32,7 @@ def call(command: str, bundle: Path, key: Path | None = None, *options: str) -> 
 
 
 def generation(folder: Path) -> Path:
-    """A folder of two parts, as a generative model leaves it; each is a real bundle."""
+    """Returns a folder with two parts, as for a generative model. Each part is a real bundle."""
     parts = {}
     for name in ("encoder", "decoder"):
         shutil.copytree(exports.exported().output, folder / name)

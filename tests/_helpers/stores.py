@@ -1,4 +1,4 @@
-"""Embedded MLflow stores for tests. To create one takes seconds, so one is made and the others are its copies."""
+"""Embedded MLflow stores for tests. Creating one takes seconds, so all are copies of one store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACE = tempfile.TemporaryDirectory(prefix="optexport-stores-")
 def _template() -> Path:
     path = Path(_PLACE.name) / "mlflow.db"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SQLAlchemy's, of how mlflow calls it
+        warnings.simplefilter("ignore")  # SQLAlchemy warns about calls in mlflow
         import mlflow
 
         mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
@@ -29,7 +29,7 @@ def _template() -> Path:
 
 
 def store(folder: Path) -> str:
-    """Puts an empty store into a folder; returns its URI."""
+    """Creates an empty store in a folder, and returns its URI."""
     shutil.copy(_template(), folder / "mlflow.db")
     return f"sqlite:///{folder / 'mlflow.db'}"
 
@@ -55,8 +55,8 @@ output = "out/block"
 
 
 def project(folder: Path, uri: str, rules: str = "", formats: str = '["onnx", "pt2"]') -> Path:
-    """Writes a config that tracks the export of a block, and what it needs beside it; returns its path."""
-    # Each project has a module of its own, since Python keeps the first that it finds under a name.
+    """Writes a config that tracks the export of a block, with its model code, and returns the path."""
+    # Each project has its own module name, because Python caches modules by name.
     module = f"tracked_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     (folder / f"{module}.py").write_text("from tests._helpers.exports import block as load\n")
     (folder / "config.toml").write_text(CONFIG.format(module=module, rules=rules, uri=uri, formats=formats))

@@ -1,4 +1,4 @@
-"""Edits of one weight of an exported file, and a script of one size, which its numbers must give away."""
+"""Functions that tamper with exported files: they change one weight or fix one size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tamper_pt2(path: Path) -> None:
 
 
 def bake_torchscript(path: Path) -> None:
-    """What the deprecated way of tracing makes of many models: right at one size only."""
+    """Replaces a script by a trace that is correct at one sequence length only."""
 
     class Baked(torch.nn.Module):
         def __init__(self) -> None:
