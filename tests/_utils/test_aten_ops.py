@@ -1,4 +1,4 @@
-"""Arguments of ATen calls: by name, whether given by position, by keyword, or not at all."""
+"""Names and defaults of the arguments of ATen calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 from optexport._utils import aten_ops
 
 
-def test_arguments_go_by_the_names_of_the_schema_with_its_defaults() -> None:
+def test_arguments_have_schema_names_and_defaults() -> None:
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     node = graph.call_function(torch.ops.aten.conv2d.default, (x, w), {"padding": [1, 1]})

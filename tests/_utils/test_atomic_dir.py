@@ -1,4 +1,4 @@
-"""What a run that is killed leaves, and two runs that write to one place."""
+"""Atomic output folders: killed runs, and concurrent runs with one output."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def drafting(
     check: Callable[[Path], None] = check_replaceable,
     held: contextlib.ExitStack | None = None,
 ) -> contextlib.AbstractContextManager[Path]:
-    """Makes a draft as a run does, which replaces nothing but bundles."""
+    """Opens a draft as a run does, which replaces only bundles."""
     return atomic_dir.drafting(output, check, held)
 
 
-_CONTEXT = multiprocessing.get_context("fork")  # everything is imported already
+_CONTEXT = multiprocessing.get_context("fork")  # all modules are imported already
 
 
 def _names(folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def _write_and_wait(output: Path, ready: object) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> multiprocessing.process.BaseProcess:
-    """Another run, in the middle of writing ``out``."""
+    """Returns the process of another run that is writing ``out``."""
     ready = _CONTEXT.Event()
     process = _CONTEXT.Process(target=_write_and_wait, args=(tmp_path / "out", ready), daemon=True)
     process.start()
@@ -70,19 +70,17 @@ def _kill(process: multiprocessing.process.BaseProcess) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_of_two_runs_to_one_place_the_second_says_so_and_the_first_goes_on(
-    tmp_path: Path, other: multiprocessing.process.BaseProcess
-) -> None:
+def test_second_run_to_a_locked_output_fails(tmp_path: Path, other: multiprocessing.process.BaseProcess) -> None:
     before = _names(tmp_path)
     with pytest.raises(ConfigError, match="another run is writing to it"), drafting(tmp_path / "out"):
         pass
     assert _names(tmp_path) == before
-    with drafting(tmp_path / "out-baseline") as draft:  # another place, whose name begins alike
+    with drafting(tmp_path / "out-baseline") as draft:  # another output with the same prefix
         (draft / "file").touch()
     _kill(other)
 
 
-def test_a_bundle_that_is_held_is_not_replaced_and_the_next_run_says_so(tmp_path: Path) -> None:
+def test_locked_bundle_is_not_replaced(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with contextlib.ExitStack() as held:
         with drafting(output, held=held) as draft:
@@ -97,7 +95,7 @@ def test_a_bundle_that_is_held_is_not_replaced_and_the_next_run_says_so(tmp_path
     assert _names(output) == ["second"]
 
 
-def test_a_run_that_is_done_while_the_bundle_before_is_sent_waits_for_that(tmp_path: Path) -> None:
+def test_finished_run_waits_for_the_lock_on_its_output(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     about_to_end = threading.Event()
@@ -120,8 +118,8 @@ def test_a_run_that_is_done_while_the_bundle_before_is_sent_waits_for_that(tmp_p
     assert _names(output) == ["new"]
 
 
-def test_many_processes_that_wait_for_a_lock_hold_it_one_at_a_time(tmp_path: Path) -> None:
-    """The lock file is removed by whoever releases the lock, while others wait for it."""
+def test_waiting_processes_hold_the_lock_one_at_a_time(tmp_path: Path) -> None:
+    """Each process removes the lock file on release, while others wait for it."""
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -141,7 +139,7 @@ def test_many_processes_that_wait_for_a_lock_hold_it_one_at_a_time(tmp_path: Pat
     assert _names(tmp_path) == ["counter"]
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_one(
+def test_draft_of_a_killed_run_is_removed_by_the_next_run(
     tmp_path: Path, other: multiprocessing.process.BaseProcess
 ) -> None:
     _kill(other)
@@ -152,7 +150,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one(
     assert _names(tmp_path) == ["out"]
 
 
-def test_names_with_the_signs_of_patterns_are_names(tmp_path: Path) -> None:
+def test_glob_characters_in_output_names_are_literal(tmp_path: Path) -> None:
     with drafting(tmp_path / "o*[ut]?") as draft:
         (draft / "file").touch()
         with drafting(tmp_path / "out") as another:
@@ -160,7 +158,7 @@ def test_names_with_the_signs_of_patterns_are_names(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["o*[ut]?", "out"]
 
 
-def test_a_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     for content in ("first", "second"):
         with drafting(tmp_path / "out", lambda output: None) as draft:
             (draft / "file").write_text(content)
@@ -168,9 +166,7 @@ def test_a_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["out"]
 
 
-def test_a_bundle_is_put_back_if_the_new_one_cannot_take_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_is_restored_if_the_new_one_cannot_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def refuse(path: Path, target: Path) -> Path:
@@ -188,7 +184,7 @@ def test_a_bundle_is_put_back_if_the_new_one_cannot_take_its_name(
 
 
 def _replace_and_die(output: Path, dies_before: int) -> None:
-    """Copies a bundle over itself, and is killed before the n-th rename."""
+    """Replaces a bundle by a copy of the shared export, and kills the process before the n-th rename."""
     rename, calls = Path.rename, itertools.count(1)
 
     def renames(path: Path, target: Path) -> Path:
@@ -203,7 +199,7 @@ def _replace_and_die(output: Path, dies_before: int) -> None:
 
 @pytest.mark.parametrize("dies_before", [1, 2, 3])
 @pytest.mark.parametrize("reads_first", [True, False])
-def test_a_bundle_is_whole_after_a_kill_at_any_rename(tmp_path: Path, dies_before: int, reads_first: bool) -> None:
+def test_bundle_is_complete_after_a_kill_at_any_rename(tmp_path: Path, dies_before: int, reads_first: bool) -> None:
     output = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
     process = _CONTEXT.Process(target=_replace_and_die, args=(output, dies_before), daemon=True)
     process.start()
@@ -213,13 +209,13 @@ def test_a_bundle_is_whole_after_a_kill_at_any_rename(tmp_path: Path, dies_befor
     if reads_first:
         digests.read_manifest(output)
         read_bundles(output)
-    with pytest.raises(KeyboardInterrupt), drafting(output):  # a run that fails brings it back too
+    with pytest.raises(KeyboardInterrupt), drafting(output):  # a failing run restores it too
         raise KeyboardInterrupt
     digests.read_manifest(output)
     assert _names(tmp_path) == ["out"]
 
 
-def test_what_replaces_a_bundle_is_waited_for_by_who_reads_it(tmp_path: Path) -> None:
+def test_recovery_waits_for_a_replacement_of_the_bundle(tmp_path: Path) -> None:
     output = tmp_path / "out"
     previous = atomic_dir._previous(output)
     previous.mkdir()
@@ -234,9 +230,7 @@ def test_what_replaces_a_bundle_is_waited_for_by_who_reads_it(tmp_path: Path) ->
     assert _names(output) == ["new"]
 
 
-def test_a_file_system_without_locks_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(lock: FileLock, *, blocking: bool) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
@@ -251,7 +245,7 @@ def _export(output: Path) -> None:
 
 
 def _killed_after(seconds: float, output: Path) -> bool:
-    """Lets a run be killed after so many seconds; says whether it was still at work."""
+    """Kills a run after some seconds, and returns True if it was still running."""
     process = _CONTEXT.Process(target=_export, args=(output,))
     process.start()
     process.join(seconds)
@@ -262,18 +256,18 @@ def _killed_after(seconds: float, output: Path) -> bool:
 
 
 @pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(100, 1, marks=pytest.mark.nightly)])
-def test_kills_at_random_moments_leave_a_whole_bundle_or_none(tmp_path: Path, kills: int, seed: int) -> None:
+def test_kills_at_random_moments_leave_a_complete_bundle_or_none(tmp_path: Path, kills: int, seed: int) -> None:
     output, generator = tmp_path / "out", random.Random(seed)
     start = time.monotonic()
-    _export(output)  # also imports what is imported late
+    _export(output)  # also imports modules that are imported lazily
     whole = time.monotonic() - start
     killed = attempts = 0
-    # On a busy machine the timed run may be the slowest, and the next ones end before they are killed.
+    # On a busy machine the timed run can be the slowest, so that later runs end before they are killed.
     while attempts < kills or killed <= kills / 4:
         attempts += 1
         assert attempts < 20 * kills
         killed += _killed_after(generator.uniform(0, whole), output)
-        digests.read_manifest(output)  # that of before, or the new one
+        digests.read_manifest(output)  # either the old manifest or the new one
     _export(output)
     digests.read_manifest(output)
     assert _names(tmp_path) == ["out"]
@@ -286,8 +280,8 @@ def _write_parts(output: Path) -> None:
                 (inner / "file").touch()
 
 
-def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
-    """Generation writes the bundle of each part so."""
+def test_nested_drafts_do_not_deadlock(tmp_path: Path) -> None:
+    """Generation writes the bundle of each part in a nested draft."""
     process = _CONTEXT.Process(target=_write_parts, args=(tmp_path / "out",), daemon=True)
     process.start()
     process.join(60)
@@ -299,7 +293,7 @@ def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def _rewrite(bundle: Path, dies_before: int) -> None:
-    """Writes a bundle's report again, and is killed before something takes its place for the n-th time."""
+    """Writes a bundle's report again, and kills the process before the n-th replacement of a file."""
     replace = Path.replace
     calls = itertools.count(1)
 
@@ -315,15 +309,13 @@ def _rewrite(bundle: Path, dies_before: int) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dies_before", [1, 2, 3])
 @pytest.mark.parametrize("is_part", [False, True])
-def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears_up(
-    dies_before: int, is_part: bool, tmp_path: Path
-) -> None:
+def test_killed_report_leaves_a_valid_bundle(dies_before: int, is_part: bool, tmp_path: Path) -> None:
     place = tmp_path / "model"
     if is_part:
         place.mkdir()
         (place / GENERATION).touch()
     bundle = Path(shutil.copytree(exports.exported().output, place / "part" if is_part else place))
-    with pytest.MonkeyPatch.context() as patch:  # the reports of two versions differ
+    with pytest.MonkeyPatch.context() as patch:  # the reports must differ
         patch.setattr(page, "_MAX_CONFIG", 10)
         page.write(bundle)
     before, inside = (bundle / REPORT).read_bytes(), _names(place)
@@ -333,7 +325,7 @@ def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears
     assert process.exitcode == -signal.SIGKILL
     digests.read_manifest(bundle)
     assert _names(place) == inside
-    assert len(_names(tmp_path)) == 2  # what the killed one left
+    assert len(_names(tmp_path)) == 2  # the killed process left a folder
     assert ((bundle / REPORT).read_bytes() == before) == (dies_before < 3)
     check_replaceable(bundle)
     page.write(bundle)
@@ -342,7 +334,7 @@ def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears
     assert (bundle / REPORT).read_bytes() != before
 
 
-def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -> None:
+def test_scratch_folders_of_one_bundle_do_not_conflict(tmp_path: Path) -> None:
     bundle = tmp_path / "model"
     bundle.mkdir()
     with atomic_dir.scratch(bundle) as one, atomic_dir.scratch(bundle) as other:
@@ -354,8 +346,8 @@ def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="flock is a command of util-linux")
-def test_a_lock_that_another_program_holds_on_the_folder_beside_hinders_nobody(tmp_path: Path) -> None:
-    """``flock out optexport run`` waited for itself."""
+def test_flock_on_the_parent_folder_does_not_block_a_run(tmp_path: Path) -> None:
+    """``flock out optexport run`` deadlocked."""
     with subprocess.Popen(["flock", str(tmp_path), "sleep", "60"]) as holder:
         try:
             with drafting(tmp_path / "out") as draft:

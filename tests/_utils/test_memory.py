@@ -1,4 +1,4 @@
-"""Memory that is given back: what is mapped from a file can be read again, and what nobody refers to is gone."""
+"""Releasing memory: pages of mapped files, and reference cycles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ enabled = false
 
 
 def _mapped(folder: Path) -> torch.Tensor:
-    """A tensor in pages of a file, all of them read."""
+    """Returns a tensor that is mapped from a file, with all pages read."""
     path = folder / "numbers"
     path.write_bytes(torch.arange(SIZE // 4, dtype=torch.float32).numpy().tobytes())
     tensor = torch.from_file(str(path), shared=False, size=SIZE // 4, dtype=torch.float32)
@@ -43,7 +43,7 @@ def _file_backed() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
-def test_pages_of_a_file_take_no_memory_until_they_are_read_again(tmp_path: Path) -> None:
+def test_paged_out_tensor_uses_no_memory_until_it_is_read(tmp_path: Path) -> None:
     tensor = _mapped(tmp_path)
     before = _file_backed()
     memory.page_out([tensor])
@@ -51,7 +51,7 @@ def test_pages_of_a_file_take_no_memory_until_they_are_read_again(tmp_path: Path
     assert torch.equal(tensor, torch.arange(SIZE // 4, dtype=torch.float32))
 
 
-def test_what_was_written_to_such_pages_stays(tmp_path: Path) -> None:
+def test_values_written_to_mapped_pages_are_not_lost(tmp_path: Path) -> None:
     tensor = _mapped(tmp_path)
     tensor[::1000] = -1.0
     expected = tensor.clone()
@@ -60,7 +60,7 @@ def test_what_was_written_to_such_pages_stays(tmp_path: Path) -> None:
     assert bool((expected[::1000] == -1.0).all())
 
 
-def test_modules_that_refer_to_each_other_go_at_once() -> None:
+def test_reference_cycles_are_collected() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     vars(one)["other"], vars(other)["other"] = other, one
     gone = weakref.ref(one.weight)
@@ -75,9 +75,7 @@ def test_modules_that_refer_to_each_other_go_at_once() -> None:
 
 
 @pytest.mark.nightly
-def test_a_bundle_is_the_same_whether_its_model_counts_as_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_does_not_depend_on_the_large_model_threshold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     found = []
     for place, least in (("small", 1 << 60), ("large", 1)):

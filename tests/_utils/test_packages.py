@@ -1,4 +1,4 @@
-"""What is installed is compared with what is needed before anything is imported that would fail on it."""
+"""Installed package versions are checked before an import could fail on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STUB = "raise ImportError('safetensors of an older release was imported')\n"
 
 @pytest.fixture(scope="module")
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages that holds an older safetensors, to stand before those that are installed."""
+    """Returns a folder with an older safetensors, which shadows the installed one on the path."""
     folder = tmp_path_factory.mktemp("drifted")
     (folder / "safetensors").mkdir()
     (folder / "safetensors" / "__init__.py").write_text(STUB)
@@ -31,7 +31,7 @@ def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config with its lock and its bundle."""
+    """Returns a folder with a config, its lock and its bundle."""
     folder = tmp_path_factory.mktemp("installed")
     (folder / "halves.py").write_text(MODULE)
     (folder / "mine.toml").write_text(config(more="[parity]\neffort = 'quick'"))
@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _told(folder: Path, drifted: Path, *arguments: str) -> str:
-    """The message of a command that ends with exit code 2, in a process of its own with the older package."""
+    """Returns the error of a command that exits with code 2, run in a new process with the older package."""
     path = os.pathsep.join([str(drifted), *filter(None, sys.path)])
     process = subprocess.run(
         [sys.executable, "-m", "optexport", *arguments],
@@ -65,12 +65,12 @@ def _here() -> str:
 UNMET = "safetensors: 0.7.0 is installed, and transformers needs safetensors>=0.8.0"
 
 
-def test_what_is_installed_here_goes_together() -> None:
+def test_installed_packages_are_compatible() -> None:
     packages.check()
 
 
 @pytest.mark.slow
-def test_a_locked_run_names_the_package_that_transformers_would_refuse(made: Path, drifted: Path) -> None:
+def test_locked_run_names_the_package_that_differs(made: Path, drifted: Path) -> None:
     told = _told(made, drifted, "run", "--locked", "mine.toml")
     assert f"safetensors: {_here()} when it was locked, 0.7.0 now" in told
     assert "optexport lock mine.toml" in told
@@ -78,24 +78,22 @@ def test_a_locked_run_names_the_package_that_transformers_would_refuse(made: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "check", "lock"])
-def test_a_package_that_is_too_old_is_named_with_the_version_that_is_needed(
-    made: Path, drifted: Path, command: str
-) -> None:
+def test_old_package_is_named_with_the_required_version(made: Path, drifted: Path, command: str) -> None:
     told = _told(made, drifted, command, "mine.toml")
     assert UNMET in told
     assert "was imported" not in told
-    (advised,) = re.findall(r"pip install '(\S+)'", told)  # once, whoever needs it
+    (advised,) = re.findall(r"pip install '(\S+)'", told)  # once, though several packages need it
     assert Requirement(advised).name == "safetensors"
     assert "0.7.0" not in Requirement(advised).specifier
 
 
 @pytest.mark.slow
-def test_reproducing_names_the_package_that_is_another_now(made: Path, drifted: Path) -> None:
+def test_reproduce_names_the_package_that_differs(made: Path, drifted: Path) -> None:
     told = _told(made, drifted, "reproduce", "build/model")
     assert UNMET in told
     assert f"safetensors was {_here()}, and is 0.7.0 now" in told
 
 
 @pytest.mark.slow
-def test_what_fails_to_be_imported_with_an_older_package_is_no_defect(made: Path, drifted: Path) -> None:
+def test_import_error_of_an_old_package_is_not_a_defect(made: Path, drifted: Path) -> None:
     assert UNMET in _told(made, drifted, "diagnose", "mine.toml")

@@ -1,4 +1,4 @@
-"""Memory of this machine, and an export on a system that has nothing of Linux."""
+"""Free memory of this machine, and an export on a system other than Linux."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optexport._utils import memory, platform
 from tests._helpers import exports
 
 
-def test_free_memory_is_at_most_what_the_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
     monkeypatch.setattr(platform, "_CONTAINERS", (tuple(map(str, files)),))
     assert platform.free_memory() > 64 << 20
@@ -24,7 +24,7 @@ def test_free_memory_is_at_most_what_the_container_may_use(tmp_path: Path, monke
     assert platform.free_memory() > 64 << 20
 
 
-def test_an_export_needs_nothing_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_works_without_linux_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_text = Path.read_text
 
     def read(path: Path, *arguments: Any, **options: Any) -> str:
@@ -35,7 +35,7 @@ def test_an_export_needs_nothing_of_linux(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "read_text", read)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(memory, "_find_c_function", lambda name, *types: None)
-    monkeypatch.setattr(memory, "LARGE_MODEL", 1)  # memory of large models is given back
+    monkeypatch.setattr(memory, "LARGE_MODEL", 1)  # memory of large models is released
     output = tmp_path / "out"
     export(exports.block(), exports.batch(), output, formats=["onnx"], dynamic=exports.DYNAMIC, effort="quick")
     verify(output)

@@ -1,4 +1,4 @@
-"""A signal ends the program wherever it comes, and nothing is left by halves."""
+"""Signals end the program at any moment, and leave no partial output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests._helpers.cli import Caller, config, message
 
 SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 
-# What Python swallows: the exception that a signal raises in a finaliser. Once only, since blame runs a rule again.
+# Python swallows an exception that a signal raises in a finaliser. Once only, since blame runs a rule again.
 SWALLOWING = """
 import os
 
@@ -48,7 +48,7 @@ def call(tmp_path: Path) -> Caller:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the program makes its temporary folders."""
+    """Returns the folder in which the program creates its temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -60,7 +60,7 @@ def left(folder: Path) -> list[str]:
 
 
 def sends_first(real: Callable[..., Any], sent: signal.Signals) -> Callable[..., Any]:
-    """The function, which sends a signal before it does its work for the first time."""
+    """Wraps a function so that its first call sends a signal before it starts."""
     calls: list[object] = []
 
     def function(*args: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ def sends_first(real: Callable[..., Any], sent: signal.Signals) -> Callable[...,
 @SIGNALS
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_a_finaliser_swallows_ends_the_run_all_the_same(
+def test_signal_swallowed_by_a_finaliser_ends_the_run(
     call: Caller, tmp_path: Path, temporary: Path, sent: signal.Signals, code: int, fails: bool
 ) -> None:
     module = tmp_path / "halves.py"
@@ -89,7 +89,7 @@ def test_a_signal_that_a_finaliser_swallows_ends_the_run_all_the_same(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
+def test_signal_after_the_last_stage_ends_the_run(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from optexport.report import terminal
@@ -113,7 +113,7 @@ def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
 
 @pytest.mark.slow
 @SIGNALS
-def test_a_signal_while_temporary_folders_are_removed_leaves_none(
+def test_signal_during_cleanup_leaves_no_temporary_folders(
     call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
 ) -> None:
     folders = tempfile.TemporaryDirectory
@@ -122,7 +122,7 @@ def test_a_signal_while_temporary_folders_are_removed_leaves_none(
     assert left(tmp_path / "build") == left(temporary) == []
 
 
-def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
+def test_signal_during_replacement_leaves_the_old_bundle(
     call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call("run", config()).exit_code == 0
@@ -134,7 +134,7 @@ def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
     assert left(temporary) == []
 
 
-def test_a_signal_waits_until_what_defers_it_is_done() -> None:
+def test_signal_is_deferred_until_the_block_ends() -> None:
     done = False
     with pytest.raises(KeyboardInterrupt), signals.raising_on_signals():
         with signals.deferred():
@@ -148,10 +148,8 @@ def test_a_signal_waits_until_what_defers_it_is_done() -> None:
 
 @pytest.mark.slow
 @SIGNALS
-def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
-    sent: signal.Signals, code: int, tmp_path: Path
-) -> None:
-    """torch.export executes texts; Python remembers an interrupt that passed through one, and heeds it under ``-m``."""
+def test_signal_during_exec_exits_with_its_own_code(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Python remembers an interrupt that passed through exec and acts on it under ``-m``. torch.export uses exec."""
     inner = f"import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(60)"
     (tmp_path / "program.py").write_text(
         "from optexport.cli._group import Group\n"
@@ -170,7 +168,7 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
     assert (done.returncode, done.stderr) == (code, "Error: interrupted\n")
 
 
-def test_a_signal_to_a_process_that_was_forked_is_none_to_its_parent() -> None:
+def test_signal_to_a_forked_process_does_not_reach_its_parent() -> None:
     starts, started = os.pipe()
     with signals.raising_on_signals():
         pid = os.fork()
@@ -213,8 +211,8 @@ with interrupts.raising_on_signals():
 
 
 @SIGNALS
-def test_a_signal_while_torch_is_imported_is_raised_after_the_import(sent: signal.Signals, code: int) -> None:
-    """What is raised in the C++ code of torch ends in SIGABRT once in thirty times."""
+def test_signal_during_import_of_torch_is_raised_afterwards(sent: signal.Signals, code: int) -> None:
+    """An exception raised inside the C++ code of torch aborts the process in one of thirty runs."""
     program = [sys.executable, "-c", STARTING, str(int(sent))]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ended.stdout == ""
@@ -236,7 +234,7 @@ group(["works", "--json"])
 
 
 @SIGNALS
-def test_a_signal_during_the_import_of_torch_gives_message_and_json(sent: signal.Signals, code: int) -> None:
+def test_signal_during_import_of_torch_gives_message_and_json(sent: signal.Signals, code: int) -> None:
     program = STARTING.partition("with ")[0] + COMMAND
     ended = subprocess.run([sys.executable, "-c", program, str(int(sent))], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
@@ -293,10 +291,10 @@ group(["works"])
 @SIGNALS
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["beside", "cleanup", "exit", "after"])
-def test_a_second_signal_changes_neither_the_message_nor_the_code(
+def test_second_signal_changes_neither_message_nor_exit_code(
     sent: signal.Signals, code: int, second: signal.Signals, where: str
 ) -> None:
-    """It ended in "Aborted!" and 1, as a full disk does, or in a traceback of what Python does at the end."""
+    """A second signal led to "Aborted!" with exit code 1, or to a traceback at interpreter exit."""
     program = [sys.executable, "-c", TWICE, str(int(sent)), str(int(second)), where]
     ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
     assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
@@ -304,8 +302,8 @@ def test_a_second_signal_changes_neither_the_message_nor_the_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", [True, False])
-def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> None:
-    """A job that a script had put behind it was ended by Ctrl-C."""
+def test_signal_ignored_by_the_caller_stays_ignored(ignored: bool) -> None:
+    """Ctrl-C ended jobs that a script had started in the background."""
     script = "import os, signal\nfrom optexport._utils import signals as interrupts\ninterrupts.exit_on_signal()\n"
     script += "with interrupts.raising_on_signals():\n    os.kill(os.getpid(), signal.SIGINT)\n"
     how = signal.SIG_IGN if ignored else signal.SIG_DFL
@@ -316,7 +314,7 @@ def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> No
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_program_is_imported_leaves_no_traceback() -> None:
+def test_signal_during_startup_imports_leaves_no_traceback() -> None:
     script = (
         "import builtins, os, signal\nfrom optexport import __main__ as program\n"
         "real = builtins.__import__\n"
@@ -344,7 +342,7 @@ interrupts.exit_on_signal()
 
 
 @pytest.mark.slow
-def test_a_signal_while_python_takes_itself_apart_changes_nothing() -> None:
-    """A command that had told its result, or that it was interrupted, was killed with the code of another signal."""
+def test_signal_during_interpreter_shutdown_changes_nothing() -> None:
+    """A finished or interrupted command was killed with the exit code of another signal."""
     ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Every tensor has bytes, however it lies in memory."""
+"""Bytes of tensors with any memory layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT = torch.arange(12.0).reshape(4, 3)
     ],
     ids=["one element", "none", "a column", "transposed", "no dimension", "one of two", "bool", "complex"],
 )
-def test_the_bytes_are_those_of_the_numbers_row_after_row(tensor: torch.Tensor) -> None:
+def test_bytes_are_in_row_major_order(tensor: torch.Tensor) -> None:
     assert bytes_of(tensor).numpy().tobytes() == tensor.contiguous().numpy().tobytes()
 
 
@@ -42,6 +42,6 @@ class Score(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_whose_output_is_a_column_is_exported(tmp_path: object) -> None:
-    """At batch 1 the column has one element and a stride, which ended the run as a defect."""
+def test_model_with_a_column_as_output_is_exported(tmp_path: object) -> None:
+    """At batch 1 the column has one element and a stride, which crashed the run."""
     assert quick(Score().eval(), {"x": torch.randn(3, 4)}, tmp_path, dynamic={"x": {0: Dim("batch", 1, 8)}}).passed

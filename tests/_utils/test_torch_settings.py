@@ -1,4 +1,4 @@
-"""What a model's code sets for the whole process: files are proven without it, and it does not outlast the run."""
+"""Process-wide torch settings that model code changes: verification ignores them, and runs restore them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ export = {{ output = "bundle", formats = ["torchscript", "pt2"] }}
 parity.effort = "quick"
 tracking.enabled = false
 """
-# By what it holds between, float32 gives other digits than float64.
+# The large intermediate values make float32 differ from float64.
 IN_FLOAT64 = "(x + 1e6 * torch.arange(0.0, 6.0) / 3) - 1e6 * torch.arange(0.0, 6.0) / 3"
 
 
@@ -44,7 +44,7 @@ def exported(folder: Path, module: str, result: str, *, flushes: bool = False) -
     return run.run(folder / "config.toml")
 
 
-def test_a_table_in_the_dtype_that_a_models_module_sets_is_the_same_in_a_new_process(tmp_path: Path) -> None:
+def test_default_dtype_of_a_module_is_baked_into_the_files(tmp_path: Path) -> None:
     before = Settings.now()
     result = exported(tmp_path, "table_of_float64", IN_FLOAT64)
     assert Settings.now() == before
@@ -54,7 +54,7 @@ def test_a_table_in_the_dtype_that_a_models_module_sets_is_the_same_in_a_new_pro
     subprocess.run([sys.executable, "-c", code, tmp_path / "y", result.files["torchscript"]], check=True)
     (given,) = torch.load(tmp_path / "y")
     torch.testing.assert_close(given, torch.ones(2, 6), rtol=0, atol=1e-6)
-    again = exported(tmp_path, "table_of_float64", IN_FLOAT64)  # its module is not imported anew
+    again = exported(tmp_path, "table_of_float64", IN_FLOAT64)  # its module is not imported again
     assert again.passed
     assert archives.pt2_module(again.files["pt2"]) is not None
     assert Settings.now() == before
@@ -68,7 +68,7 @@ def test_a_table_in_the_dtype_that_a_models_module_sets_is_the_same_in_a_new_pro
         ("table_without_denormals", "x + x.double() * 1e-200 * 1e-110 * 1e200 * 1e110", True),
     ],
 )
-def test_what_files_compute_otherwise_in_a_new_process_is_not_proven(
+def test_file_that_differs_in_a_new_process_fails_parity(
     module: str, result: str, flushes: bool, tmp_path: Path
 ) -> None:
     before = Settings.now()
@@ -78,7 +78,7 @@ def test_what_files_compute_otherwise_in_a_new_process_is_not_proven(
 
 
 @pytest.mark.slow
-def test_a_file_is_run_by_what_holds_in_a_new_process(tmp_path: Path) -> None:
+def test_file_runs_with_the_settings_of_a_new_process(tmp_path: Path) -> None:
     class Third(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
             return (torch.arange(6) / 3 + x.sum().long(),)
@@ -97,7 +97,7 @@ def test_a_file_is_run_by_what_holds_in_a_new_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_settings_of_a_module_that_fails_do_not_outlast_the_run(tmp_path: Path) -> None:
+def test_settings_are_restored_after_a_module_fails(tmp_path: Path) -> None:
     (tmp_path / "failing_module.py").write_text(
         "import torch\n\n\ndef Table():\n    torch.use_deterministic_algorithms(True)\n"
         "    torch.set_grad_enabled(False)\n    raise ValueError\n"
