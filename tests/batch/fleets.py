@@ -1,4 +1,4 @@
-"""Folders of configs, some of whose models do what none should."""
+"""Folders of configs, some with models that crash, hang or misbehave."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ UNTRACKED = "enabled = false"
 
 
 def config(folder: Path, name: str, factory: str = "good", tracking: str = UNTRACKED) -> Path:
-    """Writes a config, and the models beside it; returns its path."""
+    """Writes a config and its models into a folder, and returns the path of the config."""
     module = f"fleet_{abs(hash(str(folder)))}"
     (folder / f"{module}.py").write_text(_MODELS, encoding="utf-8")
     path = folder / f"{name}.toml"

@@ -1,4 +1,4 @@
-"""A batch: what happens to one config happens to no other, and all of it is told."""
+"""Batches: configs are isolated from each other, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def document(*arguments: str) -> dict[str, Any]:
     return {"rows": {row["config"]: row for row in found["configs"]}, **found}
 
 
-def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:
-    """Python would start the processes of the configs with that folder first on its path."""
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    """Python would put that folder first on the path of the processes that run the configs."""
     fleets.config(tmp_path, "a")
     here, program = tmp_path / "here", tmp_path / "bin" / "optexport"
     for name in ("torch", "onnx", "multiprocessing", "selectors"):
@@ -58,7 +58,7 @@ def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_each_is_run_and_those_that_crash_or_eat_memory_take_no_other_along(tmp_path: Path) -> None:
+def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fleets.config(tmp_path, name)
     for name in ("crashes", "eats"):
@@ -81,14 +81,14 @@ def test_each_is_run_and_those_that_crash_or_eat_memory_take_no_other_along(tmp_
 
 
 @pytest.mark.slow
-def test_what_crashes_once_is_tried_again_and_what_is_told_is_not(tmp_path: Path) -> None:
+def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
     fleets.config(tmp_path, "flaky", "crashes_once")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
     found = document("flaky.toml", "wrong.toml", "--retries", "2")
     assert [(row["exit_code"], row["attempts"]) for row in found["configs"]] == [(0, 2), (2, 1)]
 
 
-def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_resumed_batch_skips_finished_configs(tmp_path: Path) -> None:
     a, b = fleets.config(tmp_path, "a"), fleets.config(tmp_path, "b")
     c = fleets.config(tmp_path, "c", "crashes")
     first = document("[abc].toml", "--retries", "0")
@@ -98,20 +98,20 @@ def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     written = (tmp_path / "out" / "a" / "measurements.json").read_bytes()
     with (tmp_path / "optexport-batch" / "journal.jsonl").open("a", encoding="utf-8") as journal:
         for odd in ('{"config": "a", "path": [], "digest": "x", "exit_code": 0}', '{"path": 1}', "[]", "null", "1"):
-            journal.write(f"{odd}\n")  # written by somebody else
-        journal.write('{"config": "a.toml", "exi')  # the machine went down
+            journal.write(f"{odd}\n")  # not written by optexport
+        journal.write('{"config": "a.toml", "exi')  # the machine crashed during the write
     second = document(str(a), str(b), str(c), "--resume")
     assert [row["attempts"] for row in second["configs"]] == [0, 1, 1]
     assert second["exit_code"] == 0
     assert (tmp_path / "out" / "a" / "measurements.json").read_bytes() == written
     third = call("[abc].toml", "--resume")
     assert third.exit_code == 0
-    assert third.stdout.count("done before") == 4  # a row each, and the count
+    assert third.stdout.count("done before") == 4  # one row per config, and the count
     assert "3 done before" in third.stdout
 
 
 @pytest.mark.slow
-def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
+def test_process_succeeds_only_with_a_result(tmp_path: Path) -> None:
     for name in ("leaves", "prints"):
         fleets.config(tmp_path, name, name)
     found = document("leaves.toml", "prints.toml", "--retries", "0")["rows"]
@@ -122,7 +122,7 @@ def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_config_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_a_config_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     fleets.config(tmp_path, "moves", "leaves_its_session")
@@ -133,7 +133,7 @@ def test_what_a_config_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_what_is_not_so_any_more_is_not_done(tmp_path: Path) -> None:
+def test_resume_repeats_configs_with_outdated_bundles(tmp_path: Path) -> None:
     path, out = fleets.config(tmp_path, "a"), tmp_path / "out" / "a"
     first = path.read_text(encoding="utf-8")
     wider = first.replace("[1, 8]", "[1, 16]")
@@ -154,13 +154,13 @@ def test_what_is_not_so_any_more_is_not_done(tmp_path: Path) -> None:
         change()
         assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1], what
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [0]
-    fleets.config(tmp_path, "b").write_text(first, encoding="utf-8")  # of the same output
+    fleets.config(tmp_path, "b").write_text(first, encoding="utf-8")  # with the same output
     assert call("b.toml").exit_code == 0
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1], "the bundle is another's"
 
 
 @pytest.mark.slow
-def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_path: Path) -> None:
+def test_bundle_contains_the_config_as_it_was_at_the_start(tmp_path: Path) -> None:
     path = fleets.config(tmp_path, "a", "changes_its_config")
     text = path.read_text(encoding="utf-8")
     assert call("a.toml", "--retries", "0").exit_code == 0
@@ -169,7 +169,7 @@ def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
+def test_output_is_relative_to_the_link_of_a_config(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (module,) = tmp_path.glob("fleet_*.py")
     for folder in ("x", "y"):
@@ -181,19 +181,19 @@ def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logs_may_lie_beside_bundles(tmp_path: Path) -> None:
+def test_logs_and_bundles_can_share_a_folder(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     assert call("a.toml", "--folder", "out", "--timeout", "600s", "--retries", "0").exit_code == 0
 
 
 @pytest.mark.slow
-def test_a_name_that_is_nearly_too_long_is_one_like_others(tmp_path: Path) -> None:
+def test_very_long_config_name_is_accepted(tmp_path: Path) -> None:
     path = fleets.config(tmp_path, "a").rename(tmp_path / f"{'n' * 245}.toml")
     assert call(path.name, "--retries", "0").exit_code == 0
     assert call("n" * 300).exit_code == 2
 
 
-def test_the_exit_code_is_that_of_the_worst(tmp_path: Path) -> None:
+def test_exit_code_is_the_one_of_the_worst_config(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
     tight = fleets.config(tmp_path, "gated")
@@ -202,7 +202,7 @@ def test_the_exit_code_is_that_of_the_worst(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> None:
+def test_usage_errors_are_reported_before_any_run(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (tmp_path / "b.toml").write_text((tmp_path / "a.toml").read_text(encoding="utf-8"), encoding="utf-8")
     same = call("a.toml", "b.toml")
@@ -230,14 +230,14 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", ["pipe", "/dev/zero"])
-def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(given: str) -> None:
+def test_pipes_and_devices_are_not_read(given: str) -> None:
     os.mkfifo("pipe")
     (task,) = tasks_of([given])
     assert (task.digest, task.config) == ("", None)
 
 
 @pytest.mark.slow
-def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
+def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
     tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
 
     def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, TaskResult]]:
@@ -256,7 +256,7 @@ def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_ended(tmp_path: Path) -> None:
+def test_mlflow_run_of_the_batch_is_the_parent_of_all_runs(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
         fleets.config(tmp_path, name, factory, f'uri = "{uri}"\nexperiment = "fleet"')
@@ -296,7 +296,7 @@ def temporary(tmp_path: Path) -> Path:
         (signal.SIGKILL, -9),
     ],
 )
-def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, temporary: Path, number: int, code: int) -> None:
+def test_interrupted_batch_ends_all_its_processes(tmp_path: Path, temporary: Path, number: int, code: int) -> None:
     fleets.config(tmp_path, "hangs", "leaves_its_session_and_hangs")
     environment = {**os.environ, "TMPDIR": str(temporary)}
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
@@ -328,12 +328,12 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, temporary: P
 
 
 @pytest.mark.slow
-def test_a_signal_of_the_terminal_as_the_first_run_starts_is_one_message(tmp_path: Path) -> None:
+def test_terminal_signal_at_the_start_gives_one_message(tmp_path: Path) -> None:
     fleets.config(tmp_path, "good")
     program = [sys.executable, "-m", "optexport", "batch", "good.toml"]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         until = time.monotonic() + 60
-        while len(psutil.Process(process.pid).children()) < 2:  # the cleaner, and the run
+        while len(psutil.Process(process.pid).children()) < 2:  # the cleanup process and the run
             assert time.monotonic() < until
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What a registry asks for: the newest version of each model that a filter finds, once."""
+"""Batches from a model registry: the newest version of each model is exported once."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Doubled(torch.nn.Module):
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Three registered models, of which two ask for a bundle, and one of these has two versions."""
+    """Returns a client for three registered models. Two have the tag, one of them with two versions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     uri = stores.store(tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's and mlflow's, of how the one calls the other
+        warnings.simplefilter("ignore")  # torch and mlflow warn about each other
         import mlflow
         import mlflow.pytorch
 
@@ -91,7 +91,7 @@ def call(*arguments: str) -> Result:
 
 
 @pytest.mark.slow
-def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: Any, tmp_path: Path) -> None:
+def test_newest_version_of_each_tagged_model_is_exported_once(registry: Any, tmp_path: Path) -> None:
     found = json.loads(call("tags.export = 'true'", "--json").stdout)
     assert {row["config"]: row["exit_code"] for row in found["configs"]} == {
         "nightly.asks-2.toml": 0,
@@ -117,9 +117,7 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("quoted", ['a "quoted" name', "a?question", "an@alias"])
-def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(
-    quoted: str, registry: Any, tmp_path: Path
-) -> None:
+def test_model_with_an_invalid_name_is_one_failed_row(quoted: str, registry: Any, tmp_path: Path) -> None:
     registry.create_registered_model(quoted, tags={"odd": "true"})
     registry.create_model_version(quoted, source=registry.get_model_version("asks", "1").source)
     registry.set_registered_model_tag("silent", "odd", "true")
@@ -130,15 +128,15 @@ def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(
     }
 
 
-def test_a_model_that_is_called_what_stands_for_the_version_is_not_taken_for_another() -> None:
-    """Of "x{version}" the first version became x1, which was exported, and the other marked."""
+def test_placeholder_in_a_model_name_is_not_replaced() -> None:
+    """Version 1 of a model named "x{version}" was replaced by model x1, and the wrong model was marked as exported."""
     text = 'source = "mlflow:models:/{name}/{version}"'
     assert from_registry._filled(text, Version("x{version}", "1")) == 'source = "mlflow:models:/x{version}/1"'
 
 
 @pytest.mark.slow
-def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_path: Path) -> None:
-    """MLflow found no versions of it, and the batch said that nothing asked."""
+def test_model_with_an_apostrophe_in_its_name_is_found(registry: Any, tmp_path: Path) -> None:
+    """MLflow found no versions of it, and the batch reported that there was nothing to export."""
     registry.create_registered_model("it's", tags={"apostrophe": "true"})
     registry.create_model_version("it's", source=registry.get_model_version("asks", "1").source)
     assert wanted(str(registry.tracking_uri), tmp_path, "tags.apostrophe = 'true'") == ([Version("it's", "1")], [])
@@ -165,7 +163,7 @@ def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_
         ("", "", "tags export", 2, "--from-registry tags export: MLflow does not understand it"),
     ],
 )
-def test_what_cannot_be_is_told(
+def test_invalid_template_or_filter_is_reported(
     registry: Any, tmp_path: Path, old: str, new: str, query: str, code: int, told: str
 ) -> None:
     path = tmp_path / "nightly.toml"

@@ -1,4 +1,4 @@
-"""A batch on a cluster of two nodes, of which one is lost: every bundle comes home, the same to the byte."""
+"""Batches on a Ray cluster: lost nodes, tracking, interrupts and usage errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from optexport.cli.main import cli
 from tests._helpers import stores
 from tests.batch import fleets
 
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # those of Ray's own code
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # warnings of Ray's own code
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("OPTEXPORT_CACHE", "")  # nothing is taken from an earlier run, here or there
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")  # no results of earlier runs, on any node
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -48,7 +48,7 @@ def call(*arguments: str) -> dict[str, Any]:
 
 
 def same(one: Path, other: Path) -> None:
-    """Asserts that two bundles hold the same files, but for what may differ between two equal runs."""
+    """Asserts that two bundles have the same files, except for files that differ between equal runs."""
     names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
     assert names == sorted(path.relative_to(other) for path in other.rglob("*") if path.is_file())
     for name in names:
@@ -56,7 +56,7 @@ def same(one: Path, other: Path) -> None:
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_every_bundle_comes_home_though_a_node_is_lost(
+def test_all_bundles_are_collected_after_a_node_is_lost(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = cluster.add_node(num_cpus=1)
@@ -98,7 +98,7 @@ def test_every_bundle_comes_home_though_a_node_is_lost(
     assert logs >= {*names, "crashes"}
 
 
-def test_runs_are_tracked_from_here(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_tracked_by_the_driver(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     uri = stores.store(tmp_path)
     fleets.config(tmp_path, "a", tracking='uri = "sqlite:///mlflow.db"\nexperiment = "fleet"')
@@ -110,12 +110,12 @@ def test_runs_are_tracked_from_here(cluster: Any, tmp_path: Path, monkeypatch: p
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", found[""]["mlflow_run_id"])
 
 
-def test_a_batch_that_is_interrupted_leaves_nothing_on_the_nodes(tmp_path: Path) -> None:
+def test_interrupted_batch_leaves_no_files_on_the_nodes(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     fleets.config(tmp_path, "hangs", "hangs")
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
-    environment["RAY_TMPDIR"] = "/tmp"  # the names of its sockets may not be long
+    environment["RAY_TMPDIR"] = "/tmp"  # Ray's socket paths must be short
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml", "--engine", "ray", "--memory", "1"]
     with subprocess.Popen(program, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 240
@@ -130,7 +130,7 @@ def test_a_batch_that_is_interrupted_leaves_nothing_on_the_nodes(tmp_path: Path)
     assert not list((tmp_path / "temporary").glob("optexport-*"))
 
 
-def test_what_a_cluster_cannot_have_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_errors_of_a_cluster_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     path = fleets.config(tmp_path, "a")

@@ -1,4 +1,4 @@
-"""A config on a node of a cluster: its files travel there, and its bundle comes to where a local run writes it."""
+"""A config on a cluster node: its files are sent there, and its bundle is collected at the local output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Run = Callable[[Task], TaskResult]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a task as a node does, in a copy of the staged files, and collects the result."""
+    """Returns a function that runs a task in a copy of the staged files, as a node does, and collects the result."""
 
     def run(task: Task, change: Callable[[RemoteTask], RemoteTask] = lambda remote_task: remote_task) -> TaskResult:
         staged, node = tmp_path / "staged", tmp_path / "node"
@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_files_elsewhere_travel_too_and_the_bundle_comes_to_its_place(task: Task, run: Run, tmp_path: Path) -> None:
+def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tmp_path: Path) -> None:
     ended = run(task)
     assert ended.error is None
     assert (ended.config, ended.exit_code, ended.output) == (task.name, 0, str(tmp_path / "out" / "a"))
@@ -68,7 +68,7 @@ def test_files_elsewhere_travel_too_and_the_bundle_comes_to_its_place(task: Task
     assert [path.suffix for path in sorted(tmp_path.glob("a-*"))] == [".json", ".log"]
 
 
-def test_a_failure_comes_with_its_log_and_removes_no_bundle(task: Task, run: Run, tmp_path: Path) -> None:
+def test_failure_has_a_log_and_removes_no_bundle(task: Task, run: Run, tmp_path: Path) -> None:
     run(task)
     task.path.write_text(task.path.read_text(encoding="utf-8").replace(":good", ":crashes"), encoding="utf-8")
     ended = run(task)
@@ -78,14 +78,14 @@ def test_a_failure_comes_with_its_log_and_removes_no_bundle(task: Task, run: Run
     verify(tmp_path / "out" / "a")
 
 
-def test_a_node_with_other_packages_is_refused_by_name(task: Task, run: Run) -> None:
+def test_node_with_other_package_versions_is_refused(task: Task, run: Run) -> None:
     ended = run(task, lambda each: replace(each, versions={**each.versions, "torch": "0.1"}))
     assert ended.exit_code == 2
     assert " in place of 0.1: its bundle would be another" in str(ended.error)
     assert str(ended.error).startswith("the node has torch ")
 
 
-def test_an_absolute_output_is_refused(task: Task, tmp_path: Path) -> None:
+def test_absolute_output_is_refused(task: Task, tmp_path: Path) -> None:
     text = task.path.read_text(encoding="utf-8").replace('"../out/a"', f'"{tmp_path}/a"')
     task.path.write_text(text, encoding="utf-8")
     (absolute,) = tasks_of([str(task.path)])
@@ -93,15 +93,13 @@ def test_an_absolute_output_is_refused(task: Task, tmp_path: Path) -> None:
         check_portable(absolute)
 
 
-def test_files_that_are_too_large_for_ray_are_refused(
-    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_too_large_for_ray_are_refused(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_MAX_PACKAGE_BYTES", 100)
     with pytest.raises(ConfigError, match=r"too large for Ray.*\n.*storage that every node can read"):
         stage_tasks([task], tmp_path / "staged")
 
 
-def test_a_task_whose_files_cannot_be_read_stops_no_other(task: Task, tmp_path: Path) -> None:
+def test_unreadable_task_does_not_stop_other_tasks(task: Task, tmp_path: Path) -> None:
     other = fleets.config(task.path.parent, "b")
     tasks = tasks_of([str(task.path), str(other)])
     task.path.unlink()

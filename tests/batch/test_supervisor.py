@@ -1,6 +1,6 @@
 """Supervision of a subprocess: limits, retries, and the end of all processes that it started.
 
-A shell script stands for the CLI, and the text of a config is the script that it runs: torch is not imported.
+A shell script replaces the CLI and runs the text of a config as a script, so that torch is not imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optexport.batch.tasks import Task, tasks_of
 _SUCCEED = """echo '{"exit_code": 0}'"""
 _LIMITS = Limits(memory=2**34, seconds=600, retries=0)
 
-# Starts a process of another session, whose parent ends at once.
+# Starts a process in another session, whose parent exits at once.
 _DAEMON = """
 cat > daemon.py <<'END'
 import os, sys, time
@@ -46,7 +46,7 @@ END
 while ! test -e pid; do sleep 0.01; done
 """
 
-# Starts processes each of which lives for a few milliseconds, and starts the next one.
+# Starts processes that live for a few milliseconds and start their successor.
 _HOPPERS = """
 cat > hop.py <<'END'
 import os, time
@@ -66,7 +66,7 @@ sleep 600
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the fifth argument of the CLI, the config, run as a shell script."""
+    """Replaces the CLI by a program that runs its fifth argument, the config, as a shell script."""
     path = tmp_path / "program"
     cleaner = 'case "$3" in optexport.batch.processes) exec "$PYTHON" "$@";; esac'
     path.write_text(f'#!/bin/sh\n{cleaner}\nexec sh "$5"\n', encoding="utf-8")
@@ -118,7 +118,7 @@ def _is_alive(pid: int) -> bool:
         ("echo '{'", "it ended with 0 and left no account of itself"),
     ],
 )
-def test_a_process_without_a_result_has_failed(run: Run, script: str, error: str, tmp_path: Path) -> None:
+def test_process_without_a_result_has_failed(run: Run, script: str, error: str, tmp_path: Path) -> None:
     ended = run(script)
     assert ended.exit_code == 1
     assert str(ended.error).startswith(f"{error}")
@@ -126,25 +126,25 @@ def test_a_process_without_a_result_has_failed(run: Run, script: str, error: str
     assert str(ended.error).endswith(f"Its log: {log}")
 
 
-def test_output_and_log_are_kept(run: Run, tmp_path: Path) -> None:
+def test_output_and_log_are_stored(run: Run, tmp_path: Path) -> None:
     assert run(f"{_SUCCEED}; echo message >&2").error is None
     assert [path.read_text(encoding="utf-8") for path in tmp_path.glob("0-*.log")] == ["message\n"]
 
 
 @pytest.mark.parametrize("script", ["sleep 600", "trap '' TERM; while :; do sleep 0.1; done"])
-def test_a_process_that_hangs_is_ended_even_if_it_ignores_sigterm(run: Run, script: str) -> None:
+def test_hanging_process_is_ended_even_if_it_ignores_sigterm(run: Run, script: str) -> None:
     start = time.monotonic()
     ended = run(script, Limits(2**34, 0.5, 0))
     assert str(ended.error).startswith("it was still at work after 0 s")
     assert time.monotonic() - start < 60
 
 
-def test_a_process_has_time_to_end_after_sigterm(run: Run, tmp_path: Path) -> None:
+def test_process_has_time_to_end_after_sigterm(run: Run, tmp_path: Path) -> None:
     run(f"trap 'touch {tmp_path}/done; exit' TERM; while :; do sleep 0.1; done", Limits(2**34, 0.5, 0))
     assert (tmp_path / "done").exists()
 
 
-def test_a_crash_is_tried_again_and_a_result_is_not(run: Run) -> None:
+def test_crash_is_retried_and_a_result_is_not(run: Run) -> None:
     crashes_once = f"if test -e crashed; then {_SUCCEED}; else touch crashed; kill -ABRT $$; fi"
     ended = run(crashes_once, Limits(2**34, 600, 2))
     assert (ended.exit_code, ended.attempts) == (0, 2)
@@ -153,12 +153,12 @@ def test_a_crash_is_tried_again_and_a_result_is_not(run: Run) -> None:
 
 
 @pytest.mark.parametrize("then", [_SUCCEED, "kill -ABRT $$", "sleep 600"])
-def test_a_daemon_ends_with_the_attempt(run: Run, tmp_path: Path, then: str) -> None:
+def test_daemon_ends_with_the_attempt(run: Run, tmp_path: Path, then: str) -> None:
     run(f"{_DAEMON}\n{then}", Limits(2**34, 5, 0))
     assert not _is_alive(int((tmp_path / "pid").read_text(encoding="utf-8")))
 
 
-def test_the_memory_of_a_daemon_counts(run: Run, tmp_path: Path) -> None:
+def test_memory_of_a_daemon_counts(run: Run, tmp_path: Path) -> None:
     ended = run(f"ARGUMENTS=eat\n{_DAEMON}\nsleep 600", Limits(200 << 20, 600, 1))
     assert str(ended.error).startswith("it took more than 0.2 GiB of memory")
     assert ended.peak_memory > 200 << 20
@@ -166,14 +166,14 @@ def test_the_memory_of_a_daemon_counts(run: Run, tmp_path: Path) -> None:
     assert not _is_alive(int((tmp_path / "pid").read_text(encoding="utf-8")))
 
 
-def test_processes_that_replace_themselves_all_the_time_end(run: Run, tmp_path: Path) -> None:
+def test_processes_that_constantly_replace_themselves_are_ended(run: Run, tmp_path: Path) -> None:
     run(_HOPPERS, Limits(2**34, 2, 0))
     last = (tmp_path / "hop").read_bytes()
     time.sleep(0.5)
     assert (tmp_path / "hop").read_bytes() == last
 
 
-def test_processes_of_another_attempt_go_on(program: None, tmp_path: Path) -> None:
+def test_processes_of_another_attempt_are_not_ended(program: None, tmp_path: Path) -> None:
     slow, fast = _tasks(
         tmp_path, f"touch started; sleep 2; {_SUCCEED}", f"while ! test -e started; do :; done; {_SUCCEED}"
     )
@@ -181,14 +181,14 @@ def test_processes_of_another_attempt_go_on(program: None, tmp_path: Path) -> No
         assert [ended.exit_code for ended in pool.map(supervisor.run, (slow, fast))] == [0, 0]
 
 
-def test_many_processes_at_a_time_each_report_their_own_exit_code(program: None, tmp_path: Path) -> None:
-    """Threads that wait for subprocesses must not take the exit codes of each other."""
+def test_concurrent_processes_report_their_own_exit_codes(program: None, tmp_path: Path) -> None:
+    """Threads that wait for subprocesses must not take each other's exit codes."""
     tasks = _tasks(tmp_path, *(f"""echo '{{"exit_code": {code}}}'""" for code in range(24)))
     with _supervisor(tmp_path) as supervisor, ThreadPoolExecutor(12) as pool:
         assert [ended.exit_code for ended in pool.map(supervisor.run, tasks)] == list(range(24))
 
 
-def test_a_batch_that_stops_ends_its_attempts(program: None, tmp_path: Path) -> None:
+def test_stopped_batch_ends_its_attempts(program: None, tmp_path: Path) -> None:
     (task,) = _tasks(tmp_path, "touch started; sleep 600")
     stop = threading.Event()
     with supervising(Limits(2**34, 600, 5), tmp_path, stop) as supervisor, ThreadPoolExecutor(1) as pool:
@@ -212,7 +212,7 @@ with supervising(Limits(2**34, 600, 0), Path(), threading.Event()) as supervisor
 """
 
 
-def test_a_batch_that_is_killed_leaves_neither_processes_nor_files(
+def test_killed_batch_leaves_neither_processes_nor_files(
     program: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _tasks(tmp_path, f"{_DAEMON}\nsleep 600")
