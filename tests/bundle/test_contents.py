@@ -1,4 +1,4 @@
-"""The bundle: whole or not there, never in the place of something else, and not a byte of it unnoticed."""
+"""Bundles are complete or absent, replace only other bundles, and have no undetected change."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tests._helpers import exports
 
 
 def leftovers(place: Path) -> list[str]:
-    """What lies beside a bundle that should not."""
+    """Returns the names of temporary files next to a bundle."""
     return [path.name for path in place.iterdir() if path.name.startswith(".")]
 
 
 def earlier_bundle(place: Path) -> Path:
-    """A real bundle of an earlier run."""
+    """Copies a real bundle to a folder, as the output of an earlier run."""
     shutil.copytree(exports.exported().output, place)
     return place
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A real bundle to spoil."""
+    """Returns a copy of a real bundle."""
     return earlier_bundle(tmp_path / "bundle")
 
 
-def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
+def test_draft_is_renamed_when_it_is_complete(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
     with atomic_dir.drafting(output, check_replaceable) as draft:
         assert draft.parent == tmp_path
@@ -51,7 +51,7 @@ def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> None:
+def test_added_file_prevents_replacement_and_is_named(copied: Path) -> None:
     (copied / "notes.md").write_text("mine", encoding="utf-8")
     told = r"it holds notes\.md, not of the bundle that is there\n  Move that away"
     with pytest.raises(ConfigError, match=told):
@@ -64,7 +64,7 @@ def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> N
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_failed_draft_is_removed(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), atomic_dir.drafting(tmp_path / "bundle", check_replaceable) as draft:
         (draft / "inner").mkdir()
         (draft / "inner" / "file").write_bytes(b"half")
@@ -72,7 +72,7 @@ def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
+def test_earlier_bundle_is_unchanged_after_a_failed_run(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     with pytest.raises(RuntimeError), atomic_dir.drafting(output, check_replaceable) as draft:
@@ -82,7 +82,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     contents.check_output(output)
     with atomic_dir.drafting(output, check_replaceable) as draft:
@@ -91,7 +91,7 @@ def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
+def test_empty_folder_is_accepted_as_output(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     contents.check_output(tmp_path / "bundle")
     with atomic_dir.drafting(tmp_path / "bundle", check_replaceable) as draft:
@@ -109,7 +109,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path, name: str) -> None:
+def test_output_with_other_content_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
     output = tmp_path / "bundle"
     OTHERS[name](output)
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
@@ -120,7 +120,7 @@ def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["a file", "a folder of files", "a web page"])
-def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, name: str) -> None:
+def test_output_with_new_content_is_not_replaced(tmp_path: Path, name: str) -> None:
     output = tmp_path / "bundle"
     contents.check_output(output)
     with pytest.raises(OptexportError), atomic_dir.drafting(output, check_replaceable):
@@ -129,13 +129,13 @@ def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, n
     assert leftovers(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_any_work(tmp_path: Path) -> None:
+def test_unwritable_output_is_reported_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ConfigError, match="nothing can be written there"):
         contents.check_output(tmp_path / "file" / "bundle")
 
 
-def test_folders_above_the_bundle_are_made(tmp_path: Path) -> None:
+def test_parent_folders_of_the_bundle_are_created(tmp_path: Path) -> None:
     result = export(
         exports.block(), exports.batch(), tmp_path / "a" / "b", dynamic=exports.DYNAMIC, formats=["pt2"],
         transformations=[],
@@ -145,7 +145,7 @@ def test_folders_above_the_bundle_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         export(
@@ -159,7 +159,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int) -> 
         assert path.stat().st_mode & 0o777 == 0o666 & ~mask, path.name
 
 
-def test_a_whole_bundle_is_read(copied: Path) -> None:
+def test_complete_bundle_is_read(copied: Path) -> None:
     assert sorted(path.name for path in copied.iterdir()) == sorted(exports.FILES)
     manifest = digests.read_manifest(copied)
     assert manifest.model_dump(exclude={"digest"}) == exports.exported().manifest.model_dump(exclude={"digest"})
@@ -167,7 +167,7 @@ def test_a_whole_bundle_is_read(copied: Path) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", exports.FILES)
-def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, name: str) -> None:
+def test_changed_byte_in_any_file_is_detected_and_named(copied: Path, name: str) -> None:
     path = copied / name
     content = path.read_bytes()
     positions = {0, len(content) - 1, *random.Random(0).sample(range(len(content)), 40)}
@@ -186,7 +186,7 @@ def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", exports.FILES)
-def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: str) -> None:
+def test_truncated_or_extended_file_is_detected(copied: Path, name: str) -> None:
     content = (copied / name).read_bytes()
     for changed in (content[:-1], b"", content + b"\n", content + content):
         (copied / name).write_bytes(changed)
@@ -196,7 +196,7 @@ def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: 
 
 
 @pytest.mark.parametrize("name", [n for n in OTHERS if n != "a link to a file"])
-def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path, name: str) -> None:
+def test_other_folder_is_not_read_as_a_bundle(tmp_path: Path, name: str) -> None:
     OTHERS[name](tmp_path / "bundle")
     with pytest.raises((ConfigError, BundleError)):
         digests.read_manifest(tmp_path / "bundle")
@@ -237,7 +237,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name: str) -> None:
+def test_added_removed_or_replaced_entries_are_named(copied: Path, name: str) -> None:
     spoil, place = SPOILED[name]
     spoil(copied)
     with pytest.raises(BundleError) as caught:
@@ -248,23 +248,21 @@ def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name
 @pytest.mark.parametrize(
     ("version", "hint"), [(3, "Upgrade optexport"), (1, "Make the"), (0, "Make the"), (None, "Make the")]
 )
-def test_a_bundle_of_another_version_is_not_read_as_if_it_were_of_this(
-    copied: Path, version: int | None, hint: str
-) -> None:
+def test_bundle_of_another_version_is_refused(copied: Path, version: int | None, hint: str) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=version))
     with pytest.raises(BundleError, match=rf"another version \(found {version}, expected 2\)\n *{hint}"):
         digests.read_manifest(copied)
 
 
 @pytest.mark.parametrize("path", ["../outside.txt", "/etc/hostname", "inner/../../outside.txt", ""])
-def test_a_manifest_cannot_name_files_elsewhere(copied: Path, path: str) -> None:
+def test_manifest_cannot_name_files_outside_the_bundle(copied: Path, path: str) -> None:
     (copied.parent / "outside.txt").write_text("outside")
     exports.edit_json(copied / "manifest.json", lambda document: document["files"][0].update(path=path))
     with pytest.raises(BundleError):
         digests.read_manifest(copied)
 
 
-def test_a_model_that_the_manifest_does_not_vouch_for_is_not_run(copied: Path) -> None:
+def test_artifact_missing_from_the_file_list_is_refused(copied: Path) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document["artifacts"][0].update(path="other.pt"))
     with pytest.raises(BundleError, match=r"other\.pt"):
         digests.read_manifest(copied)
@@ -278,7 +276,7 @@ def _reference(sizes: list[int], dtype: torch.dtype = torch.float32) -> Referenc
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int32])
-def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_reference_tensors_survive_a_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     known = _reference([3, 1, 0], dtype)
     names = write_reference(tmp_path / "reference.safetensors", known)
     read = read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n"])
@@ -295,7 +293,7 @@ def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.d
             assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
 
 
-def test_the_traced_case_is_always_kept_and_large_ones_are_left_out(tmp_path: Path) -> None:
+def test_traced_case_is_always_stored_and_large_cases_are_not(tmp_path: Path) -> None:
     large = 3 << 20
     names = write_reference(tmp_path / "reference.safetensors", _reference([large, 5, large - 1, 7]))
     assert names == [f"size {large}", "size 5", "size 7"] or names == [f"size {large}"]
@@ -303,7 +301,7 @@ def test_the_traced_case_is_always_kept_and_large_ones_are_left_out(tmp_path: Pa
     assert few == ["size 4", "size 5", "size 7"]
 
 
-def test_tensors_that_share_memory_are_stored_each(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_are_stored_separately(tmp_path: Path) -> None:
     whole = torch.arange(6.0).reshape(2, 3)
     known = Reference((Case("only", {"x": whole, "y": whole}),), ({"z": whole.T},), ({"z": whole.T.double()},))
     names = write_reference(tmp_path / "reference.safetensors", known)
@@ -312,19 +310,19 @@ def test_tensors_that_share_memory_are_stored_each(tmp_path: Path) -> None:
     assert torch.equal(read.cases[0].batch["y"], whole)
 
 
-def test_a_reference_that_lacks_an_output_is_refused(tmp_path: Path) -> None:
+def test_reference_without_an_output_is_refused(tmp_path: Path) -> None:
     names = write_reference(tmp_path / "reference.safetensors", _reference([2]))
     with pytest.raises(BundleError, match="the outputs that the manifest names"):
         read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n", "more"])
 
 
-def test_a_damaged_reference_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+def test_damaged_reference_is_a_bundle_error(tmp_path: Path) -> None:
     (tmp_path / "reference.safetensors").write_bytes(b"\x10" + b"\0" * 40)
     with pytest.raises(BundleError, match=r"reference\.safetensors: it cannot be read"):
         read_reference(tmp_path / "reference.safetensors", ["only"], ["y"])
 
 
-def test_measurements_hold_what_differs_and_the_manifest_does_not(copied: Path) -> None:
+def test_varying_values_are_in_measurements_not_the_manifest(copied: Path) -> None:
     measurements = json.loads((copied / "measurements.json").read_bytes())
     assert {"date", "host", "seconds", "digest"} <= set(measurements)
     assert measurements["host"] not in (copied / "manifest.json").read_text()

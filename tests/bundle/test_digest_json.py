@@ -1,4 +1,4 @@
-"""Documents that carry their digest: what was written comes back, and any other byte is noticed."""
+"""JSON documents that contain their digest: round trips, and detection of any changed byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from optexport.bundle import digest_json
 from optexport.errors import BundleError
 
-# Surrogates are no text that UTF-8 could hold.
+# UTF-8 cannot encode surrogates.
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -22,13 +22,13 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 DOCUMENTS = st.dictionaries(TEXT.filter(lambda key: key != "digest"), VALUES, max_size=4)
-# Each example overwrites the last one's file.
+# Each example overwrites the file of the previous one.
 overwriting = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @given(DOCUMENTS)
 @overwriting
-def test_what_is_written_is_read_again(tmp_path: Path, document: dict[str, Any]) -> None:
+def test_document_survives_a_round_trip(tmp_path: Path, document: dict[str, Any]) -> None:
     path = tmp_path / "document.json"
     digest_json.write(path, document)
     read = digest_json.read(path)
@@ -38,7 +38,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, document: dict[str, Any])
 
 @given(DOCUMENTS)
 @overwriting
-def test_the_order_of_the_keys_does_not_change_the_file(tmp_path: Path, document: dict[str, Any]) -> None:
+def test_key_order_does_not_change_the_file(tmp_path: Path, document: dict[str, Any]) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     digest_json.write(one, document)
     digest_json.write(other, dict(reversed(document.items())))
@@ -47,7 +47,7 @@ def test_the_order_of_the_keys_does_not_change_the_file(tmp_path: Path, document
 
 @given(DOCUMENTS, st.data())
 @overwriting
-def test_any_changed_byte_is_noticed(tmp_path: Path, document: dict[str, Any], data: Any) -> None:
+def test_any_changed_byte_is_detected(tmp_path: Path, document: dict[str, Any], data: Any) -> None:
     path = tmp_path / "document.json"
     digest_json.write(path, document)
     content = bytearray(path.read_bytes())
@@ -60,7 +60,7 @@ def test_any_changed_byte_is_noticed(tmp_path: Path, document: dict[str, Any], d
 
 @given(DOCUMENTS, st.data())
 @overwriting
-def test_a_byte_more_or_less_is_noticed(tmp_path: Path, document: dict[str, Any], data: Any) -> None:
+def test_added_or_removed_byte_is_detected(tmp_path: Path, document: dict[str, Any], data: Any) -> None:
     path = tmp_path / "document.json"
     digest_json.write(path, document)
     content = path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_byte_more_or_less_is_noticed(tmp_path: Path, document: dict[str, Any]
 
 
 @pytest.mark.parametrize("indent", [None, 4])
-def test_other_whitespace_is_noticed_though_it_means_the_same(tmp_path: Path, indent: int | None) -> None:
+def test_changed_whitespace_is_detected(tmp_path: Path, indent: int | None) -> None:
     path = tmp_path / "document.json"
     digest_json.write(path, {"a": [1, 2], "b": "ä"})
     same = json.loads(path.read_bytes())
@@ -82,7 +82,7 @@ def test_other_whitespace_is_noticed_though_it_means_the_same(tmp_path: Path, in
         digest_json.read(path)
 
 
-def test_a_digest_of_another_document_is_noticed(tmp_path: Path) -> None:
+def test_digest_of_another_document_is_detected(tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     digest_json.write(one, {"a": 1})
     digest_json.write(other, {"a": 2})
@@ -114,7 +114,7 @@ def test_a_digest_of_another_document_is_noticed(tmp_path: Path) -> None:
     ],
     ids=lambda content: content[:20].decode("latin-1"),
 )
-def test_whatever_else_a_file_holds_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+def test_invalid_content_is_a_bundle_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "document.json"
     path.write_bytes(content)
     with pytest.raises(BundleError, match=rf"^{re.escape(str(path))}: ") as caught:
@@ -123,12 +123,12 @@ def test_whatever_else_a_file_holds_is_one_kind_of_error(tmp_path: Path, content
     assert caught.value.hint
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"document\.json: it is missing"):
         digest_json.read(tmp_path / "document.json")
 
 
-def test_a_folder_in_its_place_is_an_error_of_the_same_kind(tmp_path: Path) -> None:
+def test_folder_at_the_path_is_a_bundle_error(tmp_path: Path) -> None:
     (tmp_path / "document.json").mkdir()
     with pytest.raises(BundleError, match="it is no file"):
         digest_json.read(tmp_path / "document.json")

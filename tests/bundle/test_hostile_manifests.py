@@ -1,4 +1,4 @@
-"""Manifests changed by someone who also made their digests fit: each is verified or refused, and none is a crash."""
+"""Tampered manifests with valid digests: each is verified or refused, without a crash."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 
 
 def every_place(value: Any, target: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where each value inside a document is."""
+    """Yields the path of each value inside a document."""
     if target:
         yield target
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -55,7 +55,7 @@ def put(document: Any, target: tuple[Any, ...], value: Any) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle to change, again and again."""
+    """Returns a bundle that tests may change, if they restore it."""
     folder = tmp_path_factory.mktemp("small") / "bundle"
     return Path(shutil.copytree(exports.exported().output, folder))
 
@@ -63,10 +63,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.data())
-def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObject) -> None:
+def test_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObject) -> None:
     kept = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}
     document = json.loads(kept[MANIFEST])
-    # What tells of results is where the harm is; the rest is prose.
+    # Only these fields affect results; the others are text.
     guarded = [
         p for p in every_place(document) if p[0] in ("parity", "artifacts", "files", "inputs", "outputs", "dims")
     ]
@@ -83,17 +83,17 @@ def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObj
             (small / name).write_bytes(content)
 
 
-def test_a_manifest_that_is_too_large_to_be_one_is_not_read(small: Path, tmp_path: Path) -> None:
+def test_oversized_manifest_is_not_read(small: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(small, folder)
     with (folder / MANIFEST).open("r+b") as file:
-        file.truncate(digest_json.LARGEST + 1)  # a hole, which takes no room on the disk
+        file.truncate(digest_json.LARGEST + 1)  # a sparse file takes no space on disk
     with pytest.raises(BundleError, match="larger than"):
         digests.read_manifest(folder)
 
 
 def test_two_files_of_one_format_are_refused(small: Path, tmp_path: Path) -> None:
-    """Of two the last would be proven in the first one's place, which is what `log` sends, and `blame` runs."""
+    """Only the last of two files was verified, but `log` uploaded the first and `blame` ran it."""
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
     shutil.copyfile(bundle / "model.onnx", bundle / "good.onnx")
 
@@ -107,8 +107,8 @@ def test_two_files_of_one_format_are_refused(small: Path, tmp_path: Path) -> Non
             command(bundle)
 
 
-def test_a_file_that_is_called_what_it_is_not_is_refused(small: Path, tmp_path: Path) -> None:
-    """ONNX Runtime reads an ONNX file with an archive behind it, and torch that archive."""
+def test_file_with_the_extension_of_another_format_is_refused(small: Path, tmp_path: Path) -> None:
+    """ONNX Runtime reads an ONNX file with an appended archive, and torch reads the archive."""
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
 
     def renamed(document: dict[str, Any]) -> None:
@@ -122,8 +122,8 @@ def test_a_file_that_is_called_what_it_is_not_is_refused(small: Path, tmp_path: 
             command(bundle)
 
 
-def test_a_models_file_that_nobody_would_check_is_refused(small: Path, tmp_path: Path) -> None:
-    """It was a file of the bundle, and so unchanged, and none that was run."""
+def test_model_file_without_a_manifest_entry_is_refused(small: Path, tmp_path: Path) -> None:
+    """Such a file was in the bundle and unchanged, but verify did not run it."""
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
 
     def left_out(document: dict[str, Any]) -> None:
@@ -135,10 +135,8 @@ def test_a_models_file_that_nobody_would_check_is_refused(small: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_file_that_is_called_of_fixed_shape_is_held_to_all_sizes_that_its_proof_has(
-    small: Path, tmp_path: Path
-) -> None:
-    """One line of the manifest was enough for a file to be compared at the traced size alone."""
+def test_false_fixed_shape_claim_is_refused(small: Path, tmp_path: Path) -> None:
+    """With one changed line in the manifest, a file was compared at the traced size only."""
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
 
     def fixed(document: dict[str, Any]) -> None:
@@ -161,7 +159,7 @@ def _no_place(document: dict[str, Any]) -> None:
     ("change", "told"),
     [(_fewer_cases, "it holds more cases than the manifest names"), (_no_place, "it holds no proof of torchscript")],
 )
-def test_a_manifest_that_leaves_out_what_was_proven_is_refused(
+def test_manifest_that_omits_verified_results_is_refused(
     change: Callable[[dict[str, Any]], None], told: str, small: Path, tmp_path: Path
 ) -> None:
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
@@ -171,7 +169,7 @@ def test_a_manifest_that_leaves_out_what_was_proven_is_refused(
 
 
 @pytest.mark.parametrize("name", ["reference.safetensors", "model.onnx", "measurements.json"])
-def test_no_command_waits_for_a_pipe_or_follows_a_link(small: Path, tmp_path: Path, name: str) -> None:
+def test_commands_refuse_pipes_and_links(small: Path, tmp_path: Path, name: str) -> None:
     for made in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         bundle = Path(shutil.copytree(small, tmp_path / "bundle", dirs_exist_ok=True))
         (bundle / name).unlink()
@@ -182,12 +180,12 @@ def test_no_command_waits_for_a_pipe_or_follows_a_link(small: Path, tmp_path: Pa
         (bundle / name).unlink()
 
 
-def test_a_file_beside_a_pipe_called_as_a_manifest_is_in_no_bundle(tmp_path: Path) -> None:
+def test_pipe_named_manifest_json_is_not_a_manifest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / MANIFEST)
     assert find_bundle(tmp_path / "model.onnx") is None
 
 
-def test_blame_reads_no_file_outside_of_the_bundle(small: Path, tmp_path: Path) -> None:
+def test_blame_reads_no_file_outside_the_bundle(small: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
     outside = tmp_path / "private.onnx"
     shutil.copyfile(bundle / "model.onnx", outside)
@@ -254,10 +252,10 @@ def _initializer(model: onnx.ModelProto) -> onnx.TensorProto:
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("put_in", [_initializer, _in_a_branch, _in_a_function, _sparse])
 @pytest.mark.parametrize("location", ["provenance.json", "weights.bin", "report.html\0", "*/_ORT_MEM_ADDR_/*"])
-def test_weights_that_lie_elsewhere_than_bundles_keep_them_are_refused(
+def test_unexpected_location_of_external_weights_is_refused(
     put_in: Callable[[onnx.ModelProto], onnx.TensorProto], location: str, tmp_path: Path
 ) -> None:
-    """Such files were verified, also where no digest was, and diff called two the same whose results were not."""
+    """Such files were verified without any digest, and diff reported two as equal when their results differed."""
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     model = onnx.load(bundle / "model.onnx")
     set_external_data(put_in(model), location)
@@ -279,8 +277,8 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     yield from (attribute.t for function in model.functions for n in function.node for attribute in n.attribute)
 
 
-def test_a_manifest_that_does_not_tell_of_a_dimension_is_refused(tmp_path: Path) -> None:
-    """bench ended in a KeyError, and verify passed it."""
+def test_manifest_without_a_dimension_is_refused(tmp_path: Path) -> None:
+    """bench raised a KeyError, and verify accepted the manifest."""
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
 
     def rename(document: dict[str, Any]) -> None:

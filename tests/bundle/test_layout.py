@@ -1,4 +1,4 @@
-"""What an option names may not lie where a run, or a bundle, keeps its own."""
+"""Paths of options must not conflict with files of a run or a bundle."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def everything(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def test_no_bundle_is_written_into_another(call: Caller, tmp_path: Path) -> None:
-    """That was no longer the bundle that it had been, and could not be replaced either."""
+def test_bundle_is_not_written_into_another_bundle(call: Caller, tmp_path: Path) -> None:
+    """The outer bundle became invalid and could not be replaced."""
     place = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
     inside = config().replace("formats", 'output = "out/deep/sub"\nformats')
     for command in ("check", "run"):
@@ -40,7 +40,7 @@ def test_no_bundle_is_written_into_another(call: Caller, tmp_path: Path) -> None
     read_manifest(place)
 
 
-def test_a_link_that_leads_to_itself_is_a_mistake_and_no_defect(call: Caller, tmp_path: Path) -> None:
+def test_link_to_itself_is_a_config_error(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     told = message(call("check", config().replace("formats", 'output = "loop"\nformats')), 2)
     assert "loop" in told
@@ -51,9 +51,7 @@ STRANGE = [None, "[]", '{"files": 5}', '{"manifest_version": 1, "digest": "x", "
 
 
 @pytest.mark.parametrize("manifest", STRANGE)
-def test_a_folder_with_a_strange_manifest_is_no_bundle_and_is_not_waited_for(
-    call: Caller, tmp_path: Path, manifest: str | None
-) -> None:
+def test_folder_with_an_invalid_manifest_is_not_a_bundle(call: Caller, tmp_path: Path, manifest: str | None) -> None:
     place = tmp_path / "build" / "model" / "manifest.json"
     place.parent.mkdir(parents=True)
     if manifest is None:
@@ -69,7 +67,7 @@ FOLDERS = ("model", "model-failure", "model-baseline", "model-baseline-failure")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("inside", [*FOLDERS, "model/deep"])
 @pytest.mark.parametrize(("option", "name"), [("--junit", "x.xml"), ("--dump", "graphs")])
-def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anything_is_written(
+def test_option_path_inside_the_output_is_refused(
     call: Caller, tmp_path: Path, option: str, name: str, inside: str
 ) -> None:
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
@@ -79,8 +77,8 @@ def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anythi
     assert everything(tmp_path) == before
 
 
-def test_a_report_in_another_bundle_is_refused(call: Caller, tmp_path: Path) -> None:
-    """It was written, and that bundle was no longer whole."""
+def test_report_inside_another_bundle_is_refused(call: Caller, tmp_path: Path) -> None:
+    """The report was written and made that bundle invalid."""
     exported = exports.exported().output
     before = everything(exported)
     told = message(call("run", config(), "--junit", str(exported / "deep" / "x.xml")), 2)
@@ -91,7 +89,7 @@ def test_a_report_in_another_bundle_is_refused(call: Caller, tmp_path: Path) -> 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["build/model", "build", "link/x.xml", "mine.toml"])
-def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Caller, tmp_path: Path, name: str) -> None:
+def test_report_at_the_path_of_the_bundle_is_refused(call: Caller, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "build" / "model")
     before = everything(tmp_path)
@@ -100,8 +98,8 @@ def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Calle
 
 
 @pytest.mark.parametrize("name", ["halves.py", "model.safetensors", "mlflow.db"])
-def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: Path, name: str) -> None:
-    """It took the place of a model's code, of weights, or of the database of all runs, before any was read."""
+def test_report_replaces_only_a_report(call: Caller, tmp_path: Path, name: str) -> None:
+    """It overwrote model code, weights or the tracking database before they were read."""
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
     if name != "halves.py":
         (tmp_path / name).write_bytes(b"SQLite format 3\0" * 99)
@@ -124,7 +122,7 @@ def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: P
         ("--output", "\n"),
     ],
 )
-def test_such_a_report_of_another_program_is_written_over(tmp_path: Path, option: str, text: str) -> None:
+def test_report_of_another_program_is_replaced(tmp_path: Path, option: str, text: str) -> None:
     path, bundle = tmp_path / "report", str(exports.exported().output)
     path.write_text(text, encoding="utf-8")
     done = CliRunner().invoke(cli, ["verify" if option == "--junit" else "report", bundle, option, str(path)])
@@ -133,8 +131,8 @@ def test_such_a_report_of_another_program_is_written_over(tmp_path: Path, option
 
 
 @pytest.mark.slow
-def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
-    """It was told that the work did not end, and the program waited for another reader."""
+def test_report_is_written_to_a_pipe(tmp_path: Path) -> None:
+    """The program reported a failure and waited for another reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as pool:
@@ -143,13 +141,13 @@ def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
         assert 'errors="0"' in read.result(timeout=300)
 
 
-def test_a_report_of_an_empty_name_is_refused_as_the_folder_that_it_is(call: Caller) -> None:
-    """It was said that it would change the bundle."""
+def test_empty_report_path_is_refused_as_a_folder(call: Caller) -> None:
+    """The error said that the report would change the bundle."""
     assert "--junit .: it is a folder" in message(call("run", config(), "--junit", ""), 2)
 
 
 @pytest.mark.slow
-def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
+def test_report_next_to_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "build" / "model.xml"
     assert call("run", config(), "--junit", str(report)).exit_code == 0
     assert report.is_file()
@@ -157,7 +155,7 @@ def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> 
     assert verified.exit_code == 0
 
 
-def test_measurements_in_the_bundle_that_is_measured_are_refused() -> None:
+def test_benchmark_output_inside_the_bundle_is_refused() -> None:
     bundle = exports.exported().output
     before = everything(bundle)
     result = CliRunner().invoke(cli, ["bench", str(bundle), "--output", str(bundle / "times.json")])

@@ -1,4 +1,4 @@
-"""A lock holds the versions of the packages that define a model and that read its inputs."""
+"""Locks contain the versions of the packages that define a model or read its inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ enabled = false
 
 
 class Installed:
-    """A package in a site-packages folder, as pip installs it."""
+    """A package in a site-packages folder, as installed by pip."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Installed:
             (self.folder / name).write_text(text)
 
     def call(self, config: Path, *command: str) -> Result:
-        """Calls the program with none of the package imported, as in a new process."""
+        """Calls the CLI without cached imports of the package, as in a new process."""
         for name in [name for name in sys.modules if name.startswith("locked_extra")]:
             sys.modules.pop(name)
         importlib.invalidate_caches()
@@ -74,8 +74,8 @@ def extra(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return Installed(folder)
 
 
-def test_version_of_the_models_package_is_locked(tmp_path: Path, extra: Installed) -> None:
-    """Another version of the package may compute something else with the same weights."""
+def test_version_of_the_model_package_is_locked(tmp_path: Path, extra: Installed) -> None:
+    """Another version of the package can compute other results with the same weights."""
     config = tmp_path / "mine.toml"
     config.write_text(CONFIG)
     extra.install("1.0")
@@ -101,7 +101,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, set[str]]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_versions_of_readers_of_texts_and_images_are_locked(tmp_path: Path, kind: str) -> None:
+def test_versions_of_text_and_image_readers_are_locked(tmp_path: Path, kind: str) -> None:
     make, value, packages = MODELS[kind]
     save(make(), tmp_path / "model")
     Image.new("RGB", (16, 16), "grey").save(tmp_path / "grey.png")

@@ -1,4 +1,4 @@
-"""What a bundle says of itself: the published schema, and what the words mean."""
+"""The manifest: its published schema, and the meaning of its fields."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests._helpers import exports
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    """The manifest of a real bundle, as it lies on disk."""
+    """Returns the manifest of a real bundle, as stored on disk."""
     content: dict[str, Any] = json.loads((exports.exported().output / "manifest.json").read_bytes())
     return content
 
 
-def test_the_published_schema_is_the_one_of_the_models() -> None:
+def test_published_schema_matches_the_models() -> None:
     published = json.loads(manifest.SCHEMA.read_text(encoding="utf-8"))
     assert published == manifest.json_schema()
     jsonschema.Draft202012Validator.check_schema(published)
 
 
-def test_a_real_manifest_follows_the_schema(document: dict[str, Any]) -> None:
+def test_real_manifest_follows_the_schema(document: dict[str, Any]) -> None:
     jsonschema.validate(document, json.loads(manifest.SCHEMA.read_text(encoding="utf-8")))
 
 
@@ -56,7 +56,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_anything_else_is_refused_by_the_schema_and_by_the_program(document: dict[str, Any], name: str) -> None:
+def test_invalid_manifest_is_refused_by_schema_and_program(document: dict[str, Any], name: str) -> None:
     spoiled = copy.deepcopy(document)
     SPOILED[name](spoiled)
     with pytest.raises(jsonschema.ValidationError):
@@ -65,7 +65,7 @@ def test_anything_else_is_refused_by_the_schema_and_by_the_program(document: dic
         Manifest.model_validate(spoiled)
 
 
-def test_the_digest_is_that_of_the_document_without_it(document: dict[str, Any]) -> None:
+def test_digest_covers_the_document_without_it(document: dict[str, Any]) -> None:
     digest = document.pop("digest")
     text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert hashlib.sha256(text.encode()).hexdigest() == digest
@@ -84,7 +84,7 @@ def test_inputs_outputs_and_dimensions_are_described(document: dict[str, Any]) -
     assert document["fixed_axes"] == []
 
 
-def test_every_file_is_listed_with_its_size_and_digest(document: dict[str, Any]) -> None:
+def test_every_file_is_listed_with_size_and_digest(document: dict[str, Any]) -> None:
     folder = exports.exported().output
     listed = {record["path"]: record for record in document["files"]}
     there = {path.name for path in folder.iterdir()} - {"manifest.json"} - exports.UNEQUAL
@@ -95,7 +95,7 @@ def test_every_file_is_listed_with_its_size_and_digest(document: dict[str, Any])
         assert record["sha256"] == hashlib.sha256(content).hexdigest()
 
 
-def test_the_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
+def test_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
     paths = {"torchscript": "model.torchscript.pt", "onnx": "model.onnx", "pt2": "model.pt2"}
     assert document["artifacts"] == [
         {"format": name, "path": path, "device": "cpu", "fixed_shape": None, "passes": [], "precision": None}
@@ -103,12 +103,12 @@ def test_the_artifacts_are_the_models_by_format(document: dict[str, Any]) -> Non
     ]
 
 
-def test_the_model_is_named_by_its_class_and_weights(document: dict[str, Any]) -> None:
+def test_model_is_identified_by_class_and_weights(document: dict[str, Any]) -> None:
     assert document["model"]["class_name"] == "tests._helpers.exports.Block"
     assert document["model"]["weights_sha256"] == Loaded(exports.block()).weights_sha256
 
 
-def test_transformations_tell_what_they_changed_and_what_they_skipped(document: dict[str, Any]) -> None:
+def test_transformations_list_changes_and_skips(document: dict[str, Any]) -> None:
     rules = {t["rule"]: t for t in document["transformations"]}
     assert tuple(rules) == PRESET
     (merged,) = rules["merge-linears"]["changes"]
@@ -121,7 +121,7 @@ def test_transformations_tell_what_they_changed_and_what_they_skipped(document: 
     assert not rules["fuse-batch-norm"]["reversible"]
 
 
-def test_the_proof_names_every_place_and_at_least_three_sizes_never_traced(document: dict[str, Any]) -> None:
+def test_parity_lists_all_targets_and_three_untraced_sizes(document: dict[str, Any]) -> None:
     proof = document["parity"]
     targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
     assert [target["target"] for target in proof["targets"]] == targets
@@ -135,17 +135,17 @@ def test_the_proof_names_every_place_and_at_least_three_sizes_never_traced(docum
         assert longest["multiple"] is None or longest["multiple"] == 0
 
 
-def test_the_versions_are_those_that_ran(document: dict[str, Any]) -> None:
+def test_versions_are_the_installed_ones(document: dict[str, Any]) -> None:
     assert document["versions"]["torch"] == torch.__version__
     assert document["versions"]["onnx"] == onnx.__version__
 
 
-def test_reading_the_manifest_needs_no_torch() -> None:
+def test_manifest_is_read_without_torch() -> None:
     code = "import sys, optexport.bundle.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_no_password_in_the_arguments_of_a_model_gets_into_a_manifest() -> None:
+def test_passwords_in_model_arguments_are_not_in_the_manifest() -> None:
     document = {
         "model": {
             "source": "python:a:b",

@@ -1,4 +1,4 @@
-"""Keys that cannot sign, or cannot check, are told with their place, cause and mend, and nothing is done with them."""
+"""Keys that cannot sign or verify: errors with location, cause and hint, and no files written."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Private = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519Privat
 
 
 def written(path: Path, key: Private, password: bytes | None = None) -> Path:
-    """A private key as OpenSSL writes it."""
+    """Writes a private key as OpenSSL does, and returns its path."""
     lock = serialization.NoEncryption() if password is None else serialization.BestAvailableEncryption(password)
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
     return path
 
 
 @pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name)
-def test_a_pair_on_each_curve_signs_and_checks(tmp_path: Path, curve: ec.EllipticCurve) -> None:
+def test_key_pair_on_each_curve_is_accepted(tmp_path: Path, curve: ec.EllipticCurve) -> None:
     private, public = signed.pair(tmp_path, curve=curve)
     keys.check_private(private, tmp_path / "bundle")
     assert len(keys.fingerprint(public)) == 64
 
 
-def test_a_key_that_cannot_sign_ends_with_2_and_leaves_the_bundle_as_it_was(tmp_path: Path) -> None:
+def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     private, public = signed.pair(tmp_path)
     (tmp_path / "noise.pem").write_bytes(b"\x00\xff" * 40)
     (tmp_path / "torn.pem").write_bytes(private.read_bytes()[:60])
     os.mkfifo(tmp_path / "pipe.pem")
-    shutil.copy(private, bundle / "bundle.sig")  # which signing writes over
+    shutil.copy(private, bundle / "bundle.sig")  # signing would overwrite it
     long = tmp_path / ("k" * 300)
     elliptic = ec.generate_private_key(ec.SECP256R1())
     refused = {
@@ -64,7 +64,7 @@ def test_a_key_that_cannot_sign_ends_with_2_and_leaves_the_bundle_as_it_was(tmp_
     assert (bundle / "bundle.sig").read_bytes() == private.read_bytes()
 
 
-def test_a_key_that_cannot_check_ends_with_2(tmp_path: Path) -> None:
+def test_unusable_public_key_is_refused(tmp_path: Path) -> None:
     private, _ = signed.pair(tmp_path)
     told = message(signed.call("verify", exports.exported().output, private), 2)
     assert f"--key {private}: it holds a private key, and a public one checks\n  openssl ec -in" in told
@@ -75,9 +75,7 @@ def test_a_key_that_cannot_check_ends_with_2(tmp_path: Path) -> None:
         keys.fingerprint(tmp_path / "absent.pem")
 
 
-def test_no_key_is_a_mistake_in_the_call_and_the_environment_may_hold_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signing_key_is_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     monkeypatch.delenv("OPTEXPORT_SIGNING_KEY", raising=False)
     done = signed.call("sign", bundle)

@@ -1,4 +1,4 @@
-"""A generative model is signed and checked as a whole: its parts, and what says how they belong together."""
+"""Generative models are signed and verified as a whole, with all their parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def whole(tmp_path: Path) -> Path:
     return signed.generation(tmp_path / "whole")
 
 
-def test_one_signature_is_of_all_parts_and_the_numbers_of_each_are_checked(whole: Path, tmp_path: Path) -> None:
+def test_one_signature_covers_all_parts(whole: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     assert signed.call("sign", whole, private).exit_code == 0
     assert {path.name for path in whole.iterdir()} == {
@@ -38,7 +38,7 @@ def test_one_signature_is_of_all_parts_and_the_numbers_of_each_are_checked(whole
     assert [d["annotations"]["part"] for d in dependencies if d["name"] == "model"] == ["decoder", "encoder"]
 
 
-def test_nothing_of_it_may_be_another(whole: Path, tmp_path: Path) -> None:
+def test_change_to_any_part_is_detected(whole: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     sign(whole, private)
     for name in ("generation.json", "encoder/model.onnx", "decoder/report.html"):
@@ -48,7 +48,7 @@ def test_nothing_of_it_may_be_another(whole: Path, tmp_path: Path) -> None:
             check(whole, public)
         (whole / name).write_bytes(content)
     check(whole, public)
-    sign(whole / "decoder", private)  # a part may be signed too, but before the whole
+    sign(whole / "decoder", private)  # a part can be signed too, but before the whole
     with pytest.raises(BundleError, match="decoder/bundle.sig was added"):
         check(whole, public)
     sign(whole, private)
@@ -59,7 +59,7 @@ def test_nothing_of_it_may_be_another(whole: Path, tmp_path: Path) -> None:
         check(whole, public)
 
 
-def test_without_a_key_each_part_is_verified_and_damage_named(whole: Path, tmp_path: Path) -> None:
+def test_parts_are_verified_without_a_key(whole: Path, tmp_path: Path) -> None:
     done = signed.call("verify", whole)
     assert (done.exit_code, done.stderr) == (0, "")
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
@@ -75,7 +75,7 @@ def test_without_a_key_each_part_is_verified_and_damage_named(whole: Path, tmp_p
     assert "encoder: there is no such folder" in message(signed.call("verify", whole), 4)
 
 
-def test_a_folder_in_the_place_of_a_manifest_makes_no_bundle_of_it(whole: Path, tmp_path: Path) -> None:
+def test_folder_named_manifest_json_is_refused(whole: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     sign(whole, private)
     (whole / "manifest.json").mkdir()
@@ -84,12 +84,12 @@ def test_a_folder_in_the_place_of_a_manifest_makes_no_bundle_of_it(whole: Path, 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("parts", [[], {}, {"encoder": "x"}, {"decoder": "x", "../whole/encoder": "x"}])
-def test_parts_that_are_none_are_refused(whole: Path, parts: object) -> None:
+def test_invalid_part_names_are_refused(whole: Path, parts: object) -> None:
     exports.edit_json(whole / "generation.json", lambda document: document.update(parts=parts))
     assert "generation.json: it does not name the parts of a model" in message(signed.call("verify", whole), 4)
 
 
-def test_a_part_that_is_a_link_or_of_another_export_is_refused(whole: Path) -> None:
+def test_linked_or_foreign_part_is_refused(whole: Path) -> None:
     (whole / "encoder").rename(whole.parent / "encoder")
     (whole / "encoder").symlink_to(whole.parent / "encoder")
     assert "encoder: it is a link" in message(signed.call("verify", whole), 4)

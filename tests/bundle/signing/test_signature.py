@@ -1,4 +1,4 @@
-"""A signed bundle passes as it is, and no byte, file, key or signature of it may be another."""
+"""Signatures: a signed bundle passes unchanged, and any other byte, file, key or signature is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
-    """A signed bundle; it is shared, so that no test may leave it changed."""
+    """Returns a signed bundle. Tests share it and must leave it unchanged."""
     folder = tmp_path_factory.mktemp("signed") / "bundle"
     shutil.copytree(exports.exported().output, folder)
     sign(folder, keys[0])
@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> 
 
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
-    """A signed bundle to spoil, under another name than that under which it was signed."""
+    """Returns a copy of a signed bundle, in a folder with another name."""
     return Path(shutil.copytree(whole, tmp_path / "moved"))
 
 
@@ -59,10 +59,10 @@ def refused(bundle: Path, public: Path) -> str:
     return str(caught.value)
 
 
-# What holds
+# Accepted bundles
 
 
-def test_a_signed_bundle_passes_with_its_key_and_without(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_signed_bundle_passes_with_and_without_its_key(copied: Path, keys: tuple[Path, Path]) -> None:
     assert sorted(path.name for path in copied.iterdir()) == sorted(FILES)
     done = signed.call("verify", copied, keys[1])
     assert (done.exit_code, done.stderr) == (0, "")
@@ -72,9 +72,7 @@ def test_a_signed_bundle_passes_with_its_key_and_without(copied: Path, keys: tup
     assert done.stdout.splitlines()[1] == "It holds a signature, which was not looked at: --key PUBLIC.pem does that."
 
 
-def test_a_bundle_that_nobody_signed_verifies_as_before_and_fails_where_a_key_is_given(
-    keys: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_unsigned_bundle_passes_without_a_key_and_fails_with_one(keys: tuple[Path, Path], tmp_path: Path) -> None:
     bundle = exports.exported().output
     done = signed.call("verify", bundle)
     assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1)
@@ -83,7 +81,7 @@ def test_a_bundle_that_nobody_signed_verifies_as_before_and_fails_where_a_key_is
     assert "there is no such folder" in message(signed.call("verify", tmp_path / "absent", keys[1]), 2)
 
 
-def test_the_result_for_machines_says_whether_the_signature_was_checked(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_json_result_says_if_the_signature_was_checked(copied: Path, keys: tuple[Path, Path]) -> None:
     told = json.loads(signed.call("verify", copied, keys[1], "--json").stdout)
     assert (told["passed"], told["signature_checked"]) == (True, True)
     assert told["targets"]
@@ -93,7 +91,7 @@ def test_the_result_for_machines_says_whether_the_signature_was_checked(copied: 
     assert (done.exit_code, told["exit_code"], told["passed"]) == (4, 4, False)
 
 
-def test_wrong_numbers_fail_under_a_right_signature_too(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_wrong_outputs_fail_despite_a_valid_signature(copied: Path, keys: tuple[Path, Path]) -> None:
     tamper_onnx(copied / "model.onnx")
     exports.reseal(copied, "model.onnx")
     shutil.copy(exports.exported().output / "report.html", copied)
@@ -102,7 +100,7 @@ def test_wrong_numbers_fail_under_a_right_signature_too(copied: Path, keys: tupl
     assert "the files no longer give the stored outputs" in message(signed.call("verify", copied, keys[1]), 4)
 
 
-def test_signed_anew_it_is_of_the_new_key_alone(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_new_signature_is_valid_for_the_new_key_only(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path, "other")
     assert "bundle.sig: another key than that of" in refused(copied, public)
     done = signed.call("sign", copied, private)
@@ -111,9 +109,9 @@ def test_signed_anew_it_is_of_the_new_key_alone(copied: Path, keys: tuple[Path, 
     assert "bundle.sig: another key than that of" in refused(copied, keys[1])
 
 
-def test_a_report_that_is_written_again_ends_the_signature_and_says_so(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_new_report_invalidates_the_signature_with_a_message(copied: Path, keys: tuple[Path, Path]) -> None:
     assert signed.call("report", copied).stdout == f"Wrote {copied / 'report.html'}\n"
-    check(copied, keys[1])  # the same bytes again
+    check(copied, keys[1])  # the bytes are the same
     exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
     assert "The signature is of the earlier one." in signed.call("report", copied).stdout
     told = refused(copied, keys[1])
@@ -123,26 +121,26 @@ def test_a_report_that_is_written_again_ends_the_signature_and_says_so(copied: P
 
 
 @pytest.mark.slow
-def test_everything_else_takes_a_signed_bundle(whole: Path) -> None:
+def test_other_commands_accept_a_signed_bundle(whole: Path) -> None:
     assert signed.call("diff", whole, None, str(exports.exported().output)).exit_code == 0
     bundle = optexport.Bundle.load(whole)
     assert bundle(**{name: tensor.numpy() for name, tensor in exports.batch().items()})["hidden"].shape == (2, 5, 8)
     assert len(open_artifacts(whole).artifacts) == 3
 
 
-def test_a_later_run_replaces_a_signed_bundle_and_leaves_no_signature(copied: Path) -> None:
+def test_later_run_replaces_a_signed_bundle_and_its_signature(copied: Path) -> None:
     contents.check_output(copied)
     with atomic_dir.drafting(copied, check_replaceable) as draft:
         (draft / "file").touch()
     assert [path.name for path in copied.iterdir()] == ["file"]
 
 
-# What does not
+# Refused bundles
 
 
 @settings(max_examples=examples(80))
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-def test_one_bit_of_any_file_is_noticed_and_the_file_named(
+def test_flipped_bit_in_any_file_is_detected_and_named(
     whole: Path, keys: tuple[Path, Path], name: str, at: float, bit: int
 ) -> None:
     content = (whole / name).read_bytes()
@@ -155,7 +153,7 @@ def test_one_bit_of_any_file_is_noticed_and_the_file_named(
         (whole / name).write_bytes(content)
 
 
-def test_one_bit_is_told_by_the_command_with_exit_code_4(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_flipped_bit_fails_verify_with_exit_code_4(copied: Path, keys: tuple[Path, Path]) -> None:
     content = bytearray((copied / "model.pt2").read_bytes())
     content[len(content) // 2] ^= 1
     (copied / "model.pt2").write_bytes(content)
@@ -165,7 +163,7 @@ def test_one_bit_is_told_by_the_command_with_exit_code_4(copied: Path, keys: tup
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in FILES if name != "bundle.sig"])
-def test_a_file_that_was_removed_is_named(copied: Path, keys: tuple[Path, Path], name: str) -> None:
+def test_removed_file_is_named(copied: Path, keys: tuple[Path, Path], name: str) -> None:
     (copied / name).unlink()
     assert f"\n  {name} was removed" in refused(copied, keys[1])
 
@@ -182,7 +180,7 @@ def test_a_file_that_was_removed_is_named(copied: Path, keys: tuple[Path, Path],
         (os.fsdecode(b"\xff"), r"\udcff"),
     ],
 )
-def test_a_file_that_was_added_is_named(copied: Path, keys: tuple[Path, Path], name: str, told: str) -> None:
+def test_added_file_is_named(copied: Path, keys: tuple[Path, Path], name: str, told: str) -> None:
     (copied / name).parent.mkdir(exist_ok=True)
     (copied / name).write_text("mine")
     assert f"\n  {told} was added" in message(signed.call("verify", copied, keys[1]), 4)
@@ -190,20 +188,20 @@ def test_a_file_that_was_added_is_named(copied: Path, keys: tuple[Path, Path], n
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("given", [True, False])
-def test_a_folder_that_was_added_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
+def test_added_folder_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
     (copied / "all is well\nError: no").mkdir()
     told = message(signed.call("verify", copied, keys[1] if given else None), 4)
     assert told.startswith(f"{copied}/all is well\\nError: no: the manifest does not know this folder\n")
 
 
-def test_a_file_that_was_added_is_not_read_however_large_it_is(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_added_file_is_not_read(copied: Path, keys: tuple[Path, Path]) -> None:
     with (copied / "more").open("wb") as file:
-        file.truncate(1 << 40)  # a hole, which takes no room on the disk, and hours to read
+        file.truncate(1 << 40)  # a sparse file takes no space on disk, but hours to read
     assert "\n  more was added" in refused(copied, keys[1])
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "bundle.sig", "more"])
-def test_a_link_is_refused_also_where_what_it_leads_to_was_signed(
+def test_link_is_refused_even_to_a_signed_file(
     copied: Path, keys: tuple[Path, Path], tmp_path: Path, name: str
 ) -> None:
     if (copied / name).exists():
@@ -212,13 +210,13 @@ def test_a_link_is_refused_also_where_what_it_leads_to_was_signed(
     assert f"{name}: it is a link or no file" in refused(copied, keys[1])
 
 
-def test_a_pipe_is_refused_and_not_waited_for(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_pipe_is_refused_without_waiting(copied: Path, keys: tuple[Path, Path]) -> None:
     (copied / "model.onnx").unlink()
     os.mkfifo(copied / "model.onnx")
     assert "model.onnx: it is a link or no file" in refused(copied, keys[1])
 
 
-def test_a_signature_of_another_bundle_is_none_of_this(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_signature_of_another_bundle_is_refused(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     other = Path(shutil.copytree(exports.exported().output, tmp_path / "other"))
     exports.edit_json(other / "measurements.json", lambda measured: measured.update(host="elsewhere"))
     assert signed.call("report", other).exit_code == 0
@@ -230,13 +228,13 @@ def test_a_signature_of_another_bundle_is_none_of_this(copied: Path, keys: tuple
     ]
 
 
-def test_a_forger_who_seals_manifest_and_statement_anew_is_found(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_forged_manifest_and_statement_are_detected(copied: Path, keys: tuple[Path, Path]) -> None:
     tamper_onnx(copied / "model.onnx")
     exports.reseal(copied, "model.onnx")
     private, _ = signed.pair(copied.parent, "forger")
     kept = (copied / "bundle.sig").read_bytes()
     assert signed.call("report", copied).exit_code == 0
-    sign(copied, private)  # with a right statement, of a key that nobody trusts
+    sign(copied, private)  # with a valid statement, but an untrusted key
     assert "another key than that of" in refused(copied, keys[1])
     forged = json.loads((copied / "bundle.sig").read_bytes())
     forged["verificationMaterial"] = json.loads(kept)["verificationMaterial"]
@@ -276,22 +274,20 @@ OTHERWISE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_a_signature_of_another_form_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
+def test_malformed_signature_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
     OTHERWISE[name](copied / "bundle.sig")
     assert refused(copied, keys[1]).startswith(f"{copied}/bundle.sig: ")
 
 
 def sign_by_hand(bundle: Path, private: Path, *ignored: str) -> None:
-    """Signs a folder as the library does for others."""
+    """Signs a folder as the library does for other tools."""
     (bundle / "bundle.sig").unlink()
     hashed = hashing.Config().set_ignored_paths(paths=["bundle.sig", *ignored], ignore_git_paths=False)
     config = signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(hashed)
     config.sign(bundle, bundle / "bundle.sig")
 
 
-def test_a_signature_that_leaves_files_out_is_refused_though_the_key_is_right(
-    copied: Path, keys: tuple[Path, Path]
-) -> None:
+def test_signature_that_ignores_files_is_refused(copied: Path, keys: tuple[Path, Path]) -> None:
     sign_by_hand(copied, keys[0], "model.onnx")
     (copied / "model.onnx").write_bytes(b"anything")
     assert "bundle.sig: it is not of the whole folder" in refused(copied, keys[1])
@@ -318,9 +314,7 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_a_statement_of_something_else_is_refused_though_it_is_signed(
-    copied: Path, keys: tuple[Path, Path], name: str
-) -> None:
+def test_signed_statement_about_other_content_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
     change, told = STATEMENTS[name]
     path = copied / "provenance.json"
     document = json.loads(path.read_bytes())
@@ -332,7 +326,7 @@ def test_a_statement_of_something_else_is_refused_though_it_is_signed(
     assert told in found
 
 
-def test_a_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     (bundle / "graph_after.txt").write_text("graph():")
     assert "graph_after.txt: it was changed" in message(signed.call("sign", bundle, keys[0]), 4)
@@ -341,13 +335,13 @@ def test_a_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path])
     assert "it is no bundle" in message(signed.call("sign", tmp_path, keys[0]), 2)
 
 
-def test_a_bundle_that_holds_a_key_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_bundle_with_a_key_in_it_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     shutil.copy(keys[0], bundle / "key.pem")
     assert "key.pem: the manifest does not know this file" in message(signed.call("sign", bundle, keys[0]), 4)
 
 
-def test_measurements_that_do_not_tell_what_a_statement_says_are_named(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_invalid_measurements_are_named_and_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     exports.edit_json(bundle / "measurements.json", lambda measured: measured.update(date="yesterday"))
     shutil.copy(exports.exported().output / "report.html", bundle)
@@ -355,13 +349,13 @@ def test_measurements_that_do_not_tell_what_a_statement_says_are_named(tmp_path:
         sign(bundle, keys[0])
 
 
-# Root writes everywhere, unless it gives that up.
+# Root can write everywhere unless it drops its capabilities.
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
-def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, keys: tuple[Path, Path]) -> None:
+def test_read_only_bundle_is_reported_and_stays_signed(copied: Path, keys: tuple[Path, Path]) -> None:
     copied.chmod(0o555)
     done = subprocess.run(
         [*_AS_ANYBODY, sys.executable, "-m", "optexport", "sign", copied, "--key", keys[0]],
@@ -376,9 +370,7 @@ def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, key
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
-def test_a_signed_file_that_may_not_be_read_is_named_and_its_signature_is_not_called_wrong(
-    copied: Path, keys: tuple[Path, Path]
-) -> None:
+def test_unreadable_file_is_not_reported_as_a_wrong_signature(copied: Path, keys: tuple[Path, Path]) -> None:
     sign(copied, keys[0])
     (copied / "model.onnx").chmod(0)
     done = subprocess.run(
@@ -390,7 +382,7 @@ def test_a_signed_file_that_may_not_be_read_is_named_and_its_signature_is_not_ca
     assert done.stderr.startswith(f"Error: {copied / 'model.onnx'}: this user may not read it\n")
 
 
-def test_without_its_packages_it_says_how_to_get_them(
+def test_missing_signing_packages_give_an_install_hint(
     copied: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("optexport.bundle.signing")]:

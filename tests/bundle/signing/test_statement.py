@@ -1,4 +1,4 @@
-"""What a statement and an SBOM say: what went in, which code, what came out, what was installed."""
+"""Contents of provenance statements and SBOMs: inputs, code, outputs and installed packages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a config, of its lock, and of its bundle, which is signed."""
+    """Returns a folder with a config, its lock and its signed bundle."""
     folder = tmp_path_factory.mktemp("stated")
     (folder / "stated.py").write_text(_MODULE)
     (folder / "mine.toml").write_text(_CONFIG)
@@ -77,7 +77,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_it_has_the_form_that_in_toto_and_slsa_publish(statement: dict[str, Any]) -> None:
+def test_statement_follows_in_toto_and_slsa(statement: dict[str, Any]) -> None:
     parsed = json_format.ParseDict(statement, StatementMessage())
     Statement.copy_from_pb(parsed).validate()
     assert (statement["_type"], statement["predicateType"]) == (
@@ -85,7 +85,7 @@ def test_it_has_the_form_that_in_toto_and_slsa_publish(statement: dict[str, Any]
         "https://slsa.dev/provenance/v1",
     )
     provenance = json_format.ParseDict(statement["predicate"], Provenance())
-    # What SLSA requires of each.
+    # Fields that SLSA requires.
     assert provenance.build_definition.build_type
     assert provenance.build_definition.external_parameters.fields
     assert provenance.run_details.builder.id
@@ -93,14 +93,14 @@ def test_it_has_the_form_that_in_toto_and_slsa_publish(statement: dict[str, Any]
         assert urllib.parse.urlparse(uri).scheme == "urn"
 
 
-def test_its_subjects_are_all_files_but_itself_and_the_signature(folder: Path, statement: dict[str, Any]) -> None:
+def test_subjects_are_all_files_except_statement_and_signature(folder: Path, statement: dict[str, Any]) -> None:
     files = {path for path in (folder / "bundle").rglob("*") if path.name not in ("provenance.json", "bundle.sig")}
     stated = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
     assert stated == {path.relative_to(folder / "bundle").as_posix(): digest(path) for path in files}
     assert {"manifest.json", "model.pt2", "sbom.cdx.json", "report.html"} <= stated.keys()
 
 
-def test_it_says_what_went_in_and_which_code(folder: Path, statement: dict[str, Any]) -> None:
+def test_statement_names_inputs_and_code(folder: Path, statement: dict[str, Any]) -> None:
     manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
     definition = statement["predicate"]["buildDefinition"]
     assert definition["externalParameters"] == {"config": manifest["config"]}
@@ -117,7 +117,7 @@ def test_it_says_what_went_in_and_which_code(folder: Path, statement: dict[str, 
     assert statement["predicate"]["runDetails"]["metadata"]["finishedOn"] == measured["date"]
 
 
-def test_the_sbom_follows_its_schema_and_names_what_is_installed(folder: Path) -> None:
+def test_sbom_is_valid_and_names_installed_packages(folder: Path) -> None:
     text = (folder / "bundle" / "sbom.cdx.json").read_text(encoding="utf-8")
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     document = json.loads(text)
@@ -133,21 +133,23 @@ def test_the_sbom_follows_its_schema_and_names_what_is_installed(folder: Path) -
     assert str(folder) not in text
 
 
-def test_what_a_broken_removal_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remains_of_a_broken_uninstall_are_not_in_the_sbom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "~orch-2.0.dist-info").mkdir()
     (tmp_path / "odd-1.0.dist-info").mkdir()
     (tmp_path / "odd-1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\nRequires-Dist: none at all\nRequires-Dist: numpy\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("importlib_metadata")  # as mlflow does; it stands in for Python's own from then on
+    importlib.import_module(
+        "importlib_metadata"
+    )  # as mlflow does; from then on it replaces the finders of importlib.metadata
     document = json.loads(sbom.make(exports.exported().manifest))
     assert {"odd", "torch"} <= {component["name"] for component in document["components"]}
     (odd,) = (each for each in document["dependencies"] if each["ref"] == "odd@1.0")
     assert odd["dependsOn"] == [f"numpy@{importlib.metadata.version('numpy')}"]
 
 
-def test_an_sbom_of_other_versions_than_made_the_bundle_is_not_written(folder: Path, tmp_path: Path) -> None:
+def test_sbom_with_other_versions_than_the_bundle_is_refused(folder: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     exports.edit_json(bundle / "manifest.json", lambda manifest: manifest["versions"].update(onnx="1.0", absent="2.0"))
     assert signed.call("report", bundle).exit_code == 0
@@ -160,6 +162,6 @@ def test_an_sbom_of_other_versions_than_made_the_bundle_is_not_written(folder: P
     assert not (bundle / "bundle.sig").exists()
 
 
-def test_a_signed_bundle_can_be_made_again(folder: Path) -> None:
+def test_signed_bundle_can_be_reproduced(folder: Path) -> None:
     assert reproduce.reproduce(folder / "bundle", folder, Progress()) == []
     check(folder / "bundle", folder / "key.pub.pem")
