@@ -1,4 +1,4 @@
-"""What stands behind a plugin: its own file, and what it imports from beside it; no packages."""
+"""Code of a plugin for cache keys: its file and the local modules that it imports, without packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_helper_that_is_imported_from_beside_a_plugin_is_part_of_its_code(plugin: Path) -> None:
+def test_local_import_of_a_plugin_is_part_of_its_code(plugin: Path) -> None:
     before = code_of("package_of_mine.rule")
     assert before.keys() == {"rule.py", "helper_of_mine.py", "package_of_mine/__init__.py", "package_of_mine/rule.py"}
     (plugin / "other_of_mine.py").write_text("N = 2\n")
@@ -35,7 +35,7 @@ def test_a_helper_that_is_imported_from_beside_a_plugin_is_part_of_its_code(plug
     assert changed == {"helper_of_mine.py"}
 
 
-def test_a_plugin_that_is_a_link_has_the_helpers_that_lie_beside_the_link(plugin: Path) -> None:
+def test_linked_plugin_uses_helpers_next_to_the_link(plugin: Path) -> None:
     elsewhere = plugin / "elsewhere"
     elsewhere.mkdir()
     (plugin / "package_of_mine" / "rule.py").rename(elsewhere / "rule.py")
@@ -43,13 +43,13 @@ def test_a_plugin_that_is_a_link_has_the_helpers_that_lie_beside_the_link(plugin
     assert {"rule.py", "helper_of_mine.py", "package_of_mine/rule.py"} <= code_of("package_of_mine.rule").keys()
 
 
-def test_of_an_installed_package_its_own_modules_are_its_code() -> None:
+def test_code_of_an_installed_package_is_its_own_modules() -> None:
     found = code_of("safetensors.torch")
     assert {"torch.py", "__init__.py"} <= found.keys()
     assert len(found) < 20
     assert code_of("no_such_module") == code_of("builtins") == {}
 
 
-def test_of_a_module_whose_file_is_gone_there_is_no_code(plugin: Path) -> None:
+def test_module_without_a_file_has_no_code(plugin: Path) -> None:
     (plugin / "package_of_mine" / "rule.py").unlink()
     assert code_of("package_of_mine.rule") == {}

@@ -1,4 +1,4 @@
-"""Digests of graphs: equal for equal graphs, others for others, and none of what a name does not tell."""
+"""Digests of graphs and tensors for cache keys."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _without_bias(network: Network) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [_weight, _buffer, _epsilon, _tied, _without_bias])
-def test_what_computes_otherwise_has_another_digest(change: Callable[[Network], None]) -> None:
+def test_graph_with_other_results_has_another_digest(change: Callable[[Network], None]) -> None:
     network = Network()
     change(network)
     assert keys.of_graph(traced(network)) != keys.of_graph(traced())
 
 
 @pytest.mark.slow
-def test_weights_that_are_shared_are_not_weights_that_are_equal() -> None:
+def test_shared_weights_differ_from_equal_weights() -> None:
     network = Network()
     network.other = copy.deepcopy(network.linear)
     equal = keys.of_graph(traced(network))
@@ -73,7 +73,7 @@ def test_weights_that_are_shared_are_not_weights_that_are_equal() -> None:
 
 
 @pytest.mark.slow
-def test_another_slice_has_another_digest() -> None:
+def test_other_slice_has_another_digest() -> None:
     graph_module = traced()
     before = keys.of_graph(graph_module)
     node = next(node for node in reversed(graph_module.graph.nodes) if node.op == "call_function")
@@ -85,7 +85,7 @@ def _function(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_of_what_a_name_does_not_tell_there_is_no_digest() -> None:
+def test_graph_with_local_code_has_no_digest() -> None:
     class Own(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -101,13 +101,13 @@ def test_of_what_a_name_does_not_tell_there_is_no_digest() -> None:
 
 
 @pytest.mark.slow
-def test_of_a_module_with_a_hook_there_is_no_digest() -> None:
+def test_module_with_a_hook_has_no_digest() -> None:
     graph_module = traced()
     graph_module.get_submodule("linear").register_forward_hook(lambda module, inputs, output: output + 1)
     assert keys.of_graph(graph_module) is None
 
 
-def test_views_that_are_computed_as_they_are_read_have_a_digest_by_what_they_show() -> None:
+def test_lazy_views_have_the_digest_of_their_values() -> None:
     z = torch.randn(3, dtype=torch.complex64)
     assert keys.of_tensors([{"z": z.conj()}]) == keys.of_tensors([{"z": z.conj().resolve_conj()}])
     assert keys.of_tensors([{"z": z.conj().imag}]) == keys.of_tensors([{"z": z.conj().imag.clone()}])

@@ -1,4 +1,4 @@
-"""What a model computes is told by its graph and its code together: neither tells all of it."""
+"""Digests of the computation of a model. Graph and code are both needed, since neither is sufficient alone."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def digest(model: nn.Module) -> str | None:
 
 
 @pytest.mark.slow
-def test_the_same_model_computes_the_same(tmp_path: Path) -> None:
+def test_equal_models_have_equal_digests(tmp_path: Path) -> None:
     before = digest(masked(tmp_path))
     assert before is not None
     assert digest(masked(tmp_path)) == before
 
 
 @pytest.mark.slow
-def test_a_number_of_the_model_has_a_say(tmp_path: Path) -> None:
+def test_attribute_of_the_model_changes_the_digest(tmp_path: Path) -> None:
     model = masked(tmp_path)
     before = digest(model)
     model.eps = 1e-11
@@ -62,12 +62,12 @@ def test_a_number_of_the_model_has_a_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_code_that_does_otherwise_in_float64_alone_has_a_say(tmp_path: Path) -> None:
+def test_code_that_differs_only_in_float64_changes_the_digest(tmp_path: Path) -> None:
     assert digest(masked(tmp_path)) != digest(masked(tmp_path, repr(torch.finfo(torch.float32).min)))
 
 
 @pytest.mark.slow
-def test_a_helper_in_another_folder_has_a_say(
+def test_helper_in_another_folder_changes_the_digest(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helper = tmp_path_factory.mktemp("elsewhere") / "helper_elsewhere.py"
@@ -77,17 +77,17 @@ def test_a_helper_in_another_folder_has_a_say(
     helper.write_text("LEAST = (-1e30, -1e30)")
     before = digest(model)
     assert digest(model) == before
-    helper.write_text("LEAST = (-1e30, -1e25)")  # which a trace in float32 does not show
+    helper.write_text("LEAST = (-1e30, -1e25)")  # a trace in float32 does not show this change
     assert digest(model) != before
 
 
-def test_of_a_graph_that_calls_what_is_not_known_by_its_name_there_is_no_digest() -> None:
+def test_graph_that_calls_a_lambda_has_no_digest() -> None:
     graph = fx.Graph()
     graph.output(graph.call_function(lambda x: x, (graph.placeholder("x"),)))
     assert model_key.of(fx.GraphModule(nn.Module(), graph), nn.Linear(4, 4)) is None
 
 
 @pytest.mark.slow
-def test_where_nothing_is_kept_there_is_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_has_no_digest_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     assert digest(masked(tmp_path)) is None

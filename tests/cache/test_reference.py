@@ -1,4 +1,4 @@
-"""What is kept of float64: it is found again for the same work, and for no other."""
+"""Cached float64 references are reused for the same work only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Counted:
-    """Runs a model, and counts how often it ran in float64."""
+    """Runs a model, and counts its runs in float64."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -46,7 +46,7 @@ def assert_same(one: Reference, other: Reference) -> None:
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
-def test_the_same_work_is_done_once() -> None:
+def test_same_reference_is_computed_once() -> None:
     model, cases = network()
     first, runs = reference(model, cases, batched=["x"])
     again, none = reference(model, cases, batched=["x"])
@@ -55,7 +55,7 @@ def test_the_same_work_is_done_once() -> None:
     assert_same(first, again)
 
 
-def test_other_weights_inputs_or_ways_are_other_work() -> None:
+def test_other_weights_inputs_or_batch_axes_are_recomputed() -> None:
     model, cases = network()
     reference(model, cases)
     assert reference(model, [*cases, Case("more", {"x": torch.ones(2, 6)})])[1]
@@ -66,7 +66,7 @@ def test_other_weights_inputs_or_ways_are_other_work() -> None:
     assert reference(model, cases)[1]
 
 
-def test_what_is_kept_for_one_device_is_for_no_other() -> None:
+def test_cache_entries_of_devices_are_separate() -> None:
     model, cases = network()
     own = run_original(call, model, cases, computation=COMPUTATION)
     assert own.name
@@ -74,14 +74,14 @@ def test_what_is_kept_for_one_device_is_for_no_other() -> None:
     assert _name(model, own, COMPUTATION, [], "cuda") != own.name
 
 
-def test_another_computation_is_other_work_and_of_one_that_is_not_known_nothing_is_kept() -> None:
+def test_other_computation_has_another_entry() -> None:
     model, cases = network()
     own = run_original(call, model, cases, computation=COMPUTATION)
     assert run_original(call, model, cases, computation="another").name != own.name
     assert not run_original(call, model, cases).name
 
 
-def test_other_code_over_the_same_weights_is_other_work() -> None:
+def test_other_code_with_equal_weights_is_recomputed() -> None:
     model, cases = network()
     reference(model, cases)
 
@@ -93,7 +93,7 @@ def test_other_code_over_the_same_weights_is_other_work() -> None:
     assert reference(model, cases)[1]
 
 
-def test_nothing_is_kept_where_no_place_is_named_or_none_can_be_written(
+def test_nothing_is_cached_without_a_writable_folder(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, cases = network()

@@ -1,4 +1,4 @@
-"""A second run takes from the first what is the same, and gives the same bytes; one that stopped goes on from there."""
+"""Second runs take unchanged results from the cache, and write the same bytes. Stopped runs are continued."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def again(config: Path, progress: Progress | None = None) -> Result:
     return run(config, progress=progress)
 
 
-def test_a_second_run_takes_what_is_the_same_and_gives_the_same_bytes(config: Path) -> None:
+def test_second_run_uses_the_cache_and_gives_the_same_bytes(config: Path) -> None:
     first = again(config)
     before = digests(first.output)
     second = again(config)
@@ -92,7 +92,7 @@ def test_a_second_run_takes_what_is_the_same_and_gives_the_same_bytes(config: Pa
     assert after == entries, "what is made again as a proof must not be taken from an earlier run"
 
 
-def test_other_weights_are_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_not_taken_from_the_cache(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     again(config)
@@ -101,8 +101,8 @@ def test_other_weights_are_other_work(config: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The float64 results of the run before were taken, and the bytes depended on what lay in the cache."""
+def test_change_below_float32_precision_is_recomputed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run used the float64 results of the previous run, and its output depended on the content of the cache."""
     import sys
 
     before = load_file(again(config).output / REFERENCE)
@@ -115,7 +115,7 @@ def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
+def test_stopped_run_is_continued(config: Path) -> None:
     def stop(name: str, seconds: float | None) -> None:
         if name == "export onnx" and seconds is None:
             raise KeyboardInterrupt
@@ -125,7 +125,7 @@ def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
     assert again(config).kept == ("export torchscript", "check transformed graph", "check torchscript")
 
 
-def test_results_that_are_kept_are_held_to_the_limits_of_this_run(config: Path) -> None:
+def test_cached_results_are_compared_with_current_tolerances(config: Path) -> None:
     again(config)
     config.write_text(CONFIG.replace('"quick"', '"quick"\nnoise_multiple = 1e-3'), encoding="utf-8")
     with pytest.raises(OptexportError):
@@ -133,7 +133,7 @@ def test_results_that_are_kept_are_held_to_the_limits_of_this_run(config: Path) 
 
 
 @pytest.mark.slow
-def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
+def test_damaged_cached_file_is_exported_again(config: Path) -> None:
     before = digests(again(config).output)
     for path in (config.parent / "cache").rglob("model.onnx"):
         path.write_bytes(path.read_bytes()[:-1])
@@ -143,9 +143,7 @@ def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kept_file_that_another_run_removes_as_it_is_taken_is_written_anew(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_file_removed_by_another_run_is_exported_again(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = digests(again(config).output)
     read = store.read
 

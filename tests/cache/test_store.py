@@ -1,4 +1,4 @@
-"""What is kept between runs: entries that are whole and as they were written, or none."""
+"""The cache store: an entry is complete and unchanged, or absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep(*parts: object, value: float = 1.0) -> str:
     return entry
 
 
-def test_what_was_kept_is_found_under_its_name_and_no_other() -> None:
+def test_entry_is_found_by_its_name_only() -> None:
     entry = keep("a")
     found = results.read(entry)
     assert found is not None
@@ -37,16 +37,16 @@ def test_what_was_kept_is_found_under_its_name_and_no_other() -> None:
     assert results.read(store.name("test", "b")) is None
 
 
-def test_an_entry_that_was_renamed_to_another_is_none(place: Path) -> None:
-    """As of a cache that was copied together: what another graph gave would be compared with."""
+def test_renamed_entry_is_ignored(place: Path) -> None:
+    """Entries can be mixed up in a cache that was merged by hand. The results of another graph would be used."""
     entry, other = keep("a"), keep("b", value=2.0)
     (place / entry).rename(place / "aside")
     (place / other).rename(place / entry)
     assert results.read(entry) is None
 
 
-def test_a_pipe_a_link_or_a_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
-    """Python 3.11 waits for a pipe that it is told to remove as a folder."""
+def test_pipe_link_or_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
+    """With Python 3.11, shutil.rmtree of a pipe waits forever."""
     (tmp_path / "elsewhere").mkdir()
     for made in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
         shutil.rmtree(place / keep("a"))
@@ -58,19 +58,19 @@ def test_a_pipe_a_link_or_a_file_in_place_of_an_entry_is_replaced(place: Path, t
 
 
 @pytest.mark.parametrize("name", ["entry.json", FILE, "more"])
-def test_a_pipe_is_not_waited_for(place: Path, name: str) -> None:
+def test_pipe_in_an_entry_is_not_read(place: Path, name: str) -> None:
     entry = keep("a")
     (place / entry / name).unlink(missing_ok=True)
     os.mkfifo(place / entry / name)
     assert results.read(entry) is None
 
 
-def test_the_name_of_an_entry_tells_what_has_a_say_apart() -> None:
+def test_entry_names_depend_on_kind_and_key() -> None:
     assert store.name("a", [1]) == store.name("a", [1])
     assert len({store.name("a", [1]), store.name("a", [2]), store.name("a", ["1"]), store.name("b", [1])}) == 4
 
 
-def test_other_threads_are_other_work() -> None:
+def test_entry_names_depend_on_the_number_of_threads() -> None:
     threads, before = torch.get_num_threads(), store.name("a")
     try:
         torch.set_num_threads(threads + 1)
@@ -82,7 +82,7 @@ def test_other_threads_are_other_work() -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("damage", [b"", b"not a tensor", b"[" * 100_000 + b"]" * 100_000, None])
 @pytest.mark.parametrize("file", [FILE, "entry.json"])
-def test_what_is_damaged_is_none_and_is_replaced(place: Path, file: str, damage: bytes | None) -> None:
+def test_damaged_entry_is_ignored_and_replaced(place: Path, file: str, damage: bytes | None) -> None:
     entry = keep("a")
     path = place / entry / file
     content = path.read_bytes()
@@ -93,7 +93,7 @@ def test_what_is_damaged_is_none_and_is_replaced(place: Path, file: str, damage:
 
 
 @pytest.mark.parametrize("change", [{"notes": [2, None]}, {"files": {}}, {"sha256": ""}])
-def test_what_was_edited_is_none(place: Path, change: dict[str, object]) -> None:
+def test_edited_entry_is_ignored(place: Path, change: dict[str, object]) -> None:
     entry = keep("a")
     path = place / entry / "entry.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}), encoding="utf-8")
@@ -101,7 +101,7 @@ def test_what_was_edited_is_none(place: Path, change: dict[str, object]) -> None
 
 
 @pytest.mark.parametrize("file", [FILE, None, "more"])
-def test_an_entry_without_its_files_or_with_others_is_none(place: Path, file: str | None) -> None:
+def test_entry_with_missing_or_additional_files_is_ignored(place: Path, file: str | None) -> None:
     entry = keep("a")
     if file == FILE:
         (place / entry / file).unlink()
@@ -110,13 +110,13 @@ def test_an_entry_without_its_files_or_with_others_is_none(place: Path, file: st
     assert results.read(entry) is None
 
 
-def test_without_a_place_nothing_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_stored_without_a_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     assert results.read(keep("a")) is None
     assert not place.exists()
 
 
-def test_within_off_nothing_is_taken_or_kept(place: Path) -> None:
+def test_disabled_store_is_neither_read_nor_written(place: Path) -> None:
     entry = keep("a")
     with store.off():
         assert not store.enabled()
@@ -126,14 +126,12 @@ def test_within_off_nothing_is_taken_or_kept(place: Path) -> None:
     assert len(list(place.iterdir())) == 1
 
 
-def test_where_nothing_can_be_written_nothing_is_kept_and_nothing_is_said(place: Path) -> None:
+def test_unwritable_store_is_ignored_without_a_message(place: Path) -> None:
     place.write_text("a file where the folder should be", encoding="utf-8")
     assert results.read(keep("a")) is None
 
 
-def test_what_was_not_used_for_longest_makes_room_and_what_is_not_of_the_store_stays(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_least_recently_used_entries_are_evicted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [keep(index) for index in range(3)]
     for index, entry in enumerate(entries):
         os.utime(place / entry / "entry.json", (index, index))
@@ -141,26 +139,26 @@ def test_what_was_not_used_for_longest_makes_room_and_what_is_not_of_the_store_s
     (place / "of somebody else" / "entry.json").write_text("{}", encoding="utf-8")
     size = sum(path.stat().st_size for path in (place / entries[0]).iterdir())
     monkeypatch.setattr(store, "_ALL_BYTES", 2 * size + 1)
-    assert results.read(entries[0]) is not None  # which is used again
+    assert results.read(entries[0]) is not None  # marks it as used
     last = keep(3)
     assert {path.name for path in place.iterdir()} == {entries[0], last, "of somebody else"}
 
 
-def test_what_is_too_large_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_entry_is_not_stored(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_ENTRY_BYTES", 1000)
     assert results.read(keep("a")) is None
     assert not place.exists()
 
 
-def test_an_entry_that_a_killed_run_had_half_removed_goes_at_once(place: Path) -> None:
-    """It was neither counted nor removed."""
+def test_partly_removed_entry_is_deleted_at_once(place: Path) -> None:
+    """Such an entry was neither counted nor removed."""
     half = place / keep("a")
     (half / "entry.json").unlink()
     keep("b")
     assert not half.exists()
 
 
-def test_what_a_killed_run_left_goes_after_a_day(place: Path) -> None:
+def test_drafts_of_killed_runs_are_deleted_after_a_day(place: Path) -> None:
     for name, age in (("draft-old", 90_000), ("draft-new", 0)):
         (place / name).mkdir(parents=True)
         then = (place / name).stat().st_mtime - age
