@@ -1,4 +1,4 @@
-"""Names of models, rules, files and configs may hold anything; none of it steers the terminal of who reads them."""
+"""Control characters in names, files and configs do not reach the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optexport.cli._printable_console import PrintableConsole
 from optexport.errors import printable
 from tests._helpers.cli import CliRunner, cli, config
 
-# Clears the screen, sets its title, deletes what stands before, turns the order of letters.
+# Clears the screen, sets its title, deletes preceding text, and reverses the order of letters.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\b\b\u202egnp"
 MODULE = f"""
 import torch
@@ -53,7 +53,7 @@ def is_harmless(text: str) -> bool:
 
 
 @given(st.text())
-def test_printable_text_is_that_and_keeps_its_lines(text: str) -> None:
+def test_printable_text_is_harmless_and_has_the_same_lines(text: str) -> None:
     made = printable(text)
     assert is_harmless(made)
     assert made.count("\n") == text.count("\n")
@@ -61,19 +61,19 @@ def test_printable_text_is_that_and_keeps_its_lines(text: str) -> None:
 
 
 @given(st.text(" :#[]\n\terror", max_size=30))
-def test_no_text_of_others_is_a_command_to_githubs_runner(text: str) -> None:
-    """It takes lines that begin with two colons for one, and "##[" anywhere."""
+def test_text_contains_no_commands_for_github_actions(text: str) -> None:
+    """GitHub Actions runs lines that start with two colons, and "##[" anywhere, as commands."""
     lines = printable(text).splitlines()
     assert not any(line.strip().startswith("::") or "##[" in line for line in lines), text
 
 
-def test_a_table_that_nobody_reads_is_a_broken_pipe_and_no_exit() -> None:
+def test_closed_pipe_raises_broken_pipe_and_does_not_exit() -> None:
     read, write = os.pipe()
     os.close(read)
     file = os.fdopen(write, "w")
     with pytest.raises(BrokenPipeError):
         PrintableConsole(file=file).print("a line")
-    with contextlib.suppress(BrokenPipeError):  # of what is still to be written
+    with contextlib.suppress(BrokenPipeError):  # for text that is still buffered
         file.close()
 
 
@@ -87,16 +87,16 @@ def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tup
 
 
 @pytest.mark.slow
-def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_and_bundle_print_hostile_names_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hostile_names.py").write_text(MODULE, encoding="utf-8")
     rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
     text = config("hostile_names:Named", more=rules)
-    (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files take no such names
+    (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files do not support such names
     code, told = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
     assert (code, "u202e" in told) == (0, True), told
     graphs = [*(tmp_path / "build" / "model").glob("graph_*.txt"), *(tmp_path / "graphs").iterdir()]
     assert len(graphs) == 4
-    for graph in graphs:  # their names went into terminals as they are
+    for graph in graphs:  # these files contained the names unescaped
         assert is_harmless(graph.read_text(encoding="utf-8")), graph
     assert _call(tmp_path, monkeypatch, "verify", "build/model")[0] == 0
     assert _call(tmp_path, monkeypatch, "bench", "build/model", "--rounds", "1")[0] == 0
@@ -106,7 +106,7 @@ def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("source", "rule", "code"), [("Named", "Spoils", 4), ("fails", "Skips", 3), ("Named", "Missing", 2)]
 )
-def test_errors_say_hostile_names_as_plain_text(
+def test_errors_print_hostile_names_as_plain_text(
     source: str, rule: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hostile_names.py").write_text(MODULE, encoding="utf-8")
@@ -117,9 +117,7 @@ def test_errors_say_hostile_names_as_plain_text(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["model.source", "model.task", "export.output", "tracking.experiment", "new.key"])
-def test_a_config_that_is_hostile_is_checked_in_plain_text(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_config_is_checked_in_plain_text(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     escaped = HOSTILE.encode("unicode_escape").decode().replace("\\x1b", "\\u001b").replace("\\x07", "\\u0007")
     escaped = escaped.replace("\\x08", "\\b")
     (tmp_path / "mine.toml").write_text(f'{key} = "{escaped}"\n')
@@ -128,10 +126,10 @@ def test_a_config_that_is_hostile_is_checked_in_plain_text(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["check", "run --json"])
-def test_a_config_writes_no_command_to_githubs_runner(
+def test_config_prints_no_commands_for_github_actions(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pull request could annotate files, by the check of a config alone."""
+    """A pull request could annotate files through the check of a config."""
     source = "python:a\\n::error::x ##[error]y\\n  ::warning::z:make"
     (tmp_path / "mine.toml").write_text(f'[model]\nsource = "{source}"\n[inputs.dynamic]\n"a\\n::error::b" = [2, 1]\n')
     code, told = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
@@ -140,7 +138,7 @@ def test_a_config_writes_no_command_to_githubs_runner(
     assert not any(line.strip().startswith("::") or "##[" in line for line in told.splitlines())
 
 
-def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     table.add_column("rule")
     table.add_row("python:fire:Mine")

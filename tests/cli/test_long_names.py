@@ -1,4 +1,4 @@
-"""A name that no file system takes is a mistake of the call, and no defect."""
+"""File names that are too long are usage errors, not defects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CONFIG = '[model]\nsource = "toy:tiny"\n[input.x]\nshape = [1, 2]\n'
     ],
     ids=" ".join,
 )
-def test_a_name_too_long_for_a_file_ends_with_2(
+def test_name_too_long_for_a_file_exits_with_2(
     arguments: tuple[str, ...], length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the command line promises: exit codes, one message for each mistake, and an answer at once."""
+"""The command line: exit codes, one message per error, and fast imports."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def call(tmp_path: Path) -> Caller:
     return Caller(tmp_path)
 
 
-# Mistakes in the file
+# Invalid configs
 
 
-# The loader finds the mistakes, and tests/config/test_load.py goes through all of them. One sample for each way by
-# which an error reaches the command: a check of values, of a rule, of a source, of the file system, and of the syntax.
+# The loader finds the errors, and tests/config/test_load.py tests all of them. Here is one sample for each source of an
+# error: the check of values, of a rule, of a source, of the file system, and of the syntax.
 @pytest.mark.parametrize(
     "name", ["unknown task", "unknown option", "package without a name", "missing data", "not TOML"]
 )
-def test_check_and_run_end_a_mistake_with_2_and_one_message(name: str, call: Caller) -> None:
+def test_check_and_run_exit_with_2_and_one_message(name: str, call: Caller) -> None:
     text = MISTAKES[name][0] if name in MISTAKES else NO_TOML[name]
     error = message(call("check", text), 2)
     assert "mine.toml" in error
@@ -47,7 +47,7 @@ def test_check_and_run_end_a_mistake_with_2_and_one_message(name: str, call: Cal
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["unknown task", "unknown rule", "no unicode"])
-def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
+def test_debug_shows_a_traceback(name: str, call: Caller) -> None:
     result = call("check", MISTAKES[name][0] if name in MISTAKES else NO_TOML[name], before=("--debug",))
     assert result.exit_code == 2
     assert result.stderr.startswith("Traceback")
@@ -60,7 +60,7 @@ def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
     [("--debug", "check"), ("check", "--debug"), ("--debug", "check", "--debug")],
     ids=" ".join,
 )
-def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_debug_is_accepted_before_and_after_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "nowhere.toml")])
     assert result.exit_code == 2
     assert result.stderr.startswith("Traceback")
@@ -80,7 +80,7 @@ def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tu
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
-def test_machines_are_told_of_a_call_that_is_wrong(
+def test_usage_error_is_in_the_json_output(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -93,7 +93,7 @@ def test_machines_are_told_of_a_call_that_is_wrong(
     assert result.exit_code == 2
 
 
-# What goes well
+# Valid configs
 
 
 def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     ],
     ids=["full folder", "file", "below a file", "long name", "long draft"],
 )
-def test_check_tells_of_an_output_that_cannot_be_replaced_and_makes_nothing(
+def test_check_reports_an_unusable_output_and_creates_nothing(
     output: str, words: str, call: Caller, tmp_path: Path
 ) -> None:
     told = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
@@ -123,7 +123,7 @@ def test_check_tells_of_an_output_that_cannot_be_replaced_and_makes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.py", "mine.toml"]
 
 
-def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Caller) -> None:
+def test_check_reports_missing_inputs_if_the_model_needs_them(call: Caller) -> None:
     without = '[model]\nsource = "python:halves:load"\n'
     told = call("check", without)
     assert (told.exit_code, told.stderr) == (0, "")
@@ -134,14 +134,14 @@ def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Call
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["./model", "package:click"])
-def test_check_refuses_a_folder_that_holds_no_model(call: Caller, tmp_path: Path, source: str) -> None:
+def test_check_refuses_a_folder_without_a_model(call: Caller, tmp_path: Path, source: str) -> None:
     (tmp_path / "model").mkdir()
     told = message(call("check", f'[model]\nsource = "{source}"\n'), 2)
     assert f"model.source: {source} holds no config.json, so it is no folder of a transformers model" in told
     assert "Give the folder that save_pretrained wrote" in told
 
 
-def test_check_refuses_a_bundle_as_a_model_and_names_the_program_in_it(call: Caller, tmp_path: Path) -> None:
+def test_check_refuses_a_bundle_and_names_its_pt2_file(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "made" / name).touch()
@@ -149,13 +149,13 @@ def test_check_refuses_a_bundle_as_a_model_and_names_the_program_in_it(call: Cal
     assert f"./made is a bundle, and no model to start from\n  Name {tmp_path / 'made' / 'model.pt2'}." in told
 
 
-def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
+def test_check_refuses_texts_for_a_file_without_a_tokenizer(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
     assert told.startswith(f"{tmp_path / 'mine.toml'}: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
 
 
-def test_every_rule_is_listed_for_people_and_for_machines() -> None:
+def test_every_rule_is_listed_as_text_and_json() -> None:
     listed = CliRunner().invoke(cli, ["transformations"]).stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(RULES)
     rows = json.loads(CliRunner().invoke(cli, ["transformations", "--json"]).stdout)
@@ -167,7 +167,7 @@ def test_every_rule_is_listed_for_people_and_for_machines() -> None:
         assert all(f"{key} = " in line and key in rows[name]["options"] for key in info.options)
 
 
-def test_init_writes_a_config_once_and_again_only_when_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_overwrites_a_config_only_if_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
     assert runner.invoke(cli, ["init", "org/name"]).exit_code == 0
@@ -181,7 +181,7 @@ def test_init_writes_a_config_once_and_again_only_when_forced(tmp_path: Path, mo
     assert 'source = "org/other"' in Path("optexport.toml").read_text(encoding="utf-8")
 
 
-def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_resolves_a_folder_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "configs").mkdir()
@@ -195,7 +195,7 @@ def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["nowhere/mine.toml", "halves.py/mine.toml", "."])
-def test_init_tells_of_a_place_that_it_cannot_write_to(place: str, tmp_path: Path) -> None:
+def test_init_reports_an_unwritable_path(place: str, tmp_path: Path) -> None:
     (tmp_path / "halves.py").write_text("", encoding="utf-8")
     result = CliRunner().invoke(cli, ["init", "org/name", "-o", str(tmp_path / place)])
     assert result.exit_code == 2
@@ -231,14 +231,12 @@ def test_init_writes_no_config_that_check_would_refuse(source: str, tmp_path: Pa
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )
-def test_a_call_that_is_wrong_ends_with_2(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usage_error_exits_with_2(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message(CliRunner().invoke(cli, arguments), 2)
 
 
-def test_check_tells_wrong_configs_of_one_name_apart(tmp_path: Path) -> None:
+def test_check_prints_the_paths_of_configs_with_equal_names(tmp_path: Path) -> None:
     paths = [tmp_path / name / "config.toml" for name in "ab"]
     for path in paths:
         path.parent.mkdir()
@@ -249,7 +247,7 @@ def test_check_tells_wrong_configs_of_one_name_apart(tmp_path: Path) -> None:
         assert f"\n  {path}: 2 mistakes; others may show when these are mended\n" in done.stderr
 
 
-# What a config asks for, the key that does, the module that is not installed, and the extra that brings it.
+# Config, its key that needs an extra, and the name of that extra.
 _NEEDS = {
     "task": ('[model]\nsource = "org/name"\ntask = "sentence-similarity"', "model.task", "sentence-transformers"),
     "modules": ('[model]\nsource = "sentences"', "model.source", "sentence-transformers"),
@@ -261,7 +259,7 @@ _NEEDS = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("name", _NEEDS)
-def test_an_extra_that_is_missing_is_told_before_anything_is_made(
+def test_missing_extra_is_reported_before_any_output(
     name: str, command: str, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, key, extra = _NEEDS[name]
@@ -276,8 +274,8 @@ def test_an_extra_that_is_missing_is_told_before_anything_is_made(
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 
 
-def test_init_tells_of_the_extra_that_its_config_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said to run what check refused."""
+def test_init_reports_the_extra_that_its_config_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``init`` recommended a run that ``check`` refused."""
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     bert = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 9, "max_position_embeddings": 16}
     (tmp_path / "config.json").write_text(json.dumps(bert), encoding="utf-8")
@@ -287,7 +285,7 @@ def test_init_tells_of_the_extra_that_its_config_needs(tmp_path: Path, monkeypat
     assert "it needs the extra sentence-transformers, of which" in done.stdout
 
 
-def test_modules_of_another_kind_and_a_transformer_alone_need_no_extra(
+def test_cross_encoder_or_plain_transformer_needs_no_extra(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sentences").mkdir()
@@ -298,7 +296,7 @@ def test_modules_of_another_kind_and_a_transformer_alone_need_no_extra(
     assert call("check", '[model]\nsource = "sentences"').exit_code == 0
 
 
-def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path) -> None:
+def test_check_continues_after_an_invalid_config(tmp_path: Path) -> None:
     for name, text in (("a", "[model]"), ("b", '[model]\nsource = "org/name"'), ("c", "x = 1")):
         (tmp_path / f"{name}.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", *(str(tmp_path / f"{name}.toml") for name in "abc")])
@@ -309,7 +307,7 @@ def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path
     assert "there is no such key" in done.stderr
 
 
-def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
+def test_help_explains_the_exit_code_of_every_error() -> None:
     help_text = CliRunner().invoke(cli, ["--help"]).stdout
     explained = {line.split()[0] for line in help_text.partition("Exit codes:")[2].splitlines() if line.strip()}
     errors = {error.exit_code for error in OptexportError.__subclasses__()}
@@ -320,21 +318,21 @@ def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", cli.commands)
-def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name: str) -> None:
+def test_every_option_has_help_and_no_command_is_truncated(name: str) -> None:
     options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
     assert [option.name for option in options if not option.help] == []
     listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
     assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
 
 
-def test_init_names_every_kind_of_source() -> None:
+def test_init_help_names_every_kind_of_source() -> None:
     told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
     for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2", "TorchScript"):
         assert kind in told
     assert len(SourceKind) == 7
 
 
-# In a process of its own
+# Commands in a new process
 
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -357,7 +355,7 @@ print(json.dumps(found), file=sys.stderr)
 """
 
 
-def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_commands_without_a_model_import_no_large_package(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(MODEL + '[[transformations]]\nuse = "merge-linears"\n', encoding="utf-8")
     (tmp_path / "bad.toml").write_text(MISTAKES["unknown rule"][0], encoding="utf-8")
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "architectures": ["BertForMaskedLM"]}', encoding="utf-8")
@@ -381,12 +379,12 @@ def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_package_itself_waits_for_torch_until_it_is_needed() -> None:
+def test_package_does_not_import_torch() -> None:
     code = "import optexport, sys; assert 'torch' not in sys.modules; print(optexport.__version__)"
     assert python("-c", code).stdout.strip() == __version__
 
 
-def test_the_module_is_the_program(tmp_path: Path) -> None:
+def test_module_runs_the_program(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(MISTAKES["unknown task"][0], encoding="utf-8")
     version = python("-m", "optexport", "--version")
     assert (version.returncode, version.stdout) == (0, f"optexport, version {__version__}\n")

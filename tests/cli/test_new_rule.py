@@ -1,4 +1,4 @@
-"""``optexport new-rule`` and the guide: what they say is what happens, and a package's rule goes by its name."""
+"""``optexport new-rule``, the guide to writing rules, and rules from installed packages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(command: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_path: Path) -> None:
+def test_guide_leads_to_a_tested_rule_that_runs(tmp_path: Path) -> None:
     make, install, test, export = _commands()
     said = _run(make, tmp_path)
     assert said in GUIDE
@@ -64,7 +64,7 @@ def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_p
 
 
 @pytest.mark.slow
-def test_the_reversible_rule_of_the_guide_keeps_the_laws() -> None:
+def test_reversible_rule_of_the_guide_is_valid() -> None:
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "AddTheNegative" in code]
     assert len(code.partition("@dataclass")[2].splitlines()) <= 20
     names: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def test_the_reversible_rule_of_the_guide_keeps_the_laws() -> None:
     check_refused(names["AddTheNegative"](), symbolic_trace(Minus(0), example_inputs={"x": x}), x)
 
 
-def test_two_exports_of_a_new_rule_are_of_the_same_weights(tmp_path: Path) -> None:
+def test_exports_of_a_new_rule_have_equal_weights(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     digests = set()
     for seed in (1, 2):
@@ -88,7 +88,7 @@ def test_two_exports_of_a_new_rule_are_of_the_same_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace(tmp_path: Path) -> None:
+def test_failing_rule_test_shows_its_message_without_trace_logs(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     rule = tmp_path / "drop_negations.py"
     right = "outer.replace_all_uses_with(inner.args[0])"
@@ -108,7 +108,7 @@ def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace
         ("../escape", "cannot name a rule"),
         ("class", "class is a Python keyword"),
         ("", "cannot name a rule"),
-        ("x" * 260, "cannot name a rule"),  # which no file system takes for a name: it was called a defect
+        ("x" * 260, "cannot name a rule"),  # too long for a file name; this was reported as a defect
         ("merge-linears", "there is a built-in rule"),
         ("taken", "it is there already"),
         ("random", "there is a module random"),
@@ -118,7 +118,7 @@ def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace
         ("model", "Model is what a rule is made with"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:
+def test_invalid_rule_name_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "test_taken.py").write_text("mine")
     result = CliRunner().invoke(cli, ["new-rule", name, "--folder", str(tmp_path)])
     assert result.exit_code == 2
@@ -127,7 +127,7 @@ def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name: str, why:
 
 
 def _install(folder: Path, entry: str) -> None:
-    """What pip leaves of a package that brings a rule."""
+    """Writes the files that pip installs for a package with a rule."""
     write_rule("drop-negations", folder)
     package = folder / "rules_of_ours-1.0.dist-info"
     package.mkdir()
@@ -145,7 +145,7 @@ def _listed(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None:
+def test_rule_of_an_installed_package_is_found_by_name(tmp_path: Path) -> None:
     _install(tmp_path, "drop-negations = drop_negations:DropNegations")
     assert re.search(
         r"\ndrop-negations +plugin \(drop_negations:DropNegations\)\n", _listed(tmp_path, "transformations")
@@ -157,12 +157,12 @@ def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_package_does_not_replace_a_built_in_rule(tmp_path: Path) -> None:
+def test_package_does_not_replace_a_built_in_rule(tmp_path: Path) -> None:
     _install(tmp_path, "merge-linears = drop_negations:DropNegations")
     assert "plugin" not in _listed(tmp_path, "transformations")
 
 
-def test_a_rule_that_no_package_brings_is_refused(tmp_path: Path) -> None:
+def test_rule_without_a_package_is_refused(tmp_path: Path) -> None:
     write_rule("drop-negations", tmp_path)
     config = tmp_path / "drop_negations.toml"
     config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))

@@ -1,4 +1,4 @@
-"""Commands that end because of a full disk, a quota, or a limit on memory or files."""
+"""Commands that fail because of a full disk, a quota, or a limit on memory or files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ended_by(error: Exception) -> Result:
 
 
 def test_full_disk_is_not_a_defect() -> None:
-    """safetensors is written in Rust, and raises no OSError."""
+    """safetensors is written in Rust and does not raise OSError."""
     told = "Error while serializing: I/O error: No space left on device (os error 28)"
     result = ended_by(SafetensorError(told))
     assert f"{told}\n  Free some space for standard output, the output folder, " in result.stderr
@@ -94,7 +94,7 @@ def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_output_to_a_full_disk_keeps_the_exit_code(arguments: str, code: int, closed: str) -> None:
-    """Neither help nor a message that cannot be printed ends in a traceback."""
+    """The program must not print a traceback if it cannot print help or an error message."""
     with open("/dev/full", "w") as full:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: full}
         program = [sys.executable, "-m", "optexport", *arguments.split()]

@@ -1,4 +1,4 @@
-"""What a command prints for machines is one document and nothing else, whatever a model's own code does."""
+"""JSON output is one document, despite anything that model code prints."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def run(folder: Path, code: str, *before: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_what_a_models_code_prints_by_whatever_way_is_no_part_of_it(tmp_path: Path) -> None:
-    """Only what Python's own print gave was kept out of it."""
+def test_output_of_model_code_is_not_in_the_json(tmp_path: Path) -> None:
+    """Only the output of Python's print was redirected."""
     done = run(tmp_path, NOISE)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"]
@@ -75,7 +75,7 @@ def test_what_a_models_code_prints_by_whatever_way_is_no_part_of_it(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_is_printed_as_python_ends_is_no_part_of_it_either(tmp_path: Path) -> None:
+def test_output_at_interpreter_exit_is_not_in_the_json(tmp_path: Path) -> None:
     done = run(tmp_path, AT_EXIT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"]
@@ -83,16 +83,16 @@ def test_what_is_printed_as_python_ends_is_no_part_of_it_either(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_where_output_is_closed_nothing_of_ours_takes_its_place(tmp_path: Path) -> None:
-    """The thread that waits for signals had it, and ended in a traceback."""
+def test_closed_stdout_gives_no_traceback(tmp_path: Path) -> None:
+    """The signal thread got the free file descriptor and raised an exception."""
     done = run(tmp_path, "from halves import load", "sh", "-c", 'exec "$@" >&-', "sh")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: Path) -> None:
-    """It looked for what its parent alone has to undo."""
+def test_process_forked_by_model_code_ends_without_a_traceback(tmp_path: Path) -> None:
+    """The forked process ran the cleanup of its parent."""
     done = run(tmp_path, FORKS)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -100,10 +100,8 @@ def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("verify", "nowhere"), ("run", "nowhere.toml")])
-def test_a_failure_that_a_full_disk_does_not_take_is_told_all_the_same(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    """It ended in two tracebacks."""
+def test_error_is_printed_despite_a_full_disk(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """The command printed two tracebacks."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "optexport", *arguments, "--json"],

@@ -1,4 +1,4 @@
-"""``optexport predict`` says what the task calls for, on a bundle alone."""
+"""``optexport predict`` returns the results of the task, from a bundle only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reference(task: str, **options: Any) -> Any:
     return pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu", **options)
 
 
-def test_a_text_is_classified_as_the_pipeline_of_transformers_does(tmp_path: Path) -> None:
+def test_text_classification_matches_the_transformers_pipeline(tmp_path: Path) -> None:
     shutil.copytree(bundles.bundle("text-classification"), tmp_path / "bundle")
     classifier: TextClassificationPipeline = reference("text-classification")
     found = predicted(tmp_path / "bundle", *TEXTS)
@@ -61,7 +61,7 @@ def test_a_text_is_classified_as_the_pipeline_of_transformers_does(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_mask_is_filled_as_the_pipeline_of_transformers_does() -> None:
+def test_fill_mask_matches_the_transformers_pipeline() -> None:
     filler: FillMaskPipeline = reference("fill-mask")
     text = "the [MASK] sat on the mat"
     (masks,) = predicted(bundles.bundle("fill-mask"), text)["results"][0]["masks"]
@@ -72,7 +72,7 @@ def test_a_mask_is_filled_as_the_pipeline_of_transformers_does() -> None:
     assert "there is no [MASK] to fill in it" in called(bundles.bundle("fill-mask"), "the cat").stdout
 
 
-def test_tokens_are_labelled_as_the_pipeline_of_transformers_does() -> None:
+def test_token_classification_matches_the_transformers_pipeline() -> None:
     labeller: TokenClassificationPipeline = reference("token-classification", ignore_labels=[])
     found = predicted(bundles.bundle("token-classification"), *TEXTS[:2])
     for result, expected in zip(found["results"], labeller(list(TEXTS[:2])), strict=True):
@@ -81,7 +81,7 @@ def test_tokens_are_labelled_as_the_pipeline_of_transformers_does() -> None:
 
 
 @pytest.mark.slow
-def test_the_next_token_is_that_of_greedy_search() -> None:
+def test_next_token_matches_greedy_search() -> None:
     source = bundles.source("text-generation")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     found = predicted(bundles.bundle("text-generation"), *TEXTS)["results"]
@@ -92,7 +92,7 @@ def test_the_next_token_is_that_of_greedy_search() -> None:
 
 
 @pytest.mark.slow
-def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
+def test_image_is_classified(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     found = predicted(bundles.bundle("image-classification"), tmp_path / "image.png", tmp_path / "image.png")
@@ -120,7 +120,7 @@ def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
+def test_named_inputs_are_read_from_a_file(tmp_path: Path) -> None:
     batch = exports.batch()
     rows = [{"x": batch["x"][row].tolist(), "mask": batch["mask"][row].tolist()} for row in range(2)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,14 +128,14 @@ def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
     expected = exports.run(exports.exported(), **batch)["hidden"].numpy()
     hidden = np.array([result["outputs"]["hidden"] for result in found["results"]])
     np.testing.assert_allclose(hidden, expected, atol=1e-5)
-    for value in ('"a"', "1e39", "[[1e39]]", "1" + 400 * "0"):  # of 1e39 float32 makes infinity
+    for value in ('"a"', "1e39", "[[1e39]]", "1" + 400 * "0"):  # 1e39 overflows float32
         (tmp_path / "rows.jsonl").write_text(f'{{"x": {value}, "mask": [1]}}')
         refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
         assert refused.exit_code == 2
         assert 'line 1, "x": it is no row of float32' in refused.stderr
 
 
-def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path) -> None:
+def test_invalid_call_gives_one_message_and_an_exit_code(tmp_path: Path) -> None:
     bundle = bundles.bundle("fill-mask")
     assert called(bundle).exit_code == 2
     assert called(bundle, "a text", "--format", "onnx").exit_code == 2
@@ -151,7 +151,7 @@ def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads(tmp_path: Path) -> None:
+def test_prediction_does_not_depend_on_padding(tmp_path: Path) -> None:
     source = folders.save(bundles.model("text-generation"), tmp_path / "left", padding_side="left")
     output = folders.export(source, formats='["pt2"]').output
     alone = [predicted(output, text)["results"][0] for text in TEXTS]
@@ -167,7 +167,7 @@ def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads
 
 
 @pytest.mark.slow
-def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_path: Path) -> None:
+def test_token_model_without_a_tokenizer_returns_its_outputs(tmp_path: Path) -> None:
     model = folders.randomise(bundles.model("text-generation"))
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 5, 10]]), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
     output = exports.quick(model, inputs, tmp_path / "bundle").output
@@ -178,7 +178,7 @@ def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_row_that_is_wholly_masked_is_answered_too(tmp_path: Path) -> None:
+def test_fully_masked_row_gets_a_prediction(tmp_path: Path) -> None:
     row = {"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [0, 0]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     found = predicted(bundles.bundle("text-generation"), "--data", tmp_path / "rows.jsonl")
@@ -203,7 +203,7 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
     ],
 )
-def test_a_line_that_does_not_fit_is_named(line: str, told: str, tmp_path: Path) -> None:
+def test_invalid_line_is_named(line: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{IDS}\n{line}\n")
     refused = called(bundles.bundle("fill-mask"), "--data", tmp_path / "rows.jsonl")
     assert refused.exit_code == 2
@@ -216,8 +216,8 @@ class Bytes(nn.Module):
 
 
 @pytest.mark.slow
-def test_numbers_that_an_input_does_not_hold_are_refused_and_wrap_around_to_no_others(tmp_path: Path) -> None:
-    """The byte 300 was 44."""
+def test_values_out_of_range_are_refused(tmp_path: Path) -> None:
+    """The value 300 wrapped around to 44 in a uint8 input."""
     given = {"x": torch.tensor([[0, 255]], dtype=torch.uint8)}
     export(Bytes().eval(), given, tmp_path / "bundle", formats=["pt2"], effort="quick")
     for row, code in (("[0, 255]", 0), ("[0, 300]", 2), ("[-1, 0]", 2)):
@@ -228,7 +228,7 @@ def test_numbers_that_an_input_does_not_hold_are_refused_and_wrap_around_to_no_o
 
 
 class Weighing(nn.Module):
-    """Asks for the values of an input, which are held to what they are."""
+    """A module that reads the values of an input, which become constants."""
 
     def forward(self, x: torch.Tensor, times: torch.Tensor, factor: float = 1.0, mode: str = "plus") -> torch.Tensor:
         for _ in range(int(times[0, 0])):
@@ -246,23 +246,21 @@ def weighing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", ['{"x": [1, 2], "factor": 0.1, "mode": "minus"}', '{"x": [1, 2], "times": [2, 3]}'])
-def test_a_line_may_give_what_the_file_holds(line: str, weighing: Path, tmp_path: Path) -> None:
+def test_line_may_repeat_constants_of_the_file(line: str, weighing: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(line)
     (found,) = predicted(weighing, "--data", tmp_path / "rows.jsonl")["results"]
     assert found["outputs"]["output"] == pytest.approx([-0.99, -0.98])
 
 
 @pytest.mark.parametrize("given", ['"factor": 0.2', '"mode": "plus"', '"times": [2, 4]', '"times": [[2], 3]'])
-def test_a_line_that_gives_other_values_than_the_file_holds_is_refused(
-    given: str, weighing: Path, tmp_path: Path
-) -> None:
+def test_line_with_other_constants_than_the_file_is_refused(given: str, weighing: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {given}}}')
     refused = called(weighing, "--data", tmp_path / "rows.jsonl")
     assert refused.exit_code == 2
     assert f"line 1, {given.partition(':')[0]}: the file holds for" in refused.stderr
 
 
-def test_what_a_file_holds_may_be_given_as_any_kind_of_number(weighing: Path) -> None:
+def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
     bundle, x = Bundle.load(weighing), np.ones((1, 2), np.float32)
     times = torch.tensor([[2, 3], [2, 3]])
     for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
@@ -272,7 +270,7 @@ def test_what_a_file_holds_may_be_given_as_any_kind_of_number(weighing: Path) ->
             bundle(x=x, times=other)
 
 
-def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+def test_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
     bundle = bundles.bundle("text-classification")
     for arguments in (("a \udcff",), ("--data", tmp_path / "texts.jsonl")):
         (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
@@ -283,7 +281,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_that_the_tokenizer_gives_up_on_is_one_message(tmp_path: Path) -> None:
+def test_text_that_the_tokenizer_rejects_gives_one_message(tmp_path: Path) -> None:
     source = shutil.copytree(bundles.source("text-classification"), tmp_path / "source")
     give_backtracking(source)
     made = folders.export(source, formats='["pt2"]')

@@ -1,4 +1,4 @@
-"""Where libraries keep what they keep for a user whom the system does not know, as in a container."""
+"""Home folder for libraries if the system does not know the user, as in a container."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 from optexport.cli import main as program
 
 
-def test_who_has_no_home_gets_one_that_nobody_else_can_write_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was the folder for temporary files, in which another user could have laid results to be taken for proven."""
+def test_missing_home_is_replaced_by_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files was used, and other users could put manipulated cache entries there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Path, "home", classmethod(lambda _: (_ for _ in ()).throw(RuntimeError("no such user"))))
     monkeypatch.setattr(program, "cli", lambda: None)

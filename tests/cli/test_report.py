@@ -1,4 +1,4 @@
-"""``optexport report``, and what ties a report to its bundle."""
+"""``optexport report``, and the digest that connects a report with its bundle."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def copied(tmp_path: Path) -> Path:
 
 
 def without_report(folder: Path) -> Path:
-    """A bundle as earlier versions wrote it."""
+    """Removes the report, as in bundles of earlier versions, and returns the folder."""
     (folder / "report.html").unlink()
     exports.edit_json(folder / "measurements.json", lambda measurements: measurements.pop("report_sha256"))
     return folder
 
 
-def test_it_is_made_from_the_folder_alone_and_gives_the_same_again(copied: Path, tmp_path: Path) -> None:
+def test_report_of_a_bundle_is_reproducible(copied: Path, tmp_path: Path) -> None:
     first = (copied / "report.html").read_bytes(), (copied / "measurements.json").read_bytes()
     assert report(copied, "-o", tmp_path / "again.html").exit_code == 0
     assert (tmp_path / "again.html").read_bytes() == first[0]
@@ -45,7 +45,7 @@ def test_it_is_made_from_the_folder_alone_and_gives_the_same_again(copied: Path,
     assert ((copied / "report.html").read_bytes(), (copied / "measurements.json").read_bytes()) == first
 
 
-def test_a_bundle_of_an_earlier_version_is_whole_and_can_get_one(copied: Path) -> None:
+def test_bundle_without_a_report_is_valid_and_can_get_one(copied: Path) -> None:
     manifest = without_report(copied)
     assert read_manifest(manifest)
     assert report(copied).exit_code == 0
@@ -53,7 +53,7 @@ def test_a_bundle_of_an_earlier_version_is_whole_and_can_get_one(copied: Path) -
     assert "Passed" in (copied / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_report_that_was_changed_removed_or_added_is_noticed_and_can_be_written_again(copied: Path) -> None:
+def test_changed_report_is_detected_and_can_be_rewritten(copied: Path) -> None:
     (copied / "report.html").write_text("Passed", encoding="utf-8")
     with pytest.raises(BundleError, match=r"report\.html: it is not the one that was written\n  Write it again"):
         read_manifest(copied)
@@ -69,7 +69,7 @@ def test_a_report_that_was_changed_removed_or_added_is_noticed_and_can_be_writte
         read_manifest(copied)
 
 
-def test_a_damaged_bundle_gets_none(copied: Path, tmp_path: Path) -> None:
+def test_damaged_bundle_gets_no_report(copied: Path, tmp_path: Path) -> None:
     (copied / "graph_after.txt").write_text("graph():", encoding="utf-8")
     for arguments in ((copied,), (copied, "-o", tmp_path / "report.html")):
         assert report(*arguments).exit_code == 4
@@ -77,14 +77,14 @@ def test_a_damaged_bundle_gets_none(copied: Path, tmp_path: Path) -> None:
     assert report(tmp_path / "absent").exit_code == 2
 
 
-def test_it_is_not_written_over_a_file_of_the_bundle_nor_where_nothing_can_be(copied: Path, tmp_path: Path) -> None:
+def test_report_path_in_the_bundle_or_unwritable_is_refused(copied: Path, tmp_path: Path) -> None:
     assert report(copied, "-o", copied / "manifest.json").exit_code == 2
     done = report(copied, "-o", tmp_path / "no folder" / "report.html")
     assert done.exit_code == 2
     assert "it cannot be written" in done.stderr
 
 
-def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) -> None:
+def test_invalid_measurements_are_reported_as_damage(copied: Path) -> None:
     exports.edit_json(copied / "measurements.json", lambda measurements: measurements.update(seconds="many"))
     done = report(copied)
     assert done.exit_code == 4
@@ -92,7 +92,7 @@ def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) 
 
 
 @pytest.mark.slow
-def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
+def test_report_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     script = (
         "import sys, json; from pathlib import Path; from optexport.report.html import page, difference; "
         "page.write(Path(sys.argv[1])); print(json.dumps(sorted({'torch', 'mlflow', 'transformers', "
@@ -102,7 +102,7 @@ def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(copied: Path) -> None:
+def test_failed_write_leaves_the_bundle_unchanged(copied: Path) -> None:
     before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -118,9 +118,7 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("there", [True, False])
-def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_one(
-    copied: Path, tmp_path: Path, there: bool
-) -> None:
+def test_failed_write_elsewhere_leaves_the_earlier_report(copied: Path, tmp_path: Path, there: bool) -> None:
     place = tmp_path / "pages" / "page.html"
     place.parent.mkdir()
     if there:
@@ -146,8 +144,8 @@ def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["verify", "report", "diff"])
-def test_a_bundle_whose_folder_is_no_text_is_not_called_changed(copied: Path, command: str, tmp_path: Path) -> None:
-    """Its comparison as a page was a defect, and its stored outputs were said not to be readable."""
+def test_bundle_path_that_is_not_utf_8_is_refused(copied: Path, command: str, tmp_path: Path) -> None:
+    """diff reported a defect, and verify reported unreadable stored outputs."""
     folder = tmp_path / os.fsdecode(b"zwei-\xfc")
     shutil.copytree(copied, folder)
     more = [str(copied), "--html", str(tmp_path / "page.html")] if command == "diff" else []
@@ -156,7 +154,7 @@ def test_a_bundle_whose_folder_is_no_text_is_not_called_changed(copied: Path, co
     assert "the path of the folder is not UTF-8" in done.stderr
 
 
-# Root reads everything, unless it gives that up.
+# Root can read everything unless it drops its capabilities.
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 
 
@@ -171,8 +169,8 @@ _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteui
         ("reference.safetensors", "verify"),
     ],
 )
-def test_a_file_that_may_not_be_read_is_named_and_no_bundle_is_to_blame(copied: Path, name: str, command: str) -> None:
-    """It was called changed, with exit code 4, for which a line raises its alarm."""
+def test_unreadable_file_is_not_reported_as_damage(copied: Path, name: str, command: str) -> None:
+    """The file was reported as changed with exit code 4, which is for damaged bundles."""
     (copied / name).chmod(0)
     arguments = [copied, copied] if command == "diff" else [copied]
     done = subprocess.run(
@@ -185,7 +183,7 @@ def test_a_file_that_may_not_be_read_is_named_and_no_bundle_is_to_blame(copied: 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
 @pytest.mark.parametrize("command", ["verify", "report"])
-def test_a_folder_that_may_not_be_entered_is_named_and_no_defect(copied: Path, command: str) -> None:
+def test_unreadable_folder_is_not_a_defect(copied: Path, command: str) -> None:
     copied.chmod(0o444)
     done = subprocess.run(
         [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, copied], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""What ``run`` promises: an exit code for each outcome, one message, and a bundle only of what is proven."""
+"""``run``: exit codes, error messages, and bundles that pass parity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def call(tmp_path: Path) -> Caller:
     return Caller(tmp_path)
 
 
-# Mistakes that only a run can find. Config, exit code, words of the message.
+# Errors that only a run can find: config, exit code, and a part of the message.
 BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "no such factory": (config("halves:laod"), 2, 'halves has no laod\n  Did you mean "load"?'),
     "factory that is no function": (config("halves:nn"), 2, "halves"),
@@ -114,9 +114,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", BY_RUNNING)
-def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
-    name: str, call: Caller, tmp_path: Path
-) -> None:
+def test_error_during_a_run_gives_an_exit_code_and_one_message(name: str, call: Caller, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.ones((2, 4), "float32"))
     np.savez(tmp_path / "double.npz", x=np.ones((2, 4)))
     (tmp_path / "halves.npz").write_bytes(b"x")
@@ -129,10 +127,10 @@ def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
     assert left <= set(before), "nothing is left of a run that failed"
 
 
-# What goes well
+# Successful runs
 
 
-def test_a_run_that_proves_its_bundle_ends_with_0_and_so_does_verify(call: Caller, tmp_path: Path) -> None:
+def test_successful_run_exits_with_0_and_its_bundle_verifies(call: Caller, tmp_path: Path) -> None:
     result = call("run", config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'))
     assert result.exit_code == 0, result.output
     assert "PASSED  1 file, " in result.stdout
@@ -147,7 +145,7 @@ def test_a_run_that_proves_its_bundle_ends_with_0_and_so_does_verify(call: Calle
     assert "model.pt2: it was changed" in message(CliRunner().invoke(cli, ["verify", str(bundle)]), 4)
 
 
-def test_a_second_run_replaces_the_bundle_and_a_failed_one_leaves_it(call: Caller, tmp_path: Path) -> None:
+def test_second_run_replaces_the_bundle_unless_it_fails(call: Caller, tmp_path: Path) -> None:
     manifest = tmp_path / "build" / "model" / "manifest.json"
     assert call("run", config()).exit_code == 0
     first = manifest.read_bytes()
@@ -158,7 +156,7 @@ def test_a_second_run_replaces_the_bundle_and_a_failed_one_leaves_it(call: Calle
     assert [path.name for path in (tmp_path / "build").iterdir()] == ["model"]
 
 
-def test_machines_read_one_document_and_nothing_else(call: Caller) -> None:
+def test_json_output_is_one_document(call: Caller) -> None:
     result = call("run", config(), "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     read = json.loads(result.stdout)
@@ -180,7 +178,7 @@ FAILURES = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAILURES)
-def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) -> None:
+def test_json_output_of_a_failure_is_one_document(name: str, call: Caller) -> None:
     text, code = FAILURES[name]
     result = call("run", text, "--json")
     read = json.loads(result.stdout)
@@ -192,7 +190,7 @@ def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) ->
         assert read["parity"] is None
 
 
-def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> None:
+def test_json_output_of_a_tracking_failure_is_one_document(call: Caller) -> None:
     result = call("run", config().replace("enabled = false", 'uri = "databricks://nowhere"'), "--json")
     read = json.loads(result.stdout)
     assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
@@ -200,20 +198,20 @@ def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> 
     assert read["error"] == read["tracking_failure"]
 
 
-def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None:
+def test_rule_can_be_excluded_and_an_unknown_one_is_reported(call: Caller) -> None:
     result = call("run", config(), "--json", "--without", "MergeLinears")
     assert "merge-linears" not in json.loads(result.stdout)["transformed_nodes"]
     assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
 
 
 @pytest.mark.slow
-def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
+def test_excluded_rule_needs_no_tolerance(call: Caller) -> None:
     text = config(more='transformations = [{ use = "cast-precision" }]')
     assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)
     assert call("run", text, "--without", "CastPrecision").exit_code == 0
 
 
-def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None:
+def test_baseline_is_written_next_to_the_bundle(call: Caller, tmp_path: Path) -> None:
     result = call("run", config(), "--baseline")
     assert result.exit_code == 0
     progress = [line.rpartition(": ")[0] for line in result.stderr.splitlines()]
@@ -223,17 +221,17 @@ def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None
     assert plain["transformations"] == []
 
 
-def test_graphs_are_dumped_where_asked_or_the_folder_is_refused(call: Caller, tmp_path: Path) -> None:
+def test_graphs_are_dumped_or_the_folder_is_refused(call: Caller, tmp_path: Path) -> None:
     assert call("run", config(), "--dump", str(tmp_path / "graphs")).exit_code == 0
     assert any((tmp_path / "graphs").iterdir())
     assert "dump" in message(call("run", config(), "--dump", str(tmp_path / "halves.py" / "graphs")), 2)
 
 
 @pytest.mark.slow
-def test_graphs_are_dumped_where_the_caller_meant_though_a_model_changes_the_folder(
+def test_dump_folder_is_resolved_before_model_code_runs(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was called a defect that there was no such file."""
+    """Model code that changed the working directory led to a FileNotFoundError, reported as a defect."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "moves.py").write_text(
@@ -244,7 +242,7 @@ def test_graphs_are_dumped_where_the_caller_meant_though_a_model_changes_the_fol
 
 
 @pytest.mark.slow
-def test_paths_may_start_at_home_and_are_relative_to_the_config(
+def test_paths_expand_home_and_are_relative_to_the_config(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -259,7 +257,7 @@ def test_paths_may_start_at_home_and_are_relative_to_the_config(
     assert (tmp_path / "build" / "model" / "manifest.json").is_file()
 
 
-def test_an_opset_is_the_one_asked_for_or_refused(call: Caller, tmp_path: Path) -> None:
+def test_requested_opset_is_used_or_refused(call: Caller, tmp_path: Path) -> None:
     onnx = config().replace('formats = ["pt2"]', 'formats = ["onnx"]\nopset = OPSET')
     assert call("run", onnx.replace("OPSET", "19")).exit_code == 0
     written = load_model(tmp_path / "build" / "model" / "model.onnx", load_external_data=False)
@@ -268,11 +266,11 @@ def test_an_opset_is_the_one_asked_for_or_refused(call: Caller, tmp_path: Path) 
     assert "opset" in message(result, 5 if result.exit_code == 5 else 2)
 
 
-def test_an_interrupted_run_says_so_and_ends_with_130(call: Caller) -> None:
+def test_interrupted_run_exits_with_130(call: Caller) -> None:
     assert message(call("run", config("halves:interrupted")), 130) == "interrupted\n"
 
 
-def test_a_run_that_cannot_be_tracked_ends_with_7_and_leaves_its_bundle_whole(call: Caller, tmp_path: Path) -> None:
+def test_tracking_failure_exits_with_7_and_a_valid_bundle(call: Caller, tmp_path: Path) -> None:
     result = call("run", config().replace("enabled = false", 'uri = "databricks://nowhere"'))
     assert result.exit_code == 7, result.stderr
     assert "Error: tracking.uri: databricks://nowhere" in result.stderr

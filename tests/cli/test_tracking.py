@@ -1,4 +1,4 @@
-"""``optexport upload``, ``promote`` and ``rollback``, and ``run`` with ``[register]``: exit codes and what is said."""
+"""Exit codes and messages of ``optexport upload``, ``promote``, ``rollback`` and of ``run`` with ``[register]``."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def holder(uri: str, name: str = "block", alias: str = "champion") -> str:
     return str(mlflow.MlflowClient(uri).get_registered_model(name).aliases[alias])
 
 
-def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri: str, tmp_path: Path) -> None:
+def test_run_registers_its_model_and_moves_the_alias_if_better(uri: str, tmp_path: Path) -> None:
     config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
     text = f'{config.read_text()}[register]\nname = "block"\nalias = "best"\n'
     config.write_text(text.replace('use = "merge-linears"', 'use = "fuse-bias-in-linear"'))
     result = call("run", config)
     assert result.exit_code == 0, result.stderr
     assert "registry block version 1 holds best" in result.stdout
-    # The same numbers in a larger file, and parity is not what is looked at.
+    # The larger file has the same outputs. The parity limit is too high to matter.
     config.write_text(f"{text}[register.max_regression]\nsize = 0.0\nparity = 1000.0\n")
     result = call("run", "--json", config)
     document = json.loads(result.stdout)
@@ -55,7 +55,7 @@ def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["--uri", "--config", "environment"])
-def test_a_bundle_is_sent_to_the_store_that_is_named(
+def test_bundle_is_uploaded_to_the_specified_store(
     way: str, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = bundle(tmp_path, manifest=registering())
@@ -75,7 +75,7 @@ def test_a_bundle_is_sent_to_the_store_that_is_named(
     assert holder(uri) == "1"
 
 
-def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
+def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
     for _ in range(2):
         assert call("upload", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0
     result = call("promote", "block", "1", "--uri", uri)
@@ -98,23 +98,21 @@ def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None
     ],
     ids=" ".join,
 )
-def test_a_call_that_is_wrong_ends_with_2_and_one_message(arguments: list[str], words: str, uri: str) -> None:
+def test_usage_error_exits_with_2_and_one_message(arguments: list[str], words: str, uri: str) -> None:
     result = call(*[uri if argument == "URI" else argument for argument in arguments])
     assert words in message(result, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"]])
-def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path: Path) -> None:
+def test_unreachable_store_exits_with_7(command: list[str], tmp_path: Path) -> None:
     result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
     assert "The alias stays where it was" in message(result, 7)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"], ["upload", "nowhere"]])
-def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_uri_is_a_usage_error_without_its_password(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in ("http://someone:hun/ter2@127.0.0.1:9", "http://someone:hun ter2@127.0.0.1:9", "htpp://127.0.0.1:9"):
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
         told = message(call(*command, "--uri", uri), 2)
@@ -126,7 +124,7 @@ def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alias", ["latest", "v3", "the best"])
-def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
+def test_invalid_alias_is_a_usage_error(alias: str, uri: str) -> None:
     for command in (("promote", "block", "1"), ("rollback", "block")):
         result = call(*command, "--uri", uri, "--alias", alias)
         assert (result.exit_code, result.stderr.splitlines()[0]) == (
@@ -136,8 +134,8 @@ def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_traceback_shows_no_password(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlflow's and requests' own errors, which a traceback shows, repeat the address as it is."""
+def test_traceback_contains_no_password(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of mlflow and requests, which are part of a traceback, contain the full address."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     result = call("--debug", "promote", "block", "1", "--uri", "http://someone:hunter2@127.0.0.1:9")
     assert result.exit_code == 7

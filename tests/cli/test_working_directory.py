@@ -1,4 +1,4 @@
-"""A working directory that is gone is told, and by us."""
+"""A working directory that was removed gives an error message of optexport."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests._helpers.cli import MODULE, config
 from tests.cli.test_main import ROOT
 
 
-def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was called a defect."""
+def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error was reported as a defect."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -27,8 +27,8 @@ def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_working_directory_that_was_removed_is_told_before_torch_ends_the_program(tmp_path: Path) -> None:
-    """Its libraries do, with a message about themselves."""
+def test_removed_directory_is_reported_before_torch_exits(tmp_path: Path) -> None:
+    """Libraries of torch exit with an unrelated message."""
     gone = tmp_path / "gone"
     gone.mkdir()
     (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
