@@ -1,4 +1,4 @@
-"""What runs code of others is refused where that is forbidden, before any of it is imported."""
+"""``--no-custom-code`` refuses configs that run custom code, before any of it is imported."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def spy(tmp_path: Path) -> Path:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["check", "run", "diagnose"])
 @pytest.mark.parametrize("place", CALLING)
-def test_it_is_refused_by_its_place_and_never_imported(
+def test_custom_code_is_refused_and_not_imported(
     spy: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "0")  # so that what the option sets is taken back
+    monkeypatch.setenv(VARIABLE, "0")  # monkeypatch restores the variable, which the option sets
     (spy / "config.toml").write_text(CALLING[place])
     done = CliRunner().invoke(cli, [command, "--no-custom-code", str(spy / "config.toml")])
     assert done.exit_code == 2
@@ -43,7 +43,7 @@ def test_it_is_refused_by_its_place_and_never_imported(
     assert not (spy / "ran").exists()
 
 
-def test_the_variable_does_the_same_as_the_option(spy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_is_equal_to_the_option(spy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ConfigError, match="forbids to run any"):
         parse_config(CALLING["model.source"], spy / "config.toml")
@@ -51,7 +51,7 @@ def test_the_variable_does_the_same_as_the_option(spy: Path, monkeypatch: pytest
     parse_config(CALLING["model.source"], spy / "config.toml")
 
 
-def test_what_calls_no_code_of_others_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_without_custom_code_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     (tmp_path / "config.toml").write_text('[model]\nsource = "org/name"\n[[transformations]]\nuse = "MergeLinears"')
     done = CliRunner().invoke(cli, ["check", "--no-custom-code", str(tmp_path / "config.toml")])

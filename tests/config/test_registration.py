@@ -1,4 +1,4 @@
-"""``[register]``: what a name, an alias and a ratchet may be, and what it needs beside it."""
+"""``[register]``: names, aliases, limits, and conflicts with other tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests._helpers.config_errors import MODEL
 REGISTER = f'{MODEL}\n[register]\nname = "minilm"\n'
 
 
-def test_a_name_is_enough() -> None:
+def test_name_is_sufficient() -> None:
     config = parse_config(REGISTER, Path("mine.toml"))
     assert config.registering is not None
     assert (config.registering.name, config.registering.alias) == ("minilm", "champion")
@@ -49,7 +49,7 @@ def test_a_name_is_enough() -> None:
         (f"{REGISTER}[generation]\nnew_tokens = 3\n", "register: it does not go with [generation]"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, words: str) -> None:
+def test_invalid_registration_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, Path("mine.toml"))
     assert words in str(caught.value)

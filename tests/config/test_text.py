@@ -1,4 +1,4 @@
-"""The text of a config, and its secrets."""
+"""The text of a config: limits, paths and secrets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEYOND = f"0x{'f' * 4000}"
     ids=["a number", "a number of ours", "lists", "tables"],
 )
 def test_too_large_numbers_and_deep_tables_are_refused(text: str, told: str, tmp_path: Path) -> None:
-    """pydantic, torch and JSON would fail on them without a place in the config."""
+    """pydantic, torch and JSON would fail on them without naming the key."""
     (tmp_path / "mine.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
     assert done.exit_code == 2
@@ -54,10 +54,8 @@ def test_path_that_is_not_a_config_is_refused(make: Callable[[Path], object], to
         load_config(tmp_path / "mine.toml")
 
 
-def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check passed, and the run ended as a defect where torch was to write its file."""
+def test_folder_that_is_not_utf_8_is_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check passed, and the run failed as a defect when torch wrote its file."""
     folder = tmp_path / os.fsdecode(b"zwei-\xfc")
     folder.mkdir()
     (folder / "mine.toml").write_text(MODEL)
@@ -82,26 +80,26 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_run(
         *("api-key", "hfToken", "private_key", "bearer"),
     ],
 )
-def test_secrets_among_the_arguments_of_a_model_are_refused(key: str, tmp_path: Path) -> None:
+def test_secrets_in_model_arguments_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.arguments.{key}: a config holds no secrets") as caught:
         parse_config(f'{MODEL}[model.arguments]\n{key} = "hunter2"', tmp_path / "mine.toml")
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_secret_is_one_in_a_list_and_as_a_number_too(tmp_path: Path) -> None:
+def test_secrets_in_lists_and_numbers_are_refused(tmp_path: Path) -> None:
     for value in ('["hunter2"]', "8877665544"):
         with pytest.raises(ConfigError, match="a config holds no secrets"):
             parse_config(f"{MODEL}[model.arguments]\npassword = {value}", tmp_path / "mine.toml")
 
 
 @pytest.mark.parametrize("argument", ['pad_token = "[PAD]"', "max_tokens = 5", "token = 5", 'secretary = "x"'])
-def test_arguments_that_sound_like_secrets_pass(argument: str, tmp_path: Path) -> None:
+def test_arguments_with_names_similar_to_secrets_pass(argument: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     parse_config(f"{MODEL}[model.arguments]\n{argument}", tmp_path / "mine.toml")
 
 
-def test_a_password_that_hides_behind_escapes_is_refused(tmp_path: Path) -> None:
-    """The text of a config is copied, and what is taken out of the copy is looked for as it is written."""
+def test_escaped_password_is_refused(tmp_path: Path) -> None:
+    """Secrets are removed from copies of a config by a search for their literal text, which escapes would hide."""
     (tmp_path / "mine.py").touch()
     hidden = '[tracking]\nuri = "http:\\u002f/someone:hunter2@127.0.0.1:1"'
     with pytest.raises(ConfigError, match=r"tracking\.uri: it holds a password or token that is written with escapes"):

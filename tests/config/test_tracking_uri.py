@@ -1,4 +1,4 @@
-"""URIs of tracking stores: valid ones pass, and a message about a slip shows no secret."""
+"""URIs of tracking stores: valid ones pass, and errors about invalid ones contain no secret."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_uri_of_a_store_passes(uri: str) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", MALFORMED)
 def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
-    """Without the encoding it is unclear where the password ends, and copies of the config would show a part of it."""
+    """Without the encoding, the end of the password is ambiguous, and copies of the config would contain part of it."""
     with pytest.raises(ValueError, match="percent-encode") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
@@ -102,8 +102,8 @@ def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("uri", NEITHER)
-def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
-    """The bundle would hold the name of the folder, with the password in it."""
+def test_mistyped_uri_is_not_used_as_a_folder(uri: str) -> None:
+    """The bundle would contain the folder name, including the password."""
     with pytest.raises(ValueError, match="neither a folder nor a URI") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
@@ -111,7 +111,7 @@ def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("uri", "message"), SLIPS)
-def test_message_names_the_slip(uri: str, message: str) -> None:
+def test_message_names_the_error(uri: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
@@ -119,7 +119,7 @@ def test_message_names_the_slip(uri: str, message: str) -> None:
 
 @pytest.mark.slow
 def test_store_of_a_package_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name may be similar to one of MLflow's own."""
+    """Its name can be similar to a built-in store of MLflow."""
     (tmp_path / "stores-1.dist-info").mkdir()
     (tmp_path / "stores-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stores\nVersion: 1\n")
     (tmp_path / "stores-1.dist-info" / "entry_points.txt").write_text(
