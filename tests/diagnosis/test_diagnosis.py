@@ -1,4 +1,4 @@
-"""Blame: a failed proof names the rule, its change, and the place, and leaves what shows the failure again, alone."""
+"""Diagnosis of parity failures: it names the rule, its change and the node, and writes a reproduction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = {"diagnosis.txt", "case.safetensors", "parity.json", "reproduce.py"}
 
 @dataclasses.dataclass(frozen=True)
 class Spoil(Rule):
-    """Gives every linear a copy of itself, and spoils the one that is named."""
+    """Replaces every linear by a copy, and zeroes the bias of the named one."""
 
     name: str = "down"
 
@@ -72,7 +72,7 @@ class Spoil(Rule):
 
 
 class Once(Transformation):
-    """Is wrong, and raises when it is applied again."""
+    """Changes the outputs, and raises when it is applied again."""
 
     preserves_computation = True
     calls = itertools.count()
@@ -104,7 +104,7 @@ class Relu(Transformation):
 
 
 def failing(output: Path, *rules: Transformation, **options: Any) -> str:
-    """What a failing export says."""
+    """Returns the error of a failing export."""
     options = {"formats": ["pt2"], "dynamic": exports.DYNAMIC, **options}
     with pytest.raises(errors.ParityError) as caught:
         export(exports.block(), exports.batch(), output, transformations=rules, **options)
@@ -112,7 +112,7 @@ def failing(output: Path, *rules: Transformation, **options: Any) -> str:
 
 
 def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]) -> str:
-    """What is said of an export whose file is spoilt before it is checked."""
+    """Returns the error of an export with a file that is changed before its check."""
     names = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
     def announce(stage: str, seconds: float | None) -> None:
@@ -124,7 +124,7 @@ def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]
 
 
 def reproduce(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs what was left in a fresh process that has neither this package nor transformers."""
+    """Runs the reproduction in a new process without optexport and transformers."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(('optexport', 'transformers', 'onnx', 'tests')))"
     code = f"{blocked}; import runpy; runpy.run_path({str(folder / 'reproduce.py')!r}, run_name='__main__')"
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -132,7 +132,7 @@ def reproduce(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @given(st.integers(1, 200).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))))
-def test_bisection_finds_the_first_that_fails_in_few_steps(numbers: tuple[int, int]) -> None:
+def test_bisection_finds_the_first_failure_in_log_steps(numbers: tuple[int, int]) -> None:
     count, first = numbers
     asked: list[int] = []
 
@@ -144,7 +144,7 @@ def test_bisection_finds_the_first_that_fails_in_few_steps(numbers: tuple[int, i
     assert len(asked) <= count.bit_length()
 
 
-def test_the_rule_the_node_and_the_place_are_named_and_a_small_piece_shows_it_again(tmp_path: Path) -> None:
+def test_rule_and_node_are_named_and_reproduced(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", MergeLinears(), Relu(), ChangeTrueDivToMulByInverse())
     assert "--without" not in told
     assert "Relu is to blame, which changed gelu. Leave Relu out of transformations." in told
@@ -159,15 +159,13 @@ def test_the_rule_the_node_and_the_place_are_named_and_a_small_piece_shows_it_ag
     done = reproduce(folder)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("gelu: 0.1")
-    shutil.copyfile(folder / "before.pt2", folder / "after.pt2")  # as if it were mended
+    shutil.copyfile(folder / "before.pt2", folder / "after.pt2")  # as if the rule were fixed
     assert reproduce(folder).returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "node", "which"), [("query", "linear", 1), ("down", "linear_5", 6)])
-def test_of_a_rule_with_many_changes_the_one_that_does_it_is_named(
-    tmp_path: Path, name: str, node: str, which: int
-) -> None:
+def test_failing_change_among_many_of_a_rule_is_named(tmp_path: Path, name: str, node: str, which: int) -> None:
     told = failing(tmp_path / "block", Spoil(name))
     assert f"Spoil is to blame, which changed {node} (its change {which} of 6)" in told
     assert f"values part first at {node} ({name})" in told
@@ -181,13 +179,13 @@ class Silent(Transformation):
 
 
 @pytest.mark.slow
-def test_a_rule_that_changes_weights_and_marks_no_node_is_named_too(tmp_path: Path) -> None:
+def test_rule_that_marks_no_changed_node_is_named(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Silent(), formats=["pt2"])
     assert "Silent is to blame, which changed no node that it says of." in told
 
 
 @pytest.mark.slow
-def test_what_raises_at_one_size_is_shown_again_alone(tmp_path: Path) -> None:
+def test_exception_at_one_size_is_reproduced(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Baked())
     assert "Baked is to blame" in told
     assert "reshape (aten.reshape.default) raises RuntimeError: shape" in told
@@ -231,7 +229,7 @@ def to_relu(node: Any) -> None:
         (node_of("node_softmax", lambda node: setattr(node.attribute[0], "i", -2)), "softmax", "Softmax"),
     ],
 )
-def test_the_place_in_an_onnx_file_is_named_in_both_graphs_names(
+def test_node_in_an_onnx_file_is_named_in_both_graphs(
     tmp_path: Path, spoil: Callable[[Path], None], target: str, inside: str
 ) -> None:
     told = failing_file(tmp_path / "block", "onnx", spoil)
@@ -244,12 +242,12 @@ def test_the_place_in_an_onnx_file_is_named_in_both_graphs_names(
 
 
 @pytest.mark.slow
-def test_a_piece_of_an_onnx_file_shows_the_failure_in_a_fresh_process(tmp_path: Path) -> None:
+def test_reproduction_from_an_onnx_file_fails_in_a_new_process(tmp_path: Path) -> None:
     failing_file(tmp_path / "block", "onnx", weight_of("norm.bias", lambda bias: 2 * bias))
     folder = tmp_path / "block-failure"
     done = reproduce(folder)
     assert (done.returncode, done.stderr) == (1, "")
-    weight_of("norm.bias", lambda bias: bias / 2)(folder / "piece.onnx")  # as if it were mended
+    weight_of("norm.bias", lambda bias: bias / 2)(folder / "piece.onnx")  # as if the file were fixed
     assert reproduce(folder).returncode == 0
 
 
@@ -266,7 +264,7 @@ def tamper_torchscript(path: Path) -> None:
     ("file_format", "spoil", "target"),
     [("torchscript", tamper_torchscript, "linear_4 (up)"), ("pt2", tamper_pt2, "query_key_value_merged")],
 )
-def test_the_place_in_other_files_is_named_too(
+def test_node_in_other_formats_is_named(
     tmp_path: Path, file_format: str, spoil: Callable[[Path], None], target: str
 ) -> None:
     told = failing_file(tmp_path / "block", file_format, spoil)
@@ -278,13 +276,13 @@ def test_the_place_in_other_files_is_named_too(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_file_that_raises_at_one_size_is_left_with_the_tensors_of_that_size(tmp_path: Path) -> None:
+def test_exception_of_a_file_at_one_size_is_reproduced(tmp_path: Path) -> None:
     told = failing_file(tmp_path / "block", "torchscript", bake_torchscript)
     assert "the file raises RuntimeError: The size of tensor a" in told
     assert reproduce(tmp_path / "block-failure").returncode == 1
 
 
-def test_the_values_of_every_file_are_those_of_the_graph() -> None:
+def test_intermediate_values_of_files_match_the_graph() -> None:
     bundle, batch = exports.exported().output, exports.batch(3, 7)
     graph = torch.export.load(bundle / "model.pt2").module(check_guards=False)
     assert isinstance(graph, fx.GraphModule)
@@ -297,7 +295,7 @@ def test_the_values_of_every_file_are_those_of_the_graph() -> None:
 
 
 @pytest.mark.slow
-def test_whatever_fails_while_blaming_is_said_and_does_not_hide_the_failure(tmp_path: Path) -> None:
+def test_error_during_diagnosis_does_not_hide_the_failure(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Once())
     assert "transformed graph: hidden, at traced" in told
     assert "What is to blame could not be found" in told
@@ -306,7 +304,7 @@ def test_whatever_fails_while_blaming_is_said_and_does_not_hide_the_failure(tmp_
 
 
 @pytest.mark.slow
-def test_a_folder_of_somebody_else_is_left_alone_and_the_failure_is_told_all_the_same(tmp_path: Path) -> None:
+def test_failure_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "block-failure").mkdir()
     (tmp_path / "block-failure" / "letter.txt").write_text("mine")
     told = failing(tmp_path / "block", Relu())
@@ -316,7 +314,7 @@ def test_a_folder_of_somebody_else_is_left_alone_and_the_failure_is_told_all_the
 
 
 @pytest.mark.slow
-def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_path: Path) -> None:
+def test_failure_folder_is_reproducible_and_removed_on_success(tmp_path: Path) -> None:
     failing(tmp_path / "block", Relu())
     first = {path.name: path.read_bytes() for path in (tmp_path / "block-failure").iterdir()}
     failing(tmp_path / "block", Relu())
@@ -328,7 +326,7 @@ def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_
 
 
 @pytest.mark.slow
-def test_blame_runs_a_config_up_to_the_proof_and_leaves_no_bundle(tmp_path: Path) -> None:
+def test_diagnose_runs_a_config_without_writing_a_bundle(tmp_path: Path) -> None:
     call = Caller(tmp_path)
     result = call("diagnose", config())
     assert result.exit_code == 0, result.stderr
@@ -342,7 +340,7 @@ def test_blame_runs_a_config_up_to_the_proof_and_leaves_no_bundle(tmp_path: Path
     assert str(folder) in told
 
 
-def test_blame_explains_a_bundle_by_itself(tmp_path: Path) -> None:
+def test_diagnose_explains_a_bundle(tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     result = CliRunner().invoke(cli, ["diagnose", str(bundle)])
     assert result.exit_code == 0, result.stderr
@@ -358,7 +356,7 @@ def test_blame_explains_a_bundle_by_itself(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SpoiltFold(FuseBatchNorm):
-    """Folds a batch norm, and gets one weight wrong."""
+    """Folds a batch norm with one wrong weight."""
 
     def rewrite(self, graph_module: fx.GraphModule, match: Match) -> list[tuple[fx.Node, Any]]:
         rewritten = super().rewrite(graph_module, match)
@@ -368,8 +366,8 @@ class SpoiltFold(FuseBatchNorm):
 
 
 @pytest.mark.slow
-def test_a_fold_is_compared_with_all_that_it_stands_for(tmp_path: Path) -> None:
-    """The convolution keeps its name and stands for the norm after it: alone it would always differ."""
+def test_fold_is_compared_with_all_nodes_that_it_replaces(tmp_path: Path) -> None:
+    """The convolution keeps its name and replaces the norm too. Comparing the convolution alone always fails."""
 
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.out(m.norm(m.conv(x)).relu())
@@ -383,14 +381,14 @@ def test_a_fold_is_compared_with_all_that_it_stands_for(tmp_path: Path) -> None:
     told = str(caught.value)
     assert "SpoiltFold is to blame, which changed conv2d" in told
     parted = float(re.search(r"values part first at batch_norm \(norm\): by ([\d.e-]+) where", told)[1])  # type: ignore[index]
-    assert parted < 0.2  # and not all that the norm does
+    assert parted < 0.2  # and not the full effect of the norm
     shown = reproduce(tmp_path / "bundle-failure")
     assert shown.returncode == 1, shown.stdout + shown.stderr
     assert f"batch_norm: {parted:.1g}" in shown.stdout
 
 
 @pytest.mark.slow
-def test_outputs_that_change_places_are_said_to(tmp_path: Path) -> None:
+def test_swapped_outputs_are_reported(tmp_path: Path) -> None:
     class Swapped(Transformation):
         preserves_computation = True
 
@@ -409,7 +407,7 @@ def test_outputs_that_change_places_are_said_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
+def test_output_with_another_dtype_is_reported(tmp_path: Path) -> None:
     class Narrow(Transformation):
         preserves_computation = True
 
@@ -428,7 +426,7 @@ def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
         )
 
 
-def test_every_file_of_a_failure_is_explained() -> None:
+def test_every_file_of_a_failure_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
     table = text.partition("The folder `OUTPUT-failure/`")[2].partition("`optexport diagnose")[0]
     whole = {"model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt", "before.pt", "after.pt"}
