@@ -1,4 +1,4 @@
-"""Files of the tiny models in every format, each written once; and what the models themselves compute."""
+"""Writes the tiny models in every format once, and compares the files with the models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DYNAMIC: Mapping[str, Dynamic] = {
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A model up to the point where the formats part."""
+    """A model, its flat graph and its exported program, before any file is written."""
 
     model: nn.Module
     flat: fx.GraphModule
@@ -65,7 +65,7 @@ def prepare(
 
 @functools.cache
 def prepared(name: str) -> Prepared:
-    """A tiny model, transformed by the preset; shared between tests, so none may change it."""
+    """Returns a tiny model, transformed by the preset. Tests share it and must not change it."""
     return prepare(models.model(name), models.inputs(name, 2, 9), _DYNAMIC[name], rules=True)
 
 
@@ -106,14 +106,14 @@ def pt2_file(name: str) -> Path:
 
 
 def eager(made: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model itself computes, by output name."""
+    """Returns the outputs of the model itself, by output name."""
     with torch.no_grad(), one_pass(made.model):
         outputs = flatten_outputs(made.model(**{name: tensor.clone() for name, tensor in batch.items()}))
     return {name: value.detach() for name, value in zip(made.signature.output_names, outputs.values(), strict=True)}
 
 
 def runs(made: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
-    """Asserts that a file gives the model's outputs, optimised and not."""
+    """Asserts that a file gives the outputs of the model, with and without optimisation."""
     for optimised in (False, True):
         run = runners.open_onnx(path, made.signature.output_names, optimised=optimised)
         for batch in inputs:
@@ -123,7 +123,7 @@ def runs(made: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
 
 
 def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Batches of sizes that were never traced, with every kind of padding."""
+    """Yields batches of sizes that were never traced, with every kind of padding."""
     for size, sequence in ((1, 2), (1, 17), (5, 3), (3, 40)):
         if name == "resnet":
             height, width = max(32, 2 * sequence), 32 + size
@@ -145,7 +145,7 @@ def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 
 
 def agrees(name: str, run: runners.Run, tolerance: float) -> None:
-    """Asserts that a file computes what the model computes, at all batches."""
+    """Asserts that a file gives the outputs of the model for all batches."""
     made = prepared(name)
     for title, batch in batches(name):
         want, got = eager(made, batch), run(batch)
@@ -159,7 +159,7 @@ def agrees(name: str, run: runners.Run, tolerance: float) -> None:
 def run_without_transformers(
     path: Path, inputs: Mapping[str, torch.Tensor], load: str, place: Path
 ) -> list[torch.Tensor]:
-    """Loads a file by one line of Python, in a process that cannot import transformers, and runs it."""
+    """Loads a file with one line of Python and runs it, in a process without transformers."""
     np.savez(place / "in.npz", **{name: tensor.numpy() for name, tensor in inputs.items()})
     code = f"""
 import sys, warnings

@@ -1,4 +1,4 @@
-"""Small models of several families, their files with a lowering and without, and whether two files agree."""
+"""Small models of several families, and their files with and without a format pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACE = tempfile.TemporaryDirectory(prefix="optexport-passes-")
 
 
 class Mlp(nn.Module):
-    """Linear layers with an activation of each kind, on rows."""
+    """Linear layers with several activations, applied to rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
 
 class Masked(nn.Module):
-    """A block of attention with a bias of -inf, whose rows of padding attend to nothing."""
+    """An attention block with a bias of -inf. Its padding rows attend to no key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Masked(nn.Module):
 
 @functools.cache
 def prepared(name: str) -> files.Prepared:
-    """A small model of each family; shared between tests, so none may change it."""
+    """Returns a small model of a family. Tests share it and must not change it."""
     if name == "mlp":
         return files.prepare(randomise(Mlp()), {"x": X[0]}, {"x": {0: Dim("batch", 1, 32)}})
     if name == "masked":
@@ -66,7 +66,7 @@ def prepared(name: str) -> files.Prepared:
 
 
 def batches(name: str) -> list[dict[str, torch.Tensor]]:
-    """Inputs of sizes that were never traced."""
+    """Returns inputs of sizes that were never traced."""
     if name == "mlp":
         return [{"x": torch.randn(rows, 4)} for rows in (1, 2, 17)]
     if name == "masked":
@@ -78,12 +78,12 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
 
 @functools.cache
 def _converted(made: files.Prepared, opset: int | None) -> onnx_ir.Model:
-    """A graph as ONNX, before any lowering: what is prepared is converted once, a copy of it anew."""
+    """Converts a graph to ONNX without format passes, once for each object."""
     return onnx_exporter.convert(made.flat, made.signature, made.example, opset)
 
 
 def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
-    """Writes a file with some passes, by a name that differs in the folder alone: TorchScript writes it inside."""
+    """Writes a file with format passes. The file name is constant, because TorchScript stores it."""
     folder.mkdir(exist_ok=True)
     path = folder / f"model.{file_format}"
     match file_format:
@@ -102,7 +102,7 @@ def plain_file(model: str, file_format: str) -> Path:
 
 
 def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given: Sequence[Any]) -> None:
-    """Asserts that two files compute the same, to a few units in the last place of the largest number."""
+    """Asserts that two files agree to a few units in the last place of the largest number."""
     names = made.signature.output_names
     pairs = zip(*(runners.open_file(p, file_format, names) for p in (path, other)), strict=True)
     for (_, run), (_, plain) in pairs:
@@ -116,7 +116,7 @@ def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given
 
 
 def both(made: files.Prepared, file_format: str, name: str, place: Path) -> tuple[Path, Path]:
-    """The file without a lowering, and with it."""
+    """Returns the file without a format pass, and with it."""
     plain = save(made, file_format, place / "plain")
     return plain, save(made, file_format, place / "lowered", (name,))
 

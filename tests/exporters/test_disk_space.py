@@ -1,4 +1,4 @@
-"""A full disk is told before PyTorch's writer meets it, which would end the process."""
+"""Tests that a full disk is an error before PyTorch writes, which would end the process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def exported(device: str, size: int) -> torch.export.ExportedProgram:
 
 
 @pytest.mark.slow
-def test_weights_that_no_disk_holds_are_a_full_disk(tmp_path: Path) -> None:
+def test_weights_larger_than_the_disk_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="model.pt2") as caught:
         disk_space.check_room(tmp_path / "model.pt2", exported("meta", 10**8))  # 40 petabytes
     assert caught.value.errno == errno.ENOSPC
 
 
 @pytest.mark.slow
-def test_weights_larger_than_a_file_may_be_are_told_so(tmp_path: Path) -> None:
+def test_weights_larger_than_the_file_size_limit_are_refused(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, before[1]))
     try:
@@ -38,5 +38,5 @@ def test_weights_larger_than_a_file_may_be_are_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_passes(tmp_path: Path) -> None:
+def test_weights_that_fit_pass(tmp_path: Path) -> None:
     disk_space.check_room(tmp_path / "model.pt2", exported("cpu", 8))

@@ -1,4 +1,4 @@
-"""The graph as a program again, and the ``.pt2`` file that holds it."""
+"""Tests of the conversion of a graph to a program, and of the ``.pt2`` file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = {"x": {0: Dim("batch", 1, 32)}}
 
 
 class Several(nn.Module):
-    """Outputs that repeat, hand an input through, hand a weight out, and nest."""
+    """Returns repeated and nested outputs, an input and a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Several(nn.Module):
 
 
 class Changing(nn.Module):
-    """Changes its input in place, and hands it out."""
+    """Changes its input in place and returns it."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x * 2
@@ -50,7 +50,7 @@ class Changing(nn.Module):
 
 
 class Sizes(nn.Module):
-    """Returns a size beside a tensor."""
+    """Returns a size and tensors."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
         return x + 1, x.shape[0], x.sum(0)
@@ -65,14 +65,14 @@ class Nothing(nn.Module):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
-def test_the_file_computes_what_the_model_computes_at_any_size(name: str) -> None:
+def test_file_gives_the_outputs_of_the_model_at_any_size(name: str) -> None:
     run = runners.open_pt2(files.pt2_file(name), files.prepared(name).signature.output_names)
     files.agrees(name, run, 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5"])
-def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(name: str, tmp_path: Path) -> None:
+def test_file_loads_without_transformers_and_gives_a_tuple(name: str, tmp_path: Path) -> None:
     made = files.prepared(name)
     batch = dict(list(files.batches(name))[-1][1])
     got = files.run_without_transformers(files.pt2_file(name), batch, "torch.export.load(path).module()", tmp_path)
@@ -100,7 +100,7 @@ def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert", "resnet"])
-def test_a_size_outside_the_declared_range_is_refused_by_the_file(name: str) -> None:
+def test_file_refuses_a_size_outside_the_declared_range(name: str) -> None:
     module = torch.export.load(files.pt2_file(name)).module()
     _, batch = next(iter(files.batches(name)))
     large = {key: value.repeat(17, *[1] * (value.dim() - 1)) for key, value in batch.items()}
@@ -109,7 +109,7 @@ def test_a_size_outside_the_declared_range_is_refused_by_the_file(name: str) -> 
 
 
 @pytest.mark.slow
-def test_flattening_leaves_the_graph_as_it_was() -> None:
+def test_flattening_does_not_change_the_graph() -> None:
     traced = trace(randomise(Several()), {"x": X}, BATCH)
     before, code = str(traced.graph_module.graph), traced.graph_module.code
     parameters = dict(traced.graph_module.named_parameters())
@@ -119,7 +119,7 @@ def test_flattening_leaves_the_graph_as_it_was() -> None:
 
 
 @pytest.mark.slow
-def test_outputs_come_in_the_signatures_order_each_a_tensor_of_its_own() -> None:
+def test_outputs_are_distinct_and_in_the_order_of_the_signature() -> None:
     model = randomise(Several())
     made = files.prepare(model, {"x": X}, BATCH)
     assert made.signature.output_names == ["y", "again", "x_out", "weight", "nested.0", "nested.1.0"]
@@ -133,7 +133,7 @@ def test_outputs_come_in_the_signatures_order_each_a_tensor_of_its_own() -> None
 
 
 @pytest.mark.slow
-def test_a_size_among_the_outputs_is_left_out() -> None:
+def test_size_among_the_outputs_is_omitted() -> None:
     made = files.prepare(Sizes(), {"x": X}, BATCH)
     assert made.signature.output_names == ["output_0", "output_2"]
     got = made.program.module()(x=torch.ones(5, 4))
@@ -142,7 +142,7 @@ def test_a_size_among_the_outputs_is_left_out() -> None:
 
 
 @pytest.mark.slow
-def test_an_input_that_is_changed_in_place_gives_the_models_outputs() -> None:
+def test_input_changed_in_place_gives_the_outputs_of_the_model() -> None:
     made = files.prepare(Changing(), {"x": X.clone()}, BATCH)
     got = made.program.module()(x=torch.ones(5, 4))
     assert torch.equal(got[0], torch.full((5, 4), 2.0))
@@ -150,7 +150,7 @@ def test_an_input_that_is_changed_in_place_gives_the_models_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_an_input_that_is_never_read_is_kept(tmp_path: Path) -> None:
+def test_unread_input_stays_in_the_signature(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Nothing(), both, {"x": {0: "batch"}, "unread": {0: "batch"}})
     exported_program.save(made.program, tmp_path / "model.pt2")
@@ -187,7 +187,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_graph_that_fixes_a_declared_size_is_an_error_that_says_what_to_try() -> None:
+def test_graph_that_fixes_a_declared_size_is_refused_with_a_hint() -> None:
     traced = trace(randomise(Program(lambda m, x: x * 2)), {"x": X}, BATCH)
     flat = exported_program.flatten(traced.graph_module, traced.signature)
     (node,) = [node for node in flat.graph.nodes if node.op == "call_function"]
@@ -202,16 +202,16 @@ def test_a_graph_that_fixes_a_declared_size_is_an_error_that_says_what_to_try() 
 
 
 class Windows(nn.Module):
-    """Attention within parts of a sequence, whose lengths are an input's values."""
+    """Attention within parts of a sequence. An input holds the lengths of the parts."""
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # as transformers has it while it is traced
+        with sdpa_kernel(SDPBackend.MATH):  # as transformers does while it is traced
             parts = torch.split(x, lengths.tolist(), dim=2)
             return torch.cat([nn.functional.scaled_dot_product_attention(part, part, part) for part in parts], dim=2)
 
 
 @pytest.mark.slow
-def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path: Path) -> None:
+def test_attention_with_data_dependent_lengths_is_exported(tmp_path: Path) -> None:
     made = files.prepare(Windows(), {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([5, 7])}, None)
     assert made.program.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
     exported_program.save(made.program, tmp_path / "model.pt2")
@@ -223,8 +223,8 @@ def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path
 
 
 @pytest.mark.slow
-def test_names_of_weights_may_hold_what_is_no_quote(tmp_path: Path) -> None:
-    """As those of edges between kinds of nodes, which a file could not be opened for."""
+def test_weight_names_may_contain_special_characters(tmp_path: Path) -> None:
+    """Graph networks name edges like this, and such a file could not be opened."""
     kinds = nn.ModuleDict({"<author___writes>": nn.Linear(4, 4), "für": nn.BatchNorm1d(4)})
     model = Program(lambda m, x: m.kinds["für"](m.kinds["<author___writes>"](x)), kinds=kinds)
     result = quick(model, {"x": torch.randn(3, 4)}, tmp_path / "out")
@@ -232,7 +232,7 @@ def test_names_of_weights_may_hold_what_is_no_quote(tmp_path: Path) -> None:
 
 
 class SplitsRows(Rule):
-    """Computes some rows and the others apart: exact at every size, but traced again it holds for fewer rows."""
+    """Splits the rows into two parts. The result is exact, but a new trace allows fewer rows."""
 
     def match(self, graph_module: fx.GraphModule, node: fx.Node) -> Match | None:
         return Match((node,)) if node.target is torch.ops.aten.relu.default else None
@@ -251,8 +251,8 @@ class SplitsRows(Rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pt2", "onnx"])
-def test_a_file_that_would_hold_for_fewer_sizes_than_are_promised_is_none(name: str, tmp_path: Path) -> None:
-    """It passed where the ends of the range were too large to try, and its ONNX file gave 40 rows of 64."""
+def test_file_for_fewer_sizes_than_declared_is_refused(name: str, tmp_path: Path) -> None:
+    """It passed if the ends of the range were too large to try. Its ONNX file returned 40 of 64 rows."""
     model, dynamic = (
         Program(lambda m, x: torch.relu(m.linear(x)), linear=nn.Linear(4, 4)),
         {"x": {0: Dim("batch", 1, 64)}},

@@ -1,4 +1,4 @@
-"""What holds for every lowering: the file opens, computes what it did without, at any size, and is written alike."""
+"""Tests of all format passes: files open, agree at any size and are reproducible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES 
     "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
 )
 @pytest.mark.parametrize(("name", "file_format"), EACH)
-def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
+def test_every_format_pass_gives_a_file_that_agrees_at_any_size(
     name: str, file_format: str, model: str, tmp_path: Path
 ) -> None:
     lowered = save(prepared(model), file_format, tmp_path, (name,))
@@ -32,9 +32,7 @@ def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_named(
-    file_format: str, tmp_path: Path
-) -> None:
+def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path) -> None:
     made, names = prepared("bert"), format_passes.of_format(file_format)
     lowered = save(made, file_format, tmp_path / "lowered", names)
     backwards = save(made, file_format, tmp_path / "backwards", names[::-1])
@@ -44,9 +42,7 @@ def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_nam
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
-def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
-    name: str, file_format: str, tmp_path: Path
-) -> None:
+def test_file_is_reproducible_and_holds_no_paths_of_the_machine(name: str, file_format: str, tmp_path: Path) -> None:
     first, second = (save(replace(prepared("masked")), file_format, tmp_path / part, (name,)) for part in "ab")
     assert first.read_bytes() == second.read_bytes()
     assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
@@ -54,7 +50,7 @@ def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sum-residuals", "gemm", "onednn-linear"])
-def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: Path) -> None:
+def test_format_pass_without_a_match_gives_the_same_file(name: str, tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
     for file_format in [file_format for other, file_format in EACH if other == name]:
         plain, lowered = both(made, file_format, name, tmp_path)
@@ -63,7 +59,7 @@ def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
-def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: str, tmp_path: Path) -> None:
+def test_format_pass_does_not_change_the_graph_or_the_program(name: str, file_format: str, tmp_path: Path) -> None:
     made = replace(prepared("masked"))
     before = str(made.flat.graph), str(made.program)
     weights = {name: (value.data_ptr(), value.clone()) for name, value in made.program.state_dict.items()}
@@ -74,14 +70,14 @@ def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: s
         assert torch.equal(made.program.state_dict[key], value)
 
 
-def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None:
+def test_passes_of_a_format_are_listed_in_application_order() -> None:
     assert format_passes.of_format("onnx").index("sum-residuals") < format_passes.of_format("onnx").index(
         "transformers-fusions"
     )
     assert set(format_passes.of_format("pt2")) == {"onednn-linear", "channels-last"}
 
 
-def test_those_for_the_cpu_are_none_for_a_card() -> None:
+def test_passes_for_the_cpu_are_not_used_for_cuda() -> None:
     assert format_passes.of_format("pt2", "cuda") == ()
     assert format_passes.of_format("torchscript", "cuda") == ("freeze",)
     assert format_passes.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")

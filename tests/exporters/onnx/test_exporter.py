@@ -1,4 +1,4 @@
-"""ONNX files: named and dynamic axes, metadata that tells of the rules and not of the machine, and right numbers."""
+"""Tests of the ONNX exporter: names, dynamic axes, metadata and numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
 
 @pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
 @pytest.mark.parametrize("name", files.NAMES)
-def test_the_file_computes_what_the_model_computes_at_any_size(name: str, optimised: bool) -> None:
+def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimised: bool) -> None:
     outputs = files.prepared(name).signature.output_names
     files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimised=optimised), 5e-6)
 
@@ -61,7 +61,7 @@ def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> Non
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
-def test_the_checker_passes_the_file_and_it_tells_nothing_of_the_machine(name: str) -> None:
+def test_file_is_valid_and_holds_no_paths_of_the_machine(name: str) -> None:
     path = files.onnx_file(name)
     onnx.checker.check_model(str(path), full_check=True)
     content = path.read_bytes()
@@ -69,14 +69,14 @@ def test_the_checker_passes_the_file_and_it_tells_nothing_of_the_machine(name: s
         assert told.encode() not in content
 
 
-def test_the_metadata_holds_what_it_was_given_as_json() -> None:
+def test_metadata_is_stored_as_json() -> None:
     model = onnx.load(files.onnx_file("bert"))
     metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert metadata == {"optexport.transformations": ["one", "two"]}
 
 
 @pytest.mark.slow
-def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_each(tmp_path: Path) -> None:
+def test_repeated_and_passed_through_outputs_have_unique_names(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: (y := m.a(x), y, x, x, m.a.weight, y + 1), a=nn.Linear(4, 4)))
     made, path = saved(model, tmp_path)
     names = [value.name for value in onnx.load(path).graph.output]
@@ -86,14 +86,14 @@ def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_ea
 
 
 @pytest.mark.slow
-def test_an_output_that_is_called_as_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
+def test_output_with_the_name_of_an_input_is_renamed(tmp_path: Path) -> None:
     made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
     assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
     files.runs(made, path, {"x": torch.randn(5, 4)})
 
 
 class InPlace(nn.Module):
-    """Writes into slices, and where a mask says so; and into its input."""
+    """Writes into slices, into masked elements and into its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -104,13 +104,13 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
+def test_in_place_writes_are_exported(tmp_path: Path) -> None:
     made, path = saved(InPlace(), tmp_path)
     files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
 
 
 class Rows(nn.Module):
-    """Attention with a mask of one's own kind: boolean, of minus infinity, or of the smallest number."""
+    """Attention with a boolean mask, or with a mask of minus infinity or the smallest number."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Rows(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "smallest", "large"])
-def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int | None, tmp_path: Path) -> None:
+def test_fully_masked_rows_give_the_numbers_of_torch(kind: str, opset: int | None, tmp_path: Path) -> None:
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
@@ -143,7 +143,7 @@ def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int |
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
-def test_rows_without_a_single_key_are_zeros_in_half_precision_too(opset: int | None, tmp_path: Path) -> None:
+def test_fully_masked_rows_are_zeros_in_half_precision(opset: int | None, tmp_path: Path) -> None:
     example = {"x": 40 * torch.randn(3, 5, 4).half(), "mask": torch.ones(3, 5).half()}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
@@ -157,7 +157,7 @@ def test_rows_without_a_single_key_are_zeros_in_half_precision_too(opset: int | 
 
 
 class Attention(nn.Module):
-    """Attention of one's own keys, said as torch allows it."""
+    """Calls scaled_dot_product_attention with the given arguments."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Attention(nn.Module):
     [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}],
     ids=["plain", "causal", "scale", "grouped queries"],
 )
-def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_every_kind_of_attention_gives_the_numbers_of_torch(arguments: dict[str, Any], tmp_path: Path) -> None:
     heads = 4 if "enable_gqa" in arguments else 2
     example = {"q": torch.randn(3, heads, 5, 4), "k": torch.randn(3, 2, 6, 4)}
     axes = {
@@ -208,7 +208,7 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
     ],
     ids=["running maximum", "running minimum", "places among others", "buckets", "counts", "counts of all", "edges"],
 )
-def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_path: Path) -> None:
+def test_functions_without_an_onnx_operator_are_decomposed(forward: Any, tmp_path: Path) -> None:
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
     made = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
     files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
@@ -231,13 +231,13 @@ def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("opset", [18, 20, 23, 26])
-def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
+def test_file_has_the_requested_opset(opset: int, tmp_path: Path) -> None:
     made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
     assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
     files.runs(made, path, {"x": torch.randn(6, 4)})
 
 
-def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
+def test_large_weights_go_to_an_external_file(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 64), b=nn.Linear(64, 4)))
     made, path = saved(model, tmp_path, external_data_above=100, metadata={"key": "value"})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
@@ -251,7 +251,7 @@ def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_up_to_that_size_stay_inside(tmp_path: Path) -> None:
+def test_small_weights_stay_in_the_model_file(tmp_path: Path) -> None:
     saved(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path, external_data_above=4 * 64 * 4 + 256)
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
@@ -266,7 +266,7 @@ def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
     files.runs(made, moved / path.name, {"x": torch.randn(5, 4)})
 
 
-def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: Path) -> None:
+def test_operator_without_translation_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="_linalg_eigh") as caught:
         saved(Program(lambda m, x: torch.linalg.eigvalsh(x.T @ x)), tmp_path)
     assert caught.value.exit_code == 5
@@ -275,13 +275,13 @@ def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_opset_that_cannot_be_had_is_an_error_and_no_other_is_written(tmp_path: Path) -> None:
+def test_unsupported_opset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="999"):
         saved(Program(lambda m, x: x.relu()), tmp_path, opset=999)
 
 
 @pytest.mark.slow
-def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> None:
+def test_saving_does_not_change_the_graph_or_the_inputs(tmp_path: Path) -> None:
     made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
     before, code = str(made.flat.graph), made.flat.code
     example = {name: value.clone() for name, value in made.example.items()}
@@ -291,7 +291,7 @@ def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -> None:
+def test_unread_input_is_accepted(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
     files.save_onnx(made, tmp_path / "model.onnx", example=both)
@@ -307,7 +307,7 @@ class Unread(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
-def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_inputs_and_outputs_may_have_any_supported_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
     made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -324,24 +324,24 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-8, 1e-10, 1e-12])
-def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
+def test_small_addends_are_not_removed(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
     made, path = saved(model, tmp_path)
     files.runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
 
 
-def test_torchlib_is_read_once_and_no_translation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchlib_is_read_once_and_its_registry_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = _registration.ONNXRegistry.from_torchlib
     made, path = saved(Program(lambda m, x: x.relu()), tmp_path)
     monkeypatch.setattr(transformers_exporter, "onnx_translations", dict)
-    monkeypatch.setattr(_registration, "onnxscript_apis", None)  # what an export would read torchlib from
+    monkeypatch.setattr(_registration, "onnxscript_apis", None)  # an export would read torchlib from here
     files.save_onnx(made, path)
     files.runs(made, path, made.example)
     assert original == _registration.ONNXRegistry.from_torchlib
 
 
 class Tagger(nn.Module):
-    """An embedding before a bidirectional LSTM, in float16: ONNX Runtime ends its process as it opens the file."""
+    """An embedding and a bidirectional LSTM. ONNX Runtime crashes when it opens it in float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def tagger(dtype: torch.dtype) -> files.Prepared:
 
 
 @pytest.mark.slow
-def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_process_goes_on(tmp_path: Path) -> None:
+def test_file_that_crashes_onnx_runtime_is_an_error(tmp_path: Path) -> None:
     made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
     try:
         files.save_onnx(made, path)
@@ -365,12 +365,12 @@ def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_pr
         told = str(error)
     if told:
         assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", told)
-    else:  # a runtime that was mended
+    else:  # a version of ONNX Runtime without the bug
         runners.open_onnx(path, made.signature.output_names, optimised=True)
 
 
 @pytest.mark.slow
-def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
+def test_recurrent_file_without_a_crash_is_written(tmp_path: Path) -> None:
     made, path = tagger(torch.float32), tmp_path / "model.onnx"
     files.save_onnx(made, path)
     files.runs(made, path, made.example)
@@ -378,7 +378,7 @@ def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operators", [{"LSTM"}, {"Gemm", "GRU"}])
-def test_a_file_that_the_runtime_refuses_is_no_crash(operators: set[str], tmp_path: Path) -> None:
+def test_refused_file_is_not_reported_as_a_crash(operators: set[str], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"x" * 999)
     check_opens(path, operators)

@@ -1,4 +1,4 @@
-"""Fourier transforms in ONNX files: of any length, whole or half, and back."""
+"""Tests of Fourier transforms in ONNX files: any length, complex and real, and inverses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _half(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _back(m: nn.Module, x: torch.Tensor) -> Any:
-    """A spectrum need be no real signal's: its first number, and the middle one of an even length, may be complex."""
+    """Computes inverse transforms of a spectrum whose first and middle numbers may be complex."""
     y = torch.complex(x, x.flip(1))
     same = [fft.irfft(y, n=x.shape[2], norm=norm) for norm in _NORMS]
     return same, fft.irfft(y), fft.irfft(y, n=7, dim=1), fft.irfft2(y), fft.hfft(y), fft.ihfft(x).abs()
@@ -38,7 +38,7 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transforms", [_complex, pytest.param(_half, marks=pytest.mark.nightly), _back])
-def test_transforms_of_any_length_are_as_near_as_products_are(transforms: Any, tmp_path: Path) -> None:
+def test_transforms_of_any_length_are_as_exact_as_products(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
     made = files.prepare(Program(transforms), {"x": torch.randn(2, 6, 9)}, dynamic)
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -56,7 +56,7 @@ def test_transforms_of_a_fixed_length_are_written(length: int, transforms: Any, 
 
 
 @pytest.mark.slow
-def test_frames_of_a_sound_become_a_spectrum_and_a_sound_again(tmp_path: Path) -> None:
+def test_spectrogram_and_its_inverse_are_written(tmp_path: Path) -> None:
     window = torch.hann_window(20)
 
     def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
@@ -69,7 +69,7 @@ def test_frames_of_a_sound_become_a_spectrum_and_a_sound_again(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_numbers_of_a_spectrum_that_are_real_have_the_angle_of_real_numbers(tmp_path: Path) -> None:
+def test_real_numbers_of_a_spectrum_have_the_angle_of_torch(tmp_path: Path) -> None:
     def angles(m: nn.Module, x: torch.Tensor) -> Any:
         spectrum = fft.rfft(x)
         return spectrum.angle()[:, 0], spectrum.angle()[:, -1], spectrum.conj().imag

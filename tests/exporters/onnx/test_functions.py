@@ -1,4 +1,4 @@
-"""Functions that stand for operators in ONNX files: they compute the same at sizes that were never traced."""
+"""Tests of the ONNX functions that replace operators, at sizes that were never traced."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _pools_3(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("pools", "axes"), [(_pools_1, 1), (_pools_2, 2), (_pools_3, 3)])
-def test_adaptive_pooling_has_windows_of_the_size_that_it_is_given(pools: Any, axes: int, tmp_path: Path) -> None:
-    example = {"x": torch.randn(2, 3, *(6, 9, 7)[:axes])}  # 6 and 9 part evenly, and most others do not
+def test_adaptive_pooling_works_at_uneven_sizes(pools: Any, axes: int, tmp_path: Path) -> None:
+    example = {"x": torch.randn(2, 3, *(6, 9, 7)[:axes])}  # 6 and 9 divide evenly, unlike most other sizes
     dynamic = {"x": {0: "batch", **{2 + axis: f"size_{axis}" for axis in range(axes)}}}
     made = files.prepare(Program(pools), example, dynamic)
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -57,7 +57,7 @@ def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_axes_that_are_not_of_size_1_are_not_taken_away(tmp_path: Path) -> None:
+def test_squeeze_keeps_axes_that_are_not_of_size_1(tmp_path: Path) -> None:
     model = Program(lambda m, x: (x.squeeze(1), x.squeeze(2), x.squeeze((0, 2)), x.squeeze(0), x.squeeze(), x))
     made = files.prepare(model, {"x": torch.randn(3, 4, 1)}, {"x": {0: "batch"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -65,7 +65,7 @@ def test_axes_that_are_not_of_size_1_are_not_taken_away(tmp_path: Path) -> None:
 
 
 class Placed(nn.Module):
-    """Puts exponentials where rows begin with a positive number, as none may."""
+    """Writes exponentials into the rows that begin with a positive number. There may be no such rows."""
 
     def __init__(self, *, scattered: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Placed(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scattered", [False, True])
-def test_where_a_mask_is_true_nowhere_nothing_is_put(scattered: bool, tmp_path: Path) -> None:
+def test_mask_without_true_elements_writes_nothing(scattered: bool, tmp_path: Path) -> None:
     example = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
     made = files.prepare(Placed(scattered=scattered), example, {"x": {0: "batch"}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -97,7 +97,7 @@ def _resized(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
+def test_nearest_neighbours_are_the_same_as_in_torch(tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
     made = files.prepare(Program(_resized), {"x": torch.randn(2, 3, 14, 12)}, dynamic)
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -106,8 +106,8 @@ def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_factor_that_adds_no_place_yet_moves_them(tmp_path: Path) -> None:
-    """The runtime copies what it makes as long as it was."""
+def test_scale_factor_that_keeps_the_size_still_moves_elements(tmp_path: Path) -> None:
+    """ONNX Runtime copies the input if the size stays the same."""
     model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
     made = files.prepare(model, {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -121,10 +121,10 @@ def _floors(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> None:
+def test_floor_division_rounds_as_torch_does(tmp_path: Path) -> None:
     made = files.prepare(Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
     files.save_onnx(made, tmp_path / "model.onnx")
-    multiples = torch.arange(-40, 40).reshape(8, 10) * 0.7  # of -7 by 0.7 torch gives -11
+    multiples = torch.arange(-40, 40).reshape(8, 10) * 0.7  # torch gives -11 for -7 // 0.7
     files.runs(made, tmp_path / "model.onnx", {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9})
 
 
@@ -136,8 +136,8 @@ def _whole_quotients(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_quotients_of_whole_numbers_are_exact_however_large_they_are(tmp_path: Path) -> None:
-    """``torch.onnx`` divides in float32, and a file with the wrong hour of a time stamp passed the proof."""
+def test_integer_quotients_are_exact_for_large_numbers(tmp_path: Path) -> None:
+    """``torch.onnx`` divides in float32. A file with the wrong hour of a time stamp passed the checks."""
     made = files.prepare(
         Program(_whole_quotients), {"x": torch.tensor([[1_699_999_199, -7, 3600, 2]] * 2)}, {"x": {0: "rows"}}
     )
@@ -155,7 +155,7 @@ def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
+def test_logarithms_of_overflowing_exponentials_are_finite(tmp_path: Path) -> None:
     made = files.prepare(Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     ends = torch.tensor([[-1e4, -104.0, -88.5, 0.0, 30.0], [1e4, 104.0, 88.5, -1.0, -1e4]])
@@ -177,8 +177,8 @@ def _rests(m: nn.Module, x: torch.Tensor) -> Any:
     )
 
 
-def test_the_rest_of_a_division_is_exact(tmp_path: Path) -> None:
-    """``torch.onnx`` subtracts a rounded product from numbers that may be large."""
+def test_remainder_is_exact(tmp_path: Path) -> None:
+    """``torch.onnx`` subtracts a rounded product, which is inexact for large numbers."""
     made = files.prepare(Program(_rests), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     whole = torch.arange(1, 81).reshape(8, 10).float()
@@ -186,7 +186,7 @@ def test_the_rest_of_a_division_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rest_of_a_division_by_infinity_is_what_was_divided(tmp_path: Path) -> None:
+def test_remainder_of_a_division_by_infinity_is_the_dividend(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.tensor([[100.0] * 5, [-2.0, -0.5, 0.0, 0.5, 2.0]])})
@@ -201,8 +201,8 @@ def _reduced(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_what_is_scattered_is_reduced_with_what_is_there_and_without(tmp_path: Path) -> None:
-    """Of means, which ONNX has not, too."""
+def test_scatter_reduces_with_and_without_the_present_values(tmp_path: Path) -> None:
+    """Includes means, for which ONNX has no reduction."""
     made = files.prepare(Program(_reduced), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
@@ -214,7 +214,7 @@ def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_the_extreme_of_infinite_numbers_alone_is_infinite(tmp_path: Path) -> None:
+def test_extreme_of_infinite_numbers_only_is_infinite(tmp_path: Path) -> None:
     made = files.prepare(Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     infinite = torch.tensor([-torch.inf, -torch.inf, torch.inf, -torch.inf, torch.inf])[None]
@@ -235,15 +235,15 @@ def _turned(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_what_is_rolled_is_rolled_at_every_size(tmp_path: Path) -> None:
-    """Of 7 places by 7 nothing changes, which says nothing of other sizes."""
+def test_roll_works_at_every_size(tmp_path: Path) -> None:
+    """A roll by 7 changes nothing at the traced size 7, but it does at other sizes."""
     made = files.prepare(Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
 
 
 @pytest.mark.slow
-def test_what_is_rolled_by_all_of_its_places_is_an_output_of_its_own(tmp_path: Path) -> None:
+def test_roll_by_the_full_size_has_its_own_output(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(2, 5)})
@@ -254,7 +254,7 @@ def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_the_inverse_of_the_error_function_is_written_in_both_precisions(tmp_path: Path) -> None:
+def test_erfinv_is_written_in_both_precisions(tmp_path: Path) -> None:
     made = files.prepare(Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     ends = torch.tensor([[-1.0, -0.9999999, -0.85, -0.1, 0.0], [1.0, 0.9999999, 0.8500001, 1e-20, 0.5]])

@@ -1,4 +1,4 @@
-"""Whole numbers of 64 bits in ONNX files: however large, the larger of two is the one that torch takes."""
+"""Tests of int64 operators in ONNX files, with numbers beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optexport.signature.signature import flatten_outputs
 from tests._helpers.graphs import Program
 from tests.exporters import files
 
-# The last are time stamps in milliseconds, of the 49 days that the lower half of a number holds.
+# The last are time stamps in milliseconds within 49 days (2**32 milliseconds).
 _NUMBERS = [
     *(torch.randint(-most, most, (8, 6), generator=torch.Generator().manual_seed(0)) for most in (6, 2**33, 2**62)),
     1_699_999_199_000 + torch.randint(0, 2**32, (8, 6), generator=torch.Generator().manual_seed(1)),
@@ -39,7 +39,7 @@ def _of_divisions(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _check(program: Any, path: Path) -> set[str]:
-    """Holds a file to equal numbers, as it stands and optimised; gives the operators in it."""
+    """Asserts that a file gives equal numbers, optimised or not. Returns its operators."""
     made = files.prepare(Program(program), {"x": _NUMBERS[0][:4]}, {"x": {0: "rows"}})
     files.save_onnx(made, path)
     for optimised in (False, True):
@@ -50,25 +50,25 @@ def _check(program: Any, path: Path) -> set[str]:
     return {node.op_type for node in onnx.load(path).graph.node}
 
 
-def test_the_larger_of_two_is_that_of_torch(tmp_path: Path) -> None:
-    """ONNX Runtime takes 5 for the larger of 3,000,000,000 and 5."""
+def test_maximum_and_minimum_of_two_are_exact(tmp_path: Path) -> None:
+    """ONNX Runtime returns 5 as the maximum of 3,000,000,000 and 5."""
     assert not _check(_of_pairs, tmp_path / "model.onnx") & {"Max", "Min", "Clip", "Sign", "Relu"}
 
 
 @pytest.mark.slow
-def test_the_largest_along_axes_is_that_of_torch(tmp_path: Path) -> None:
-    """The runtime gives the earlier of two time stamps for the latest."""
+def test_maximum_and_minimum_along_axes_are_exact(tmp_path: Path) -> None:
+    """ONNX Runtime returns the earlier of two time stamps as the maximum."""
     assert not _check(_of_axes, tmp_path / "model.onnx") & {"Max", "Min", "ReduceMax", "ReduceMin"}
 
 
 @pytest.mark.slow
-def test_what_a_division_leaves_is_exact_and_whole_numbers_are_round(tmp_path: Path) -> None:
+def test_remainders_are_exact_and_rounding_keeps_integers(tmp_path: Path) -> None:
     _check(_of_divisions, tmp_path / "model.onnx")
 
 
 @pytest.mark.slow
-def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> None:
-    """torch.onnx has no translation of it."""
+def test_stable_argsort_keeps_the_order_of_ties(tmp_path: Path) -> None:
+    """``torch.onnx`` has no translation of a stable argsort."""
 
     def orders(m: nn.Module, x: torch.Tensor) -> Any:
         tied = x % 3
@@ -78,7 +78,7 @@ def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_others_than_int64_keep_their_operators(tmp_path: Path) -> None:
+def test_other_dtypes_keep_their_operators(tmp_path: Path) -> None:
     def body(m: nn.Module, x: torch.Tensor) -> Any:
         y = x.flip(0)
         return torch.maximum(x, y), torch.minimum(x, y), x.clamp(-1, 1), x.sign(), functional.relu(x), x.amax(1)

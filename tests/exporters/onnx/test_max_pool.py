@@ -1,4 +1,4 @@
-"""Maxima over windows in ONNX files: what torch gives, of infinite numbers too."""
+"""Tests of max pooling in ONNX files, also with infinite numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.exporters import files
 _BATCH = {"x": {0: "batch"}}
 
 
-def test_zeros_that_are_padded_before_a_maximum_are_zeros(tmp_path: Path) -> None:
-    """Of a Pad and a MaxPool the runtime makes a MaxPool, to whose padding every number is larger."""
+def test_zeros_padded_before_a_max_pool_stay_zeros(tmp_path: Path) -> None:
+    """ONNX Runtime fuses Pad into MaxPool, whose padding is minus infinity instead of zero."""
     model = Program(lambda m, x: functional.max_pool2d(functional.pad(x, (1, 1, 1, 1)), 3, 2))
     x = -1 - torch.rand(2, 3, 8, 8)
     made = files.prepare(model, {"x": x}, _BATCH)
@@ -33,8 +33,8 @@ def _windows(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_maximum_of_a_window_of_minus_infinity_is_that(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The runtime gives the smallest number; and a window that holds that itself keeps it."""
+def test_maximum_of_a_window_of_minus_infinity_is_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    """ONNX Runtime returns the smallest finite number. A window that contains that number keeps it."""
     x = torch.randn(2, 3, 9, 7, dtype=dtype)
     made = files.prepare(Program(_windows), {"x": x}, _BATCH)
     files.save_onnx(made, tmp_path / "model.onnx")
@@ -52,7 +52,7 @@ def _layers(m: Any, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_a_maximum_of_what_layers_give_is_a_single_node(tmp_path: Path) -> None:
+def test_max_pool_after_layers_is_a_single_node(tmp_path: Path) -> None:
     model = Program(_layers, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)).eval()
     made = files.prepare(model, {"x": torch.randn(2, 3, 9, 7)}, _BATCH)
     files.save_onnx(made, tmp_path / "model.onnx")

@@ -1,4 +1,4 @@
-"""Lowerings of ONNX files: which operators become which, and which stay."""
+"""Tests of the ONNX format passes: the operators that each pass replaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def operators(path: Path) -> Counter[str]:
 
 
 def in_onnx(made: files.Prepared, name: str, place: Path) -> tuple[Counter[str], Counter[str]]:
-    """The operators of a file without and with a lowering, after checking that they agree, for empty batches too."""
+    """Returns the operators of a file without and with a format pass. Asserts that both files agree."""
     plain, lowered = both(made, "onnx", name, place)
     agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))])
     assert [value.name for value in onnx.load(lowered).graph.output] == made.signature.output_names
@@ -40,7 +40,7 @@ def test_a_residual_before_a_layer_norm_becomes_a_sum(tmp_path: Path) -> None:
     assert lowered == plain - Counter(Add=1) + Counter(Sum=1)
 
 
-def test_a_residual_that_other_nodes_and_the_output_read_becomes_a_sum_too(tmp_path: Path) -> None:
+def test_residual_with_several_readers_becomes_a_sum(tmp_path: Path) -> None:
     made = program(lambda m, x: (y := x.sin() + x, m.n(y) + y), n=nn.LayerNorm(4))
     plain, lowered = in_onnx(made, "sum-residuals", tmp_path)
     assert lowered == plain - Counter(Add=1) + Counter(Sum=1)
@@ -52,8 +52,8 @@ def test_a_bias_before_a_layer_norm_stays_an_add(tmp_path: Path) -> None:
     assert lowered == plain
 
 
-def test_onnx_runtime_makes_no_skip_layer_normalization_of_a_sum(tmp_path: Path) -> None:
-    """The reason that the lowering is there; where it fails, the lowering has lost its use."""
+def test_onnx_runtime_does_not_fuse_a_sum_with_a_layer_norm(tmp_path: Path) -> None:
+    """This is the reason for the format pass. Remove the pass if this test fails."""
     kept = {}
     for names in ((), ("sum-residuals",)):
         path = save(prepared("masked"), "onnx", tmp_path, names)
@@ -78,7 +78,7 @@ def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int,
 
 
 def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -> None:
-    """The file turns its weight before every product, where the weight is not small."""
+    """The file transposes a large weight before every product."""
     made = program(lambda m, x: m.a(x).relu() * m.a(x.sin()), a=nn.Linear(4, 4096))
     plain, lowered = in_onnx(made, "gemm", tmp_path)
     assert (plain["MatMul"], plain["Transpose"]) == (2, 2)
@@ -97,7 +97,7 @@ def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -
     ],
     ids=["no bias", "residual", "no weight", "bias of another shape", "two dimensions"],
 )
-def test_products_that_are_no_linear_layers_stay_what_they_are(body: Any, tmp_path: Path) -> None:
+def test_products_other_than_linear_layers_are_unchanged(body: Any, tmp_path: Path) -> None:
     made = program(
         body,
         a=nn.Linear(4, 4, bias=False),
@@ -109,15 +109,15 @@ def test_products_that_are_no_linear_layers_stay_what_they_are(body: Any, tmp_pa
     assert lowered == plain
 
 
-def test_transformers_fuses_what_onnx_runtime_has_operators_for(tmp_path: Path) -> None:
+def test_transformers_fusions_use_operators_of_onnx_runtime(tmp_path: Path) -> None:
     path = save(prepared("masked"), "onnx", tmp_path, ("transformers-fusions",))
     assert operators(path)["SkipLayerNormalization"] > 0
     path = save(prepared("masked"), "onnx", tmp_path, ("transformers-fusions", "sum-residuals"))
     assert operators(path)["SkipLayerNormalization"] == 0
 
 
-def test_fusions_that_would_leave_the_standard_are_not_made(tmp_path: Path) -> None:
-    """The runtime's SimplifiedLayerNormalization bears the standard's domain, which onnx.checker refuses."""
+def test_fusions_outside_the_onnx_standard_are_skipped(tmp_path: Path) -> None:
+    """SimplifiedLayerNormalization has the domain of the standard, so onnx.checker refuses it."""
     made = program(
         lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), w=nn.Parameter(torch.randn(4))
     )
@@ -125,14 +125,14 @@ def test_fusions_that_would_leave_the_standard_are_not_made(tmp_path: Path) -> N
     assert lowered == plain
 
 
-def test_a_number_that_the_fusions_would_take_for_zero_keeps_them_away(tmp_path: Path) -> None:
+def test_fusions_are_skipped_if_they_would_drop_a_small_number(tmp_path: Path) -> None:
     made = program(lambda m, x: (x.sin() * 0 + 4e-9 + 0) * 1e9 + m.n(x + x.cos()), n=nn.LayerNorm(4))
     plain, lowered = in_onnx(made, "transformers-fusions", tmp_path)
     assert lowered == plain
 
 
 def _attending(mask: float) -> files.Prepared:
-    """Attention under a mask of one row for all queries, whose second batch attends to no key."""
+    """Returns attention with one mask row for all queries. The second batch attends to no key."""
 
     def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = m.q(x)[:, None]
@@ -142,7 +142,7 @@ def _attending(mask: float) -> files.Prepared:
     return program(body, q=nn.Linear(4, 4))
 
 
-def test_attention_becomes_one_operator_whose_mask_has_a_row_for_each_query(tmp_path: Path) -> None:
+def test_attention_becomes_one_operator(tmp_path: Path) -> None:
     made = _attending(float("-inf"))
     plain, lowered = both(made, "onnx", "attention", tmp_path)
     agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in ((2, 3), (7, 33))])
@@ -151,7 +151,7 @@ def test_attention_becomes_one_operator_whose_mask_has_a_row_for_each_query(tmp_
     assert onnx.load(lowered).opset_import[0].version == 23
 
 
-def test_a_row_under_the_smallest_number_attends_to_all_keys_alike(tmp_path: Path) -> None:
+def test_row_masked_by_the_smallest_number_attends_to_all_keys(tmp_path: Path) -> None:
     made = _attending(torch.finfo(torch.float32).min)
     plain, lowered = both(made, "onnx", "attention", tmp_path)
     agree(lowered, plain, "onnx", made, [{"x": torch.randn(2, 3, 4)}])

@@ -1,4 +1,4 @@
-"""Sigmoids in ONNX files: as exact as those of torch, however small."""
+"""Tests of the precision of sigmoids in ONNX files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.exporters import files
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimised", [False, True])
 def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> None:
-    """The runtime's own is wrong in the third digit at -10, and 0 below -18."""
+    """The operator of ONNX Runtime is wrong in the third digit at -10, and returns 0 below -18."""
     made = files.prepare(Program(lambda m, x: x.sigmoid()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     x = torch.cat([torch.linspace(-80, 80, 5 * 4001), torch.tensor([-torch.inf, -200, 200, torch.inf, torch.nan])])
@@ -39,8 +39,8 @@ def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> 
     ],
     ids=["log of a product", "log of two", "times a large number", "normalised"],
 )
-def test_what_is_made_of_a_product_with_a_small_sigmoid_has_its_digits(body: Any, tmp_path: Path) -> None:
-    """Products were taken for gates, whose small results matter to nobody: these were infinite, or a part in 12 off."""
+def test_product_with_a_small_sigmoid_has_all_its_digits(body: Any, tmp_path: Path) -> None:
+    """Such products were treated as gates, and results were infinite or wrong by one part in 12."""
     made = files.prepare(Program(body), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     x = torch.linspace(-18, 18, 4005).reshape(-1, 5)

@@ -1,4 +1,4 @@
-"""Operators of ONNX files: as exact as the model's own, and of the same signs."""
+"""Tests of single operators in ONNX files: precision and signs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def _numbers(m: nn.Module, x: torch.Tensor) -> Any:
     )
 
 
-def test_a_number_of_python_is_not_rounded_to_float32(tmp_path: Path) -> None:
+def test_python_number_is_not_rounded_to_float32(tmp_path: Path) -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     made = export(Program(_numbers).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
     assert made.passed
 
 
 @pytest.mark.slow
-def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) -> None:
+def test_float32_model_may_compute_in_float64(tmp_path: Path) -> None:
     def angles(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x.double() * 1234567.1).float()  # of a factor in float32 the angle is off by 0.1
+        return torch.sin(x.double() * 1234567.1).float()  # a factor in float32 makes the angle wrong by 0.1
 
     x = torch.rand(3, 6)
     made = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
@@ -44,7 +44,7 @@ def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tmp_path: Path) -> None:
+def test_atan2_is_right_for_signed_zeros_and_infinities(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
@@ -58,14 +58,14 @@ def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-def test_a_diagonal_is_that_of_torch_at_other_sizes(tmp_path: Path) -> None:
+def test_diagonal_is_the_same_as_in_torch_at_other_sizes(tmp_path: Path) -> None:
     made = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
 
 
 @pytest.mark.slow
-def test_a_diagonal_beside_infinity_is_finite(tmp_path: Path) -> None:
+def test_diagonal_with_infinite_neighbours_is_finite(tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     masked = torch.randn(3, 4, 4).masked_fill(~torch.eye(4, dtype=torch.bool), -torch.inf)

@@ -1,4 +1,4 @@
-"""Convolutions by oneDNN on channels that lie last: which become such, and that what reads them reads the same."""
+"""Tests of the format pass that makes convolutions use oneDNN with channels last."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def images(body: Any, **children: Any) -> files.Prepared:
 
 
 def moved(made: files.Prepared, place: Path) -> int:
-    """How many convolutions of a ``.pt2`` file are oneDNN's; both files are checked to agree with the plain ones."""
+    """Returns the number of oneDNN convolutions in a ``.pt2`` file. Asserts that files agree."""
     given = [{"x": torch.randn(size)} for size in SIZES]
     given += [{"x": torch.randn(2, 6, 5, 4).permute(0, 3, 1, 2)}]
     for file_format in ("torchscript", "pt2"):
@@ -79,7 +79,7 @@ def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
     ],
     ids=["view", "flatten", "reshape", "permute", "strides", "several", "softmax", "pool", "cat", "in place", "larger"],
 )
-def test_what_reads_a_result_reads_the_same_numbers(after: Any, tmp_path: Path) -> None:
+def test_readers_of_a_convolution_get_the_same_numbers(after: Any, tmp_path: Path) -> None:
     made = files.prepare(
         randomise(Program(lambda m, x: after(m, m.a(x)), a=convolution(4, 8, 3))),
         {"x": X},
@@ -94,7 +94,7 @@ def test_what_reads_a_result_reads_the_same_numbers(after: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
-    """EfficientNet pads before each convolution, and copies there took more than oneDNN saved."""
+    """EfficientNet pads before each convolution. Copies there took longer than oneDNN saved."""
 
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.b(nn.functional.pad(m.a(x), (0, 1, 0, 1)))  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
+def test_outputs_of_the_graph_have_the_original_layout(tmp_path: Path) -> None:
     made = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
     path = save(made, "pt2", tmp_path, ("channels-last",))
     got = runners.open_pt2(path, made.signature.output_names)({"x": X})
@@ -114,7 +114,7 @@ def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_residual_sum_that_is_made_in_place_is_the_same(tmp_path: Path) -> None:
+def test_in_place_residual_sum_is_the_same(tmp_path: Path) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.norm(m.b(m.a(x).relu_()))
         y += x
@@ -139,7 +139,7 @@ def _of_a_view(m: Any, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [_after_a_view, _of_a_view])
-def test_nothing_is_moved_where_a_copy_would_part_a_change_from_its_readers(body: Any, tmp_path: Path) -> None:
+def test_in_place_change_of_a_view_prevents_the_pass(body: Any, tmp_path: Path) -> None:
     assert moved(images(body, a=convolution(4, 8, 3)), tmp_path) == 0
 
 
@@ -160,7 +160,7 @@ def _of_images(m: Any, x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["activation", "computed", "read by others", "float64", "no batch", "padding by name"],
 )
-def test_what_onednn_would_not_take_stays_a_convolution_of_torch(body: Any, layer: Any, tmp_path: Path) -> None:
+def test_unsupported_convolutions_are_unchanged(body: Any, layer: Any, tmp_path: Path) -> None:
     made = files.prepare(randomise(Program(body, a=layer)), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
     for file_format in ("torchscript", "pt2"):
         plain, lowered = both(made, file_format, "channels-last", tmp_path)
@@ -168,7 +168,7 @@ def test_what_onednn_would_not_take_stays_a_convolution_of_torch(body: Any, laye
 
 
 @pytest.mark.slow
-def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
+def test_nan_stays_nan(tmp_path: Path) -> None:
     made = images(lambda m, x: m.a(x).relu(), a=convolution(4, 8, 3))
     path = save(made, "pt2", tmp_path, ("channels-last",))
     got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 4, 6, 5), torch.nan)})
@@ -176,7 +176,7 @@ def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_whose_channels_were_moved_can_be_a_source_again(tmp_path: Path) -> None:
+def test_file_with_channels_last_can_be_a_source(tmp_path: Path) -> None:
     made = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
     loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("channels-last",)))
     want = loaded.module()(x=X)

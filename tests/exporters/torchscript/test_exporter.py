@@ -1,4 +1,4 @@
-"""TorchScript files: dynamic, named, plain tuples out; or marked as of a fixed shape."""
+"""Tests of the TorchScript exporter: names, dynamic axes, outputs and refusals."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def saved(made: files.Prepared, place: Path) -> tuple[Path, str | None]:
 
 
 @pytest.mark.parametrize("name", files.NAMES)
-def test_the_file_computes_what_the_model_computes_at_any_size(name: str) -> None:
+def test_file_gives_the_outputs_of_the_model_at_any_size(name: str) -> None:
     run = runners.open_torchscript(files.torchscript_file(name), files.prepared(name).signature.output_names)
     files.agrees(name, run, 2e-6)
 
 
 @pytest.mark.slow
-def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(tmp_path: Path) -> None:
+def test_file_loads_without_transformers_and_gives_a_tuple(tmp_path: Path) -> None:
     made = files.prepared("bert")
     _, batch = next(iter(files.batches("bert")))
     got = files.run_without_transformers(files.torchscript_file("bert"), batch, "torch.jit.load(path)", tmp_path)
@@ -46,7 +46,7 @@ def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(tmp_path: P
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
-def test_inputs_are_named_and_come_in_the_signatures_order(name: str) -> None:
+def test_inputs_are_named_in_the_order_of_the_signature(name: str) -> None:
     module = torch.jit.load(files.torchscript_file(name))
     _, *arguments = module.forward.schema.arguments
     assert [argument.name for argument in arguments] == [s.name for s in files.prepared(name).signature.inputs]
@@ -55,7 +55,7 @@ def test_inputs_are_named_and_come_in_the_signatures_order(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_outputs_that_repeat_or_hand_an_input_through_are_tensors_of_their_own(tmp_path: Path) -> None:
+def test_repeated_and_passed_through_outputs_are_right(tmp_path: Path) -> None:
     made = files.prepare(randomise(Program(lambda m, x: (y := m.a(x), y, x), a=nn.Linear(4, 4))), {"x": X}, BATCH)
     path, reason = saved(made, tmp_path)
     assert reason is None
@@ -65,7 +65,7 @@ def test_outputs_that_repeat_or_hand_an_input_through_are_tensors_of_their_own(t
 
 
 class InPlace(nn.Module):
-    """Writes into slices of a tensor, and where a mask says so."""
+    """Writes into slices and masked elements of a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -75,7 +75,7 @@ class InPlace(nn.Module):
         return y
 
 
-def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
+def test_in_place_writes_are_exported(tmp_path: Path) -> None:
     made = files.prepare(InPlace(), {"x": X}, BATCH)
     path, _ = saved(made, tmp_path)
     run = runners.open_torchscript(path, ["output"])
@@ -85,7 +85,7 @@ def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
 
 
 class Arithmetic(nn.Module):
-    """Computes with sizes, in ways that scripting takes."""
+    """Computes with sizes in ways that can be scripted."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n = x.shape[1]
@@ -106,7 +106,7 @@ def test_arithmetic_on_sizes_stays_arithmetic(tmp_path: Path) -> None:
 
 
 class Root(nn.Module):
-    """Divides by a size's root."""
+    """Divides by the square root of a size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / x.shape[1] ** 0.5
@@ -132,7 +132,7 @@ def test_functions_of_sizes_stay_functions_of_sizes(make: type[nn.Module], tmp_p
 
 
 class Lengths(nn.Module):
-    """Cuts its rows into two parts, as long as another input says, and scales one by a third."""
+    """Splits its rows at lengths from the second input, and scales one part by the third."""
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         first, second = lengths.tolist()
@@ -141,7 +141,7 @@ class Lengths(nn.Module):
 
 
 @pytest.mark.slow
-def test_numbers_that_inputs_hold_stay_numbers(tmp_path: Path) -> None:
+def test_numbers_read_from_inputs_are_not_constants(tmp_path: Path) -> None:
     rows, factor = {"x": {0: "rows"}}, torch.tensor(2.5)
     made = files.prepare(Lengths(), {"x": torch.randn(6, 4), "lengths": torch.tensor([2, 4]), "factor": factor}, rows)
     path, reason = saved(made, tmp_path)
@@ -154,7 +154,7 @@ def test_numbers_that_inputs_hold_stay_numbers(tmp_path: Path) -> None:
 
 
 class OwnPrecision(nn.Module):
-    """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
+    """Disables autocast in a way that the compiler of TorchScript does not support."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -162,7 +162,7 @@ class OwnPrecision(nn.Module):
         return y + 1
 
 
-def test_what_cannot_be_scripted_is_traced_and_the_reason_is_given(tmp_path: Path) -> None:
+def test_model_that_cannot_be_scripted_is_traced_with_a_reason(tmp_path: Path) -> None:
     made = files.prepare(OwnPrecision(), {"x": X}, BATCH)
     path, reason = saved(made, tmp_path)
     assert reason
@@ -175,21 +175,21 @@ def test_what_cannot_be_scripted_is_traced_and_the_reason_is_given(tmp_path: Pat
 
 
 class Scaled(nn.Module):
-    """Takes a number out of a tensor, which a trace would hold for ever."""
+    """Reads a number from a tensor. A trace would store it as a constant."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * x.max().item())[:, : round(x.shape[1] * 0.7)]
 
 
 @pytest.mark.slow
-def test_a_trace_that_would_hold_values_is_refused(tmp_path: Path) -> None:
+def test_trace_with_constant_values_is_refused(tmp_path: Path) -> None:
     made = files.prepare(Scaled(), {"x": X}, SIZES)
     with pytest.raises(ExportError, match="a trace would hold values of its example"):
         saved(made, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
+def test_invalid_input_name_is_named_in_the_error(tmp_path: Path) -> None:
     class Named(nn.Module):
         def forward(self, größe: torch.Tensor) -> torch.Tensor:
             return größe * 2
@@ -200,8 +200,8 @@ def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
-    """torch wrote a file that it does not read, of which was said that its code does more than compute."""
+def test_invalid_weight_name_is_named_in_the_error(tmp_path: Path) -> None:
+    """torch wrote a file that it could not read, and the error blamed the code of the file."""
     made = files.prepare(nn.Sequential(OrderedDict({"für": nn.Linear(4, 4)})), {"input": X}, {"input": {}})
     with pytest.raises(ExportError, match="TorchScript cannot hold the name für.weight"):
         saved(made, tmp_path)
@@ -209,7 +209,7 @@ def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path)
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("reach", ["write", "read"])
-def test_a_file_that_reaches_outside_is_refused_and_not_run(reach: str, tmp_path: Path) -> None:
+def test_file_that_accesses_other_files_is_refused_and_not_run(reach: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"original")
 
@@ -229,7 +229,7 @@ def test_a_file_that_reaches_outside_is_refused_and_not_run(reach: str, tmp_path
 
 
 class Branching(nn.Module):
-    """Chooses by a value, with torch.cond."""
+    """Chooses a branch by a value, with torch.cond."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
@@ -237,8 +237,8 @@ class Branching(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_can_be_neither_scripted_nor_traced_is_an_error_that_says_both_whys(tmp_path: Path) -> None:
-    """A trace would follow one branch, and be wrong without a word at others."""
+def test_failed_scripting_and_tracing_are_both_explained(tmp_path: Path) -> None:
+    """A trace would record one branch, and silently give wrong results for the other."""
     made = files.prepare(Branching(), {"x": X}, BATCH)
     with pytest.raises(ExportError, match="neither scripted .* nor traced") as caught:
         saved(made, tmp_path)
@@ -247,7 +247,7 @@ def test_what_can_be_neither_scripted_nor_traced_is_an_error_that_says_both_whys
 
 
 @pytest.mark.slow
-def test_the_callers_inputs_and_program_stay_as_they_were(tmp_path: Path) -> None:
+def test_inputs_and_program_of_the_caller_are_not_changed(tmp_path: Path) -> None:
     made = files.prepare(InPlace(), {"x": X.clone()}, BATCH)
     before = str(made.program.graph)
     saved(made, tmp_path)
@@ -256,7 +256,7 @@ def test_the_callers_inputs_and_program_stay_as_they_were(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_weights_that_need_a_gradient_do_not_make_the_outputs_need_one(tmp_path: Path) -> None:
+def test_outputs_do_not_require_a_gradient(tmp_path: Path) -> None:
     model = randomise(nn.Linear(4, 2))
     made = files.prepare(model, {"input": X}, {"input": {0: "batch"}})
     path, _ = saved(made, tmp_path)

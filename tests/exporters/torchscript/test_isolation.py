@@ -1,4 +1,4 @@
-"""A compiler without memory: it sees nothing of the process, the process sees nothing of it."""
+"""Tests that the isolated TorchScript compiler shares no state with the process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def trace(module: nn.Module) -> torch.jit.ScriptModule:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [script, trace])
-def test_what_was_compiled_before_leaves_no_mark(make: Callable[[nn.Module], torch.jit.ScriptModule]) -> None:
+def test_earlier_compilations_do_not_change_the_file(make: Callable[[nn.Module], torch.jit.ScriptModule]) -> None:
     first = parts(compile_afresh(lambda: make(Climb())))
     script(Climb())
     trace(nn.Sequential(Climb(), nn.ReLU()))
@@ -73,7 +73,7 @@ def test_what_was_compiled_before_leaves_no_mark(make: Callable[[nn.Module], tor
     assert [name for name, content in first.items() if any(place in content for place in told)] == []
 
 
-def test_what_the_user_compiled_works_on_beside_it() -> None:
+def test_modules_compiled_by_the_user_still_work() -> None:
     before, function = script(nn.Sequential(Climb(), nn.ReLU())), torch.jit.script(climb)
     fail()
     fresh = compile_afresh(lambda: script(Climb()))
@@ -86,13 +86,13 @@ def test_what_the_user_compiled_works_on_beside_it() -> None:
         expected = functools.reduce(lambda x, _: Climb()(x), range(layers), X)
         assert torch.equal(module(X), expected)
         assert torch.equal(torch.jit.load(file)(X), expected)
-    # torch still knows what it compiled: one class for equal modules, one function.
+    # torch still has its compilation cache: one class for equal modules, and one function.
     assert before._c._type() == after._c._type()
     assert torch.jit.script(climb).qualified_name == function.qualified_name
     assert torch.equal(function(X), climb(X))
 
 
-def test_an_error_of_the_file_still_shows_the_line_of_its_code() -> None:
+def test_error_in_the_file_shows_the_line_of_code() -> None:
     class Product(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ torch.ones(5, 5)

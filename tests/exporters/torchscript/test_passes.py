@@ -1,4 +1,4 @@
-"""Lowerings of TorchScript and ``.pt2`` files: which operators become which, and which stay."""
+"""Tests of the format passes for TorchScript and ``.pt2`` files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="to
 
 
 def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
-    """What calls of oneDNN are given after the tensors, in a ``.pt2`` file; TorchScript's is checked to agree too."""
+    """Returns the non-tensor arguments of oneDNN calls in a ``.pt2`` file. Checks TorchScript too."""
     given = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
     for file_format in ("pt2", "torchscript"):
         plain, lowered = both(made, file_format, "onednn-linear", place)
@@ -39,21 +39,21 @@ def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
 @pytest.mark.sample(1)
 @onednn
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_a_linear_layer_and_the_gelu_after_it_become_one_call_of_onednn(approximate: str, tmp_path: Path) -> None:
+def test_linear_layer_and_gelu_become_one_call_of_onednn(approximate: str, tmp_path: Path) -> None:
     made = program(lambda m, x: m.b(m.g(m.a(x))), a=nn.Linear(4, 8), g=nn.GELU(approximate), b=nn.Linear(8, 4, False))
     calls = linears(made, tmp_path)
     assert [(attr, algorithm) for attr, _, algorithm in calls] == [("gelu", approximate), ("none", "")]
 
 
 @onednn
-def test_a_gelu_of_what_others_read_stays_a_call_of_its_own(tmp_path: Path) -> None:
+def test_gelu_of_a_value_with_other_readers_is_not_fused(tmp_path: Path) -> None:
     made = program(lambda m, x: (y := m.a(x), nn.functional.gelu(y)), a=nn.Linear(4, 8))
     calls = linears(made, tmp_path)
     assert [attr for attr, *_ in calls] == ["none"]
 
 
 class Overwritten(nn.Module):
-    """Changes the input of a linear layer before the GELU of what it gave."""
+    """Changes the input of a linear layer between the layer and its GELU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Overwritten(nn.Module):
 
 @pytest.mark.slow
 @onednn
-def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tmp_path: Path) -> None:
+def test_gelu_is_not_fused_if_the_layer_input_changes_in_between(tmp_path: Path) -> None:
     made = files.prepare(randomise(Overwritten()), {"x": X}, {"x": AXES})
     calls = linears(made, tmp_path)
     assert [attr for attr, *_ in calls] == ["none"]
@@ -76,7 +76,7 @@ def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tm
 
 @pytest.mark.slow
 @onednn
-def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) -> None:
+def test_inputs_may_have_one_dimension_and_any_strides(tmp_path: Path) -> None:
     model = Program(
         lambda m, x: (m.a(x[0, 0]), m.a(x.transpose(0, 1)), m.a(x[:, ::2]), m.a(x[:1, :1].expand(3, 5, 4))),
         a=nn.Linear(4, 6),
@@ -89,7 +89,7 @@ def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) ->
 
 
 class Striding(nn.Module):
-    """A bias of which every other number counts: oneDNN would read those between."""
+    """A linear layer with a bias of stride 2. oneDNN would ignore the stride."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Striding(nn.Module):
     ],
     ids=["strided bias", "activation", "computed", "vector", "bias computed", "float64", "no features"],
 )
-def test_what_onednn_would_not_take_stays_a_linear_layer_of_torch(make: Any, tmp_path: Path) -> None:
+def test_unsupported_linear_layers_are_unchanged(make: Any, tmp_path: Path) -> None:
     made = files.prepare(make().eval(), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
     plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
     agree(lowered, plain, "pt2", made, [{"x": torch.randn(size, 5, 4)} for size in (1, 7)])
@@ -123,7 +123,7 @@ def test_what_onednn_would_not_take_stays_a_linear_layer_of_torch(make: Any, tmp
 
 
 @onednn
-def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
+def test_nan_stays_nan(tmp_path: Path) -> None:
     made = program(lambda m, x: (nn.functional.gelu(m.a(x)), m.a(x).relu()), a=nn.Linear(4, 4))
     path = save(made, "pt2", tmp_path, ("onednn-linear",))
     got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 3, 4), torch.nan)})
@@ -138,7 +138,7 @@ def test_a_frozen_file_holds_its_weights_as_constants(tmp_path: Path) -> None:
 
 
 @onednn
-def test_a_file_with_lowered_layers_can_be_a_source_again(tmp_path: Path) -> None:
+def test_file_with_onednn_layers_can_be_a_source(tmp_path: Path) -> None:
     made = prepared("mlp")
     loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("onednn-linear",)))
     given = batches("mlp")
