@@ -1,14 +1,14 @@
-"""The proof, proven: a catalogue of mistakes that the proof must catch, and of honest work that it must let pass.
+"""Catalogue of faults that the parity checks must catch, and of correct runs that they must accept.
 
-Each fault is a small, believable break, put where such breaks happen:
+Each fault is a small, realistic mistake:
 
-- `merging`, `layers` and `attention` hold mistakes of a rule: the transformed graph must fail first, and that rule be
-  blamed, not the honest rules that run before and after it;
-- `onnx_files` and `torch_files` hold mistakes of an exporter or a runtime: the file must fail first, and the exporter
-  or the runtime be blamed;
-- `bundles` holds what is done to a finished bundle by someone who seals it again: ``optexport verify`` must fail;
-- `unseen` holds what the proof does not see: changes that cannot show, and changes that are lost in rounding.
+- `merging`, `layers` and `attention`: mistakes of a rule. The transformed graph must fail first, and the error must
+  name the faulty rule, not the correct rules before and after it.
+- `onnx_files` and `torch_files`: mistakes of an exporter or a runtime. The file must fail first, and the error must
+  name the exporter or the runtime.
+- `bundles`: changes of a finished bundle with updated digests. ``optexport verify`` must fail.
+- `unseen`: changes that the checks cannot see, because they have no effect or are lost in rounding.
 
-`test_faults` puts them in one by one, `test_honest` looks for false alarms, and ``python -m tests.faults.measure``
-counts both at each multiple of the noise floor.
+`test_faults` tests each fault, and `test_honest` looks for false alarms. ``python -m tests.faults.measure`` counts both
+at each multiple of the noise floor.
 """

@@ -1,4 +1,4 @@
-"""What a rule gets wrong about attention: its mask, its softmax, its heads, its positions."""
+"""Mistakes of a rule in attention: masks, softmax, heads and positions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _first_row(mask: torch.Tensor) -> torch.Tensor:
 @rule("block", value=-10.0)
 @rule("block", value=float("-inf"))
 def masked_scores_are_filled_with_another_number(graph: fx.GraphModule, value: float) -> fx.Node:
-    """Too near; or infinite, which leaves NaN where a row is nothing but padding."""
+    """A value that is too small, or -inf, which gives NaN for rows that contain only padding."""
     (masked,) = calls(graph, "masked_fill")
     masked.args = (*masked.args[:2], value)
     return masked
@@ -79,7 +79,7 @@ def masked_scores_are_filled_with_another_number(graph: fx.GraphModule, value: f
 
 @rule("bert")
 def a_row_of_padding_alone_is_not_a_number(graph: fx.GraphModule) -> fx.Node:
-    """What a softmax over nothing gives, where torch gives zero."""
+    """A softmax over no elements gives NaN, and torch gives zero."""
     attention = _attention(graph, 0)
     return put_behind(attention, _nan_of_nothing, attention.args[3])
 
@@ -146,7 +146,7 @@ def a_decoder_attends_to_itself_instead_of_the_encoder(graph: fx.GraphModule) ->
 
 @rule("llama")
 def key_heads_are_repeated_in_the_wrong_order(graph: fx.GraphModule) -> fx.Node:
-    """Each after the other, 0 1 0 1, instead of each by itself, 0 0 1 1."""
+    """The order is 0 1 0 1 instead of 0 0 1 1."""
     repeated = _attention(graph, 0).args[1]
     assert isinstance(repeated, fx.Node)
     return put_behind(repeated, _interleaved)

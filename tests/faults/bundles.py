@@ -1,4 +1,4 @@
-"""What is done to a finished bundle by someone who seals it again, so that all digests fit."""
+"""Changes of a finished bundle whose digests are updated to match."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.faults import onnx_files, torch_files
 
 @dataclass(frozen=True)
 class Tampering:
-    """Something that is done to a bundle in place.
+    """A change of a bundle in place.
 
     Attributes:
-        fails: The places that fail when the bundle is verified; none where it is refused before.
-        missed: Why it is not caught, though it should be; None where it is.
+        fails: The targets that fail when the bundle is verified. Empty if it is refused before that.
+        missed: Why the change is not caught. None if it is caught.
     """
 
     name: str
@@ -37,7 +37,7 @@ ALL = ("torchscript", "onnx", "onnx, optimised", "pt2")
 def tampering(
     *fails: str, missed: str | None = None
 ) -> Callable[[Callable[[Path], Iterable[str]]], Callable[[Path], Iterable[str]]]:
-    """Enters a function that changes a bundle and names the files that it changed, which are vouched for again."""
+    """Registers a function that changes a bundle. Updates the digests of the files it returns."""
 
     def enter(change: Callable[[Path], Iterable[str]]) -> Callable[[Path], Iterable[str]]:
         def act(folder: Path) -> None:
@@ -86,7 +86,7 @@ def the_program_is_exchanged_for_an_earlier_one(folder: Path) -> list[str]:
 @tampering("onnx", "onnx, optimised")
 def the_onnx_file_keeps_its_weights_in_a_stale_file_beside_it(folder: Path) -> list[str]:
     onnx_files.the_weights_beside_the_file_are_of_an_earlier_run(folder / "model.onnx")
-    record = {"path": "model.onnx.data", "size": 0, "sha256": "0" * 64}  # filled in as it is sealed
+    record = {"path": "model.onnx.data", "size": 0, "sha256": "0" * 64}  # exports.reseal fills this in
     _edit_manifest(folder, lambda document: document["files"].append(record))
     return ["model.onnx", "model.onnx.data"]
 

@@ -1,4 +1,4 @@
-"""What a fault is, and how the files of the catalogue enter theirs."""
+"""The Fault class, and the decorators that add faults to the catalogue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Fault:
     """One mistake.
 
     Attributes:
-        on: The subject that it is put into.
-        mistake: Spoils a graph and says which nodes changed; or spoils a file in place.
-        options: What the mistake is called with besides.
-        after: An honest rule whose work it spoils.
-        fails: The places that must fail, in the order of the pipeline; none for the transformed graph.
-        missed: Why the proof does not catch it, though it should; None where it does.
-        nightly: Whether it takes too long for every day.
+        on: The subject that the fault is put into.
+        mistake: Damages a graph and returns the changed nodes, or damages a file in place.
+        options: Additional keyword arguments of the mistake.
+        after: A correct rule whose result the mistake damages.
+        fails: The targets that must fail, in the order of the pipeline.
+        missed: Why the parity checks do not catch the fault. None if they do.
+        nightly: True if the fault takes too long for a daily run.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Fault:
 
     @property
     def by_a_rule(self) -> bool:
-        """Whether it is a rule that makes the mistake, and not an exporter or a runtime."""
+        """True if a rule makes the mistake, and not an exporter or a runtime."""
         return self.fails == ("transformed graph",)
 
 
@@ -54,7 +54,7 @@ def enter(
     shelf: dict[str, Fault] = FAULTS,
     **more: Any,
 ) -> AnyMistake:
-    """Enters a mistake under its own name, its subject and its options."""
+    """Adds a mistake to a catalogue. Its name contains the subject and the options."""
     where = "".join(f", {key} {value}" for key, value in options.items())
     name = f"{mistake.__name__.replace('_', ' ')} ({on}{where})"
     assert name not in shelf, name
@@ -70,12 +70,12 @@ def rule(
     nightly: bool = False,
     **options: Any,
 ) -> Callable[[AnyMistake], AnyMistake]:
-    """A mistake that a rule makes: a function of the graph, which it changes, to the nodes that it changed.
+    """Registers a mistake of a rule: a function that changes a graph and returns the changed nodes.
 
     Args:
         on: The subject.
-        after: The honest rule whose work it spoils.
-        options: Handed to the mistake: which layer, for instance.
+        after: The correct rule whose result the mistake damages.
+        options: Keyword arguments of the mistake, for instance the layer.
     """
     return lambda mistake: enter(mistake, on, options, after=after, missed=missed, nightly=nightly)
 
@@ -86,10 +86,10 @@ FILES = {"onnx": ("onnx", "onnx, optimised"), "torchscript": ("torchscript",), "
 def exporter(
     file_format: str, on: str = "block", *, missed: str | None = None, nightly: bool = False, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A mistake that an exporter makes: a function of the path of an honest file, which it changes."""
+    """Registers a mistake of an exporter: a function that changes a correct file in place."""
     return lambda mistake: enter(mistake, on, options, fails=FILES[file_format], missed=missed, nightly=nightly)
 
 
 def runtime(on: str = "block", **options: Any) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    """A mistake that ONNX Runtime makes as it optimises, given as a change of the file that it then runs."""
+    """Registers a mistake of the ONNX Runtime optimiser, as a change of the file that it runs."""
     return lambda mistake: enter(mistake, on, options, fails=("onnx, optimised",))

@@ -1,4 +1,4 @@
-"""How the mistakes of this catalogue find what they spoil in a graph."""
+"""Helpers that find and change nodes and weights of a graph."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import fx
 
 
 def tensor(graph: fx.GraphModule, name: str) -> torch.Tensor:
-    """A weight or buffer by name, to be changed in place."""
+    """Returns a weight or buffer by name, which may be changed in place."""
     return dict(graph.state_dict())[name]
 
 
 def calls(graph: fx.GraphModule, name: str) -> list[fx.Node]:
-    """The calls of an operator, as ``softmax``, or of a module, in the order of the graph."""
+    """Returns the calls of an operator, such as ``softmax``, or of a module, in graph order."""
 
     def called(node: fx.Node) -> str:
         if node.op == "call_module":
@@ -28,7 +28,7 @@ def calls(graph: fx.GraphModule, name: str) -> list[fx.Node]:
 
 
 def put_behind(node: fx.Node, function: Callable[..., Any], *more: Any) -> fx.Node:
-    """Puts a function of a value between it and all that use it."""
+    """Inserts a function between a value and all its users."""
     users = list(node.users)
     with node.graph.inserting_after(node):
         new = node.graph.call_function(function, (node, *more))
@@ -38,7 +38,7 @@ def put_behind(node: fx.Node, function: Callable[..., Any], *more: Any) -> fx.No
 
 
 def bypass(node: fx.Node, operand: Any) -> list[fx.Node]:
-    """Has all that use a value use another instead."""
+    """Replaces a value with another one in all its users."""
     users = list(node.users)
     for user in users:
         user.replace_input_with(node, operand)
@@ -46,7 +46,7 @@ def bypass(node: fx.Node, operand: Any) -> list[fx.Node]:
 
 
 def at_layer(graph: fx.GraphModule, pattern: str, layer: str) -> str:
-    """The name that a pattern, as ``layers.{}.fc1``, has in the first or the last layer."""
+    """Returns the module name for a pattern such as ``layers.{}.fc1`` in the first or last layer."""
     modules = dict(graph.named_modules())
     found = [pattern.format(i) for i in range(99) if pattern.format(i) in modules]
     assert found, pattern

@@ -1,6 +1,6 @@
-"""Honest work: random models of several families, all rules that preserve the computation, every file format.
+"""Correct runs: random models of several families, all exact rules, and every format.
 
-Whatever the proof says against one of these is a false alarm.
+Any failure of a parity check on one of these models is a false alarm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests._helpers.models import randomise
 
 @dataclass(frozen=True)
 class Honest:
-    """A model that is exported honestly."""
+    """A model for a correct export."""
 
     family: str
     model: nn.Module
@@ -46,7 +46,7 @@ class Honest:
 
 
 class Branches(nn.Module):
-    """Convolutions side by side, with norms, as a RepVGG block is trained."""
+    """Parallel convolutions with batch norms, like a RepVGG block in training."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Branches(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Linears with norms, low-rank adapters and constants around them: something for every rule."""
+    """Linear layers with norms, low-rank adapters and constants, so that every rule has a match."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ _FAMILIES: tuple[Callable[[random.Random], Honest], ...] = (
 
 
 def honest(seed: int) -> Honest:
-    """A model of the family that its seed falls on, of random sizes and weights."""
+    """Returns a model with random sizes and weights. The seed selects the family."""
     draw = random.Random(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -186,14 +186,14 @@ def honest(seed: int) -> Honest:
 
 
 def preserving() -> tuple[Transformation, ...]:
-    """All rules that preserve the computation, in the order of the registry."""
+    """Returns all rules that preserve the computation, in the order of the registry."""
     return tuple(
         registry.load(name, {}, Path(), "honest") for name, info in registry.RULES.items() if info.preserves_computation
     )
 
 
 def run_honestly(seed: int, output: Path) -> Result:
-    """Exports such a model with all rules to all formats.
+    """Exports the model of a seed with all rules to all formats.
 
     Raises:
         ParityError: A false alarm.

@@ -1,4 +1,4 @@
-"""What a rule gets wrong about a layer, its precision, its weights, or the outputs of the model."""
+"""Mistakes of a rule in layers, precision, embeddings, outputs and sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def one_layer_is_quantised_to_eight_bits(graph: fx.GraphModule) -> list[fx.Node]
 @rule("bert", on_linear="encoder.layer.0.attention.output.dense", bit=22)
 @rule("minilm", on_linear="encoder.layer.0.output.dense", bit=30, nightly=True)
 def one_bit_of_one_weight_is_flipped(graph: fx.GraphModule, on_linear: str, bit: int) -> list[fx.Node]:
-    """Bit 31 is the sign, 30 the highest of the exponent, 22 the highest of the mantissa."""
+    """Bit 31 is the sign, 30 the highest exponent bit, and 22 the highest mantissa bit."""
     flip_bit(tensor(graph, f"{on_linear}.weight"), bit)
     return calls(graph, on_linear)
 
@@ -136,7 +136,7 @@ def _dropped(value: torch.Tensor) -> torch.Tensor:
 
 @rule("vit")
 def the_image_is_classified_by_its_last_patch(graph: fx.GraphModule) -> fx.Node:
-    """And not by the token that was put before the patches for that."""
+    """The class token before the patches is correct."""
     select = calls(graph, "select")[-1]
     select.args = (*select.args[:2], -1)
     return select
@@ -184,7 +184,7 @@ _RARE = "a token id that no check input holds"
 @rule("minilm", token="in the text", nightly=True)
 @rule("minilm", token="last", nightly=True)
 def two_rows_of_an_embedding_are_swapped(graph: fx.GraphModule, token: str) -> list[fx.Node]:
-    """At the ends of the vocabulary, an export that adds or drops a token is off by one."""
+    """An export that adds or drops a token is off by one at an end of the vocabulary."""
     weight = tensor(graph, f"{_WORDS}.weight")
     traced = _traced_ids(graph)
     rare = sorted(set(range(4, len(weight) - 2)) - traced)

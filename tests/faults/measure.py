@@ -1,10 +1,9 @@
-"""How many faults the proof catches, and how many false alarms it raises, at each multiple of the noise floor.
+"""Measures caught faults and false alarms at each multiple of the noise floor.
 
     python -m tests.faults.measure [--honest N] [--nightly]
 
-Every fault of the catalogue that its check inputs can show is put in once, and every honest model exported once; the
-checks of each place are made at all multiples. Prints a Markdown table, and on standard error what needs which
-multiple to pass.
+Runs every fault that the checks can see, and exports every correct model. Repeats the checks of each target at all
+multiples. Prints a Markdown table, and the multiples that each run needs to pass on standard error.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ MULTIPLES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
 
 
 def observe(name: str, run: Callable[[Path], object]) -> Passes | None:
-    """Which multiples each place of a run passes at; None where it ended before there was anything to compare."""
+    """Returns the multiples at which each target passes, or None if the run failed before a check."""
     start = time.perf_counter()
     with watched(MULTIPLES) as passes, tempfile.TemporaryDirectory() as folder:
         try:
             run(Path(folder) / "bundle")
         except ParityError:
-            pass  # what it found stands in the passes
+            pass  # the passes hold the result
         except OptexportError as error:
             print(f"{name}: not compared: {error}", file=sys.stderr, flush=True)
             return None
@@ -47,7 +46,7 @@ def observe(name: str, run: Callable[[Path], object]) -> Passes | None:
 
 
 def table(faults: list[Passes], honest: list[Passes]) -> str:
-    """The table, as Markdown."""
+    """Returns the table as Markdown."""
     rows = [f"| multiple | faults caught, of {len(faults)} | false alarms, of {len(honest)} |", "|---|---|---|"]
     for multiple in MULTIPLES:
         caught, alarms = (sum(passes.caught(multiple) for passes in group) for group in (faults, honest))

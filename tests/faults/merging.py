@@ -1,4 +1,4 @@
-"""What a rule that merges or folds weights gets wrong."""
+"""Mistakes of a rule that merges or folds weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EMBEDDER = "resnet.embedder.embedder"
 
 
 def _thirds(graph: fx.GraphModule, linear: str, part: str) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of a merged linear, to be changed in place."""
+    """Returns queries, keys and values of a merged linear, which may be changed in place."""
     return tensor(graph, f"{linear}.{part}").chunk(3)
 
 
@@ -52,7 +52,7 @@ def keys_and_values_are_swapped(graph: fx.GraphModule, layer: str) -> list[fx.No
 
 @rule("llama", after=MergeLinears())
 def keys_and_values_of_fewer_heads_are_swapped(graph: fx.GraphModule) -> list[fx.Node]:
-    """Where queries have more heads than keys and values, the thirds are no thirds."""
+    """Keys and values have fewer heads than queries, so the three parts differ in size."""
     linear = at_layer(graph, _LLAMA_MERGED, "last")
     _, keys, values = tensor(graph, f"{linear}.weight").split((16, 8, 8))
     _swap(keys, values)
@@ -115,7 +115,7 @@ def biases_are_given_to_the_wrong_third(graph: fx.GraphModule) -> list[fx.Node]:
 @rule("bert", after=MergeLinears(), factor=0, layer="first")
 @rule("bert", after=MergeLinears(), factor=2, layer="last")
 def the_bias_of_the_values_counts_otherwise(graph: fx.GraphModule, factor: int, layer: str) -> list[fx.Node]:
-    """Dropped, or added by the linear and once more after it."""
+    """The bias is dropped, or it is added by the linear layer and again after it."""
     linear = at_layer(graph, _BERT_MERGED, layer)
     _thirds(graph, linear, "bias")[2].mul_(factor)
     return calls(graph, linear)
@@ -159,7 +159,7 @@ def a_bias_goes_to_the_linear_of_the_other_layer(graph: fx.GraphModule) -> list[
 @rule("block", to=4.0)
 @rule("block", to=0.5)
 def the_scale_of_the_scores_is_wrong(graph: fx.GraphModule, to: float) -> fx.Node:
-    """Left out, applied twice, or multiplied with instead of divided by."""
+    """The scale is omitted, applied twice, or multiplied instead of divided."""
     (division,) = calls(graph, "truediv")
     division.args = (division.args[0], to)
     return division
@@ -193,7 +193,7 @@ def a_scale_is_folded_into_the_weight_but_not_the_bias(graph: fx.GraphModule) ->
 @rule("resnet", layer="first")
 @rule("resnet", layer="last")
 def a_batch_norm_takes_the_statistics_of_the_batch(graph: fx.GraphModule, layer: str) -> Iterable[fx.Node]:
-    """Somebody called train() on it."""
+    """The module is in training mode."""
     norms = [name for name, module in graph.named_modules() if isinstance(module, nn.BatchNorm2d)]
     name = norms[0 if layer == "first" else -1]
     graph.get_submodule(name).train()
@@ -231,7 +231,7 @@ def the_bias_of_a_folded_convolution_is_dropped(graph: fx.GraphModule) -> list[f
 
 @rule("resnet", after=FuseBatchNorm())
 def a_folded_kernel_is_flipped(graph: fx.GraphModule) -> list[fx.Node]:
-    """A convolution of signal processing flips its kernel, one of neural networks does not."""
+    """Convolutions in signal processing flip the kernel. Those in neural networks do not."""
     weight = tensor(graph, f"{_EMBEDDER}.convolution.weight")
     weight.copy_(weight.flip(-1, -2))
     return calls(graph, f"{_EMBEDDER}.convolution")
@@ -246,7 +246,7 @@ def height_and_width_of_a_kernel_are_swapped(graph: fx.GraphModule) -> list[fx.N
 
 @rule("vit")
 def channels_of_an_image_are_read_in_the_order_of_another_library(graph: fx.GraphModule) -> list[fx.Node]:
-    """Blue, green, red."""
+    """The order is blue, green, red."""
     name = "vit.embeddings.patch_embeddings.projection"
     weight = tensor(graph, f"{name}.weight")
     weight.copy_(weight.flip(1))
@@ -268,7 +268,7 @@ def a_layer_norm_loses_its_shift_or_gain(graph: fx.GraphModule, part: str, value
 @rule("block", eps=0.0)
 @rule("bert", eps=1e-5, name="encoder.layer.1.output.LayerNorm")
 def a_layer_norm_has_another_eps(graph: fx.GraphModule, eps: float, name: str = "norm") -> list[fx.Node]:
-    """Left out, or the default of torch where the model has its own."""
+    """The eps is omitted, or replaced by the default of torch."""
     norm = graph.get_submodule(name)
     assert isinstance(norm, nn.LayerNorm)
     norm.eps = eps
@@ -277,7 +277,7 @@ def a_layer_norm_has_another_eps(graph: fx.GraphModule, eps: float, name: str = 
 
 @rule("llama")
 def the_shift_of_a_folded_norm_counts_twice(graph: fx.GraphModule) -> list[fx.Node]:
-    """The gain was folded into the linears that read it, and was left in its place too."""
+    """The gain is folded into the next linear layers, but also stays in the norm."""
     linear = at_layer(graph, "model.layers.{}.mlp.up_proj", "last")
     tensor(graph, f"{linear}.weight").mul_(tensor(graph, "model.layers.1.post_attention_layernorm.weight"))
     return calls(graph, linear)

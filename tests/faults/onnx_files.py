@@ -1,4 +1,4 @@
-"""What the ONNX exporter writes, or ONNX Runtime computes, that the transformed graph did not say."""
+"""Mistakes of the ONNX exporter and of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.faults.catalogue import exporter, runtime
 
 
 def _change(path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Changes an initializer, which a name or the shape stands for."""
+    """Changes an initializer, which is found by its name or shape."""
     model = onnx.load(path)
     found = [tensor for tensor in model.graph.initializer if name in (tensor.name, str(list(tensor.dims)))]
     assert found, (name, [(tensor.name, list(tensor.dims)) for tensor in model.graph.initializer])
@@ -71,7 +71,7 @@ def positions_of_the_file_are_off_by_one(path: Path) -> None:
 
 @exporter("onnx")
 def the_weights_beside_the_file_are_of_an_earlier_run(path: Path) -> None:
-    """A stale ``.data`` file."""
+    """The ``.data`` file is stale."""
     model, data = onnx.load(path), f"{path.name}.data"
     earlier = onnx.load(path)
     for tensor in earlier.graph.initializer:
@@ -81,7 +81,7 @@ def the_weights_beside_the_file_are_of_an_earlier_run(path: Path) -> None:
     external = {"save_as_external_data": True, "location": data, "size_threshold": 200}
     onnx.save(earlier, path, **external)
     stale = path.with_name(data).read_bytes()
-    path.with_name(data).unlink()  # which would be appended to
+    path.with_name(data).unlink()  # onnx would append to an existing file
     onnx.save(model, path, **external)
     path.with_name(data).write_bytes(stale)
 
@@ -150,7 +150,7 @@ def the_mask_is_written_the_wrong_way_round(path: Path) -> None:
 
 @exporter("onnx")
 def masked_scores_are_written_as_minus_infinity(path: Path) -> None:
-    """Which leaves NaN where a row is nothing but padding."""
+    """This gives NaN for rows that contain only padding."""
 
     def change(graph: onnx.GraphProto) -> None:
         filler = _node(graph, "Where").input[1]
@@ -162,7 +162,7 @@ def masked_scores_are_written_as_minus_infinity(path: Path) -> None:
 
 @exporter("onnx", "bert")
 def a_file_gives_nan_for_rows_of_padding_alone(path: Path) -> None:
-    """As exporters did that passed by what transformers patches."""
+    """Exporters without the patches of transformers wrote such files."""
 
     def change(graph: onnx.GraphProto) -> None:
         graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "fault/axis"))
@@ -190,7 +190,7 @@ def a_file_gives_nan_for_rows_of_padding_alone(path: Path) -> None:
 
 
 def _behind(graph: onnx.GraphProto, output: str, kind: str, *more: np.ndarray, **attributes: int) -> None:
-    """Puts an operator before an output."""
+    """Inserts an operator before an output."""
     for node in graph.node:
         for names in (node.input, node.output):
             for index, name in enumerate(names):
@@ -241,7 +241,7 @@ def an_output_is_cast(path: Path, output: str, index: int, dtype: int) -> None:
 @exporter("onnx", shape=(2, -1, 8))
 @exporter("onnx", shape=(-1, 5, 8))
 def a_size_is_written_as_a_number(path: Path, shape: tuple[int, ...]) -> None:
-    """The traced batch, or the traced sequence."""
+    """The size is the traced batch or the traced sequence length."""
 
     def change(graph: onnx.GraphProto) -> None:
         _behind(graph, "hidden", "Reshape", np.array(shape, np.int64))
@@ -262,7 +262,7 @@ def an_argmax_chooses_the_last_of_equal_values(path: Path) -> None:
 
 @exporter("onnx", "bert")
 def two_inputs_are_swapped(path: Path) -> None:
-    """The ids of the tokens are read as their types' mask, and the other way round."""
+    """The attention mask is read as the token types, and vice versa."""
 
     def change(graph: onnx.GraphProto) -> None:
         names = {"attention_mask": "token_type_ids", "token_type_ids": "attention_mask"}

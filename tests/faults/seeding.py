@@ -1,4 +1,4 @@
-"""Puts a fault into a run of the pipeline, which must then find it by itself."""
+"""Runs the pipeline with a fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLACE = tempfile.TemporaryDirectory(prefix="optexport-faults-")
 
 
 class Seeded(Transformation):
-    """A rule with a mistake in it: what an honest rule does, if one is named, and then what is wrong."""
+    """A rule that applies a correct rule, if the fault names one, and then the mistake."""
 
     preserves_computation = True
 
@@ -61,14 +61,14 @@ class Seeded(Transformation):
 
 @functools.cache
 def traced(name: str) -> Traced:
-    """The trace of a subject; it is shared, so nothing may change it."""
+    """Returns the trace of a subject. Callers share it and must not change it."""
     given = subject(name)
     return trace_model(given.model, given.inputs, given.dynamic)
 
 
 @contextmanager
 def traced_once(given: Subject) -> Iterator[None]:
-    """Within it, the subject is traced only once: a trace takes longer than all that comes after it here."""
+    """Reuses the trace of a subject, because tracing takes longer than the rest of a run."""
 
     def trace(*args: Any, **kwargs: Any) -> Traced:
         found = traced(given.name)
@@ -82,26 +82,26 @@ def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tup
     """Runs the pipeline on a subject.
 
     Raises:
-        ParityError: The proof failed.
+        ParityError: A parity check failed.
     """
     given = subject(name)
-    # The search for the smallest input that fails has tests of its own, and takes its time.
+    # The search for the smallest failing input is slow, and other tests cover it.
     with traced_once(given), patch.object(CandidateChecker, "smallest", lambda self: None):
         return export(given.model, given.inputs, output, transformations=rules, formats=formats, dynamic=given.dynamic)
 
 
 def prepare(fault: Fault) -> None:
-    """Traces and exports what a fault is put into, so that only the fault is left to run."""
+    """Caches the trace and the correct files that a run with this fault needs."""
     traced(fault.on)
     if not fault.by_a_rule:
         _honest(fault.on, fault.fails[0].partition(",")[0])
 
 
 def run_with(fault: Fault, output: Path) -> Result:
-    """Runs the pipeline with a fault in it; an honest rule comes before and after the wrong one.
+    """Runs the pipeline with a fault. A correct rule runs before and after the faulty one.
 
     Raises:
-        ParityError: The proof caught the fault.
+        ParityError: A parity check caught the fault.
     """
     before, after = RemoveNoOps(), ShareEqual()
     if fault.by_a_rule:
@@ -124,7 +124,7 @@ def _do_nothing(path: Path) -> None:
 
 @functools.cache
 def _honest(name: str, file_format: str) -> Path:
-    """A folder with the file that the honest exporter writes for a subject, and what belongs to it."""
+    """Returns a folder with the correct file for a subject, and its companion files."""
     folder = Path(_PLACE.name) / f"{name} {file_format}"
     run(name, folder, (RemoveNoOps(), ShareEqual()), (file_format,))
     return folder
@@ -132,7 +132,7 @@ def _honest(name: str, file_format: str) -> Path:
 
 @contextmanager
 def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], None]) -> Iterator[None]:
-    """Within it, an exporter writes what it wrote before, and the mistake is made in that."""
+    """Makes an exporter write the correct file from the cache and then apply the mistake to it."""
 
     def write(*args: Any, **kwargs: Any) -> None:
         (path,) = [value for value in (*args, *kwargs.values()) if isinstance(value, Path)]
@@ -141,14 +141,14 @@ def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], Non
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(_WRITERS[file_format], "write" if file_format == "onnx" else "save", write))
-        if file_format == "onnx":  # what is converted is not what is written
+        if file_format == "onnx":  # the converted model is not written
             patches.enter_context(patch.object(onnx_exporter, "convert", lambda *args: None))
         yield
 
 
 @contextmanager
 def _spoilt_runtime(fault: Fault) -> Iterator[None]:
-    """Within it, ONNX Runtime makes the mistake where it optimises, and only there."""
+    """Makes ONNX Runtime apply the mistake if it optimises, and only then."""
     honest = runners.open_onnx
 
     def open_onnx(path: Path, *args: Any, optimised: bool, **kwargs: Any) -> runners.Run:
@@ -165,29 +165,29 @@ def _spoilt_runtime(fault: Fault) -> Iterator[None]:
 
 @dataclass
 class Passes:
-    """Which multiples of the floor each place passes at, in the order in which the places were first checked."""
+    """For each target, in the order of the checks: whether it passes at each multiple."""
 
     targets: dict[str, dict[float, bool]]
 
     def caught(self, multiple: float) -> bool:
-        """Whether the proof raises the alarm at a multiple."""
+        """Returns True if a check fails at a multiple."""
         return any(not passed[multiple] for passed in self.targets.values())
 
 
 @contextmanager
 def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
-    """Within it, every check of a place is made at other multiples too, and noted."""
+    """Repeats the first check of every target at other multiples, and records the results."""
     honest, noted = ParityChecker.check, Passes({})
 
     def passes(proof: ParityChecker, target: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
         try:
             bounds = noise_floor.bounds(proof.reference, multiple)
-        except ParityError:  # so wide a limit would let anything pass, and is refused
+        except ParityError:  # a limit that would let anything pass is refused
             return False
         return honest(ParityChecker(proof.reference, bounds), target, candidate, **kwargs).passed
 
     def check(self: ParityChecker, target: str, candidate: runners.Run, **kwargs: Any) -> TargetParity:
-        if target not in noted.targets:  # later checks are those of the search for what is to blame
+        if target not in noted.targets:  # later checks belong to the search for the cause
             noted.targets[target] = {m: passes(self, target, candidate, m, **kwargs) for m in multiples}
         return honest(self, target, candidate, **kwargs)
 

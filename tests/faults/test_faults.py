@@ -1,4 +1,4 @@
-"""Every fault of the catalogue is caught, at the place where it was made, and laid at the right door."""
+"""Tests that every fault of the catalogue is caught at its target, with the right cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | None = None) -> object:
-    """A case of a test; one that is known to be missed must go on being missed, or leave the list of these."""
+    """Returns a test parameter. A fault that is known to be missed is a strict xfail."""
     marks = [pytest.mark.nightly] if nightly else []
     if missed is not None:
         marks.append(pytest.mark.xfail(reason=missed, strict=True, raises=pytest.fail.Exception))
@@ -45,12 +45,12 @@ def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | 
 
 
 def failing(error: ParityError) -> tuple[str, ...]:
-    """The places that a failed proof names, in the order of the pipeline."""
+    """Returns the targets that a parity error names, in the order of the pipeline."""
     return tuple(target for target in PLACES if f"\n  {target}: " in str(error))
 
 
 def faults() -> Iterator[object]:
-    """The catalogue: of each mistake the first that is quick every day, and the same on other subjects nightly."""
+    """Yields all faults. Only the first quick fault of each mistake runs daily, the others nightly."""
     seen: set[object] = set()
     for name, fault in FAULTS.items():
         again = fault.mistake in seen and fault.missed is None
@@ -61,7 +61,7 @@ def faults() -> Iterator[object]:
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("fault", [*faults()])
-def test_a_fault_is_caught_and_laid_at_the_right_door(fault: Fault, tmp_path: Path) -> None:
+def test_fault_is_caught_with_the_right_cause(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(ParityError) as caught:
         run_with(fault, tmp_path / "bundle")
     assert failing(caught.value) == fault.fails
@@ -77,7 +77,7 @@ def test_a_fault_is_caught_and_laid_at_the_right_door(fault: Fault, tmp_path: Pa
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("entry", [parameter(name, t, missed=t.missed) for name, t in TAMPERINGS.items()])
-def test_a_bundle_that_was_sealed_again_does_not_verify(entry: Tampering, tmp_path: Path) -> None:
+def test_resealed_bundle_does_not_verify(entry: Tampering, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     entry.act(folder)
     if entry.fails:
@@ -91,10 +91,10 @@ def test_a_bundle_that_was_sealed_again_does_not_verify(entry: Tampering, tmp_pa
 
 
 def size_in_float64(fault: Fault, *, made_there: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """How far a fault moves each output in float64, and the largest value of each, over the check inputs.
+    """Returns the change of each output by a fault in float64, and the largest value of each.
 
     Args:
-        made_there: Whether the fault is put into the graph in float64, or in the model's own precision.
+        made_there: True puts the fault into the float64 graph, False into the original one.
     """
     of, spoil = traced(fault.on), Seeded(fault)
     honest = in_float64(of.graph_module)
@@ -119,7 +119,7 @@ def flat(outputs: object) -> list[torch.Tensor]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [parameter(name, fault) for name, fault in CANNOT_SHOW.items()])
-def test_what_cannot_show_is_not_there_in_float64_and_passes(fault: Fault, tmp_path: Path) -> None:
+def test_change_without_effect_in_float64_passes(fault: Fault, tmp_path: Path) -> None:
     distance, largest = size_in_float64(fault, made_there=True)
     for name in distance:
         assert distance[name] <= 1e-12 * largest[name], name
@@ -128,25 +128,23 @@ def test_what_cannot_show_is_not_there_in_float64_and_passes(fault: Fault, tmp_p
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", [parameter(name, entry) for name, entry in BELOW_THE_FLOOR.items()])
-def test_what_is_smaller_than_rounding_is_of_the_size_that_is_listed_and_passes(
-    entry: LostInRounding, tmp_path: Path
-) -> None:
+def test_change_below_the_noise_floor_passes_with_the_listed_size(entry: LostInRounding, tmp_path: Path) -> None:
     distance, _ = size_in_float64(entry.fault, made_there=False)
     result = run_with(entry.fault, tmp_path / "bundle")
     floors = {output.output: output.limit / 4 for output in result.parity[0].outputs}
     size = max(distance[name] / floors[name] for name in distance if floors[name])
     assert 0 < size < 4
-    # The floor is what this processor's products are apart from the exact ones, and others' are apart otherwise.
+    # The noise floor depends on how this processor rounds products, so it differs between machines.
     assert entry.size / 2 < size < 2 * entry.size
 
 
 @pytest.mark.nightly
-def test_without_a_fault_each_subject_passes(tmp_path: Path) -> None:
+def test_every_subject_without_a_fault_passes(tmp_path: Path) -> None:
     for name in sorted({fault.on for fault in FAULTS.values() if not fault.nightly}):
         assert run(name, tmp_path / name, (), ("pt2",)).passed
 
 
-def test_the_catalogue_holds_sixty_faults_and_each_kind_of_them() -> None:
+def test_catalogue_has_sixty_faults_of_all_kinds() -> None:
     caught = [fault for fault in FAULTS.values() if fault.missed is None]
     assert len(caught) >= 60
     assert {fault.fails for fault in caught} == {

@@ -1,4 +1,4 @@
-"""Honest work raises no alarm."""
+"""Tests that correct runs cause no false alarms."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _raises_no_alarm(seed: int, output: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
-def test_an_honest_run_raises_no_alarm(seed: int, tmp_path: Path) -> None:
+def test_correct_run_causes_no_false_alarm(seed: int, tmp_path: Path) -> None:
     _raises_no_alarm(seed, tmp_path / "bundle")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(200))
-def test_two_hundred_honest_runs_raise_no_alarm(seed: int, tmp_path: Path) -> None:
+def test_two_hundred_correct_runs_cause_no_false_alarm(seed: int, tmp_path: Path) -> None:
     _raises_no_alarm(seed, tmp_path / "bundle")

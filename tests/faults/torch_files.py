@@ -1,4 +1,4 @@
-"""What the exporters of TorchScript and ``.pt2`` write that the transformed graph did not say."""
+"""Mistakes of the exporters for TorchScript and ``.pt2``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.subjects import subject
 
 
 class _Tuple(nn.Module):
-    """A block as a file of TorchScript computes it."""
+    """A block with the tuple outputs of a TorchScript file."""
 
     def __init__(self, block: nn.Module, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def one_number_of_the_script_is_edited(path: Path, by: float) -> None:
 
 @exporter("torchscript")
 def the_script_is_of_another_model(path: Path) -> None:
-    """Of the same architecture, so that all shapes fit."""
+    """The architecture is the same, so all shapes fit."""
 
     def change(module: torch.jit.ScriptModule) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -78,7 +78,7 @@ def a_weight_of_the_script_is_rounded_to_half(path: Path, name: str) -> None:
 @exporter("torchscript", size="batch")
 @exporter("torchscript", size="sequence")
 def the_script_is_a_trace_that_holds_a_size(path: Path, size: str) -> None:
-    """What ``torch.jit.trace`` makes of many models: right at one size only."""
+    """``torch.jit.trace`` gives such files for many models. They are right at one size only."""
     length = {"batch": (2, 1, 1), "sequence": (1, 5, 1)}[size]
     inputs = subject("block").inputs
     module = _Tuple(exports.block(), lambda hidden: hidden * torch.ones(length))
@@ -102,7 +102,7 @@ def the_script_returns_its_outputs_in_another_order(path: Path) -> None:
 @exporter("pt2", index=0)
 @exporter("pt2", index=4)
 def a_weight_of_the_program_is_zero(path: Path, index: int) -> None:
-    """Of the queries, and of the values; the third is the bias of the keys, which cannot show."""
+    """The weights of queries and values. The bias of the keys would have no effect."""
     exports.rezip(path, lambda name, old: bytes(len(old)) if name.endswith(f"data/weights/weight_{index}") else old)
 
 

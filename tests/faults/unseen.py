@@ -1,7 +1,7 @@
-"""What the proof does not see, and why: changes that cannot show, and changes that are lost in rounding.
+"""Changes that the parity checks cannot see: no effect, or smaller than rounding.
 
-Both are entered as mistakes of a rule. The first compute the same in exact arithmetic; of the second each has its size,
-as a share of the noise floor.
+All are registered as mistakes of a rule. Changes of the first kind give the same results in exact arithmetic. Changes
+of the second kind have a size, as a fraction of the noise floor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BELOW_THE_FLOOR: dict[str, LostInRounding] = {}
 
 @dataclass(frozen=True)
 class LostInRounding:
-    """A fault that is smaller than what rounding does to the original itself.
+    """A fault that is smaller than the rounding errors of the original model.
 
     Attributes:
-        size: Its largest distance in float64, over all outputs and check inputs, in noise floors.
+        size: The largest change in float64 over all outputs and check inputs, in noise floors.
     """
 
     fault: Fault
@@ -40,13 +40,13 @@ class LostInRounding:
 
 
 def cannot_show(on: str, **options: object) -> Callable[[AnyMistake], AnyMistake]:
-    """Enters a change that exact arithmetic does not know."""
+    """Registers a change that has no effect in exact arithmetic."""
     after = options.pop("after", None)
     return lambda change: enter(change, on, options, CANNOT_SHOW, after=after)
 
 
 def lost(on: str, size: float, **options: object) -> Callable[[AnyMistake], AnyMistake]:
-    """Enters a change that is smaller than rounding."""
+    """Registers a change that is smaller than rounding errors."""
 
     def enter_both(change: AnyMistake) -> AnyMistake:
         shelf: dict[str, Fault] = {}
@@ -59,7 +59,7 @@ def lost(on: str, size: float, **options: object) -> Callable[[AnyMistake], AnyM
 
 
 def in_float64(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with all that it computes with in float64, also where it names float32 itself."""
+    """Returns a copy of the graph in float64, also for operators with an explicit dtype."""
     graph = copy.deepcopy(graph).double()
     for node in list(graph.graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
@@ -75,16 +75,16 @@ def _wider(value: object) -> object:
 
 
 def double(batch: Batch) -> Batch:
-    """A batch in float64."""
+    """Returns a batch in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-# --- What cannot show ---
+# --- Changes without an effect ---
 
 
 @cannot_show("block", after=MergeLinears())
 def the_bias_of_the_keys_is_dropped(graph: fx.GraphModule) -> list[fx.Node]:
-    """It adds the same to all scores of a query, which the softmax takes out."""
+    """The bias adds the same number to all scores of a query, and the softmax removes it."""
     tensor(graph, "query-key-value-merged.bias").chunk(3)[1].zero_()
     return calls(graph, "query-key-value-merged")
 
@@ -112,7 +112,7 @@ def queries_are_doubled_and_keys_halved(graph: fx.GraphModule) -> list[fx.Node]:
 
 @cannot_show("block")
 def heads_change_places(graph: fx.GraphModule) -> list[fx.Node]:
-    """In queries, keys and values, and in the linear that reads them."""
+    """The heads move in queries, keys, values and the linear layer that reads them."""
     for name in ("query", "key", "value"):
         for part in ("weight", "bias"):
             rows = tensor(graph, f"{name}.{part}")
@@ -134,7 +134,7 @@ def hidden_units_change_places(graph: fx.GraphModule) -> list[fx.Node]:
 
 @cannot_show("block")
 def masked_scores_are_farther_away(graph: fx.GraphModule) -> fx.Node:
-    """exp(-1e4) is 0 as exp(-1e9) is."""
+    """exp(-1e4) and exp(-1e9) are both 0."""
     (masked,) = calls(graph, "masked_fill")
     masked.args = (*masked.args[:2], -1e9)
     return masked
@@ -142,7 +142,7 @@ def masked_scores_are_farther_away(graph: fx.GraphModule) -> fx.Node:
 
 @cannot_show("block")
 def all_features_are_shifted_before_a_layer_norm(graph: fx.GraphModule) -> list[fx.Node]:
-    """It takes their mean away."""
+    """A layer norm subtracts the mean."""
     tensor(graph, "out.bias").add_(0.5)
     return calls(graph, "out")
 
@@ -157,7 +157,7 @@ def a_token_type_and_the_positions_share_otherwise(graph: fx.GraphModule) -> lis
 
 @cannot_show("resnet")
 def a_batch_norm_has_another_mean_and_shift(graph: fx.GraphModule) -> list[fx.Node]:
-    """The bias of a convolution was folded into the mean instead of the shift."""
+    """The bias of a convolution is folded into the mean instead of the shift."""
     name = "resnet.embedder.embedder.normalization"
     norm = graph.get_submodule(name)
     assert isinstance(norm, nn.BatchNorm2d)
@@ -169,11 +169,11 @@ def a_batch_norm_has_another_mean_and_shift(graph: fx.GraphModule) -> list[fx.No
 
 @cannot_show("llama")
 def all_positions_of_a_decoder_are_off_by_one(graph: fx.GraphModule) -> fx.Node:
-    """Rotary positions tell only how far apart two tokens are."""
+    """Rotary embeddings depend only on the distance between two tokens."""
     return put_behind(calls(graph, "arange")[0], torch.add, 1)
 
 
-# --- What is lost in rounding ---
+# --- Changes that are lost in rounding ---
 
 
 @lost("block", 0.0036, linear="up", bit=0)
@@ -201,7 +201,7 @@ def gelu_in_half_is_its_approximation(graph: fx.GraphModule) -> fx.Node:
 @lost("block in half", 0.0056, eps=0.0)
 @lost("bert", 1.9e-6, eps=0.0, name="encoder.layer.1.output.LayerNorm")
 def a_layer_norm_has_no_eps(graph: fx.GraphModule, eps: float, name: str = "norm") -> list[fx.Node]:
-    """Of 1e-12 in the second, which is less than a unit in the last place of the variance."""
+    """The eps of the second model is 1e-12, which is below one ulp of the variance."""
     norm = graph.get_submodule(name)
     assert isinstance(norm, nn.LayerNorm)
     norm.eps = eps
