@@ -128,7 +128,7 @@ def test_change_without_effect_in_float64_passes(fault: Fault, tmp_path: Path) -
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("entry", [parameter(name, entry) for name, entry in BELOW_THE_FLOOR.items()])
-def test_change_below_the_noise_floor_passes_with_the_listed_size(entry: LostInRounding, tmp_path: Path) -> None:
+def test_change_below_the_noise_floor_passes_and_has_its_size(entry: LostInRounding, tmp_path: Path) -> None:
     distance, _ = size_in_float64(entry.fault, made_there=False)
     result = run_with(entry.fault, tmp_path / "bundle")
     floors = {output.output: output.limit / 4 for output in result.parity[0].outputs}

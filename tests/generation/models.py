@@ -1,4 +1,4 @@
-"""Tiny generative models of several families, random throughout, and prompts for them."""
+"""Tiny random generative models of several families, and prompts for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DECODER: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-# Not tied: a random model whose two embeddings are the same says its last token over and over.
+# Not tied: a random model with tied embeddings repeats its last token.
 _GEMMA: dict[str, Any] = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -89,14 +89,14 @@ WITHOUT_ENCODER = ("gemma3", "gpt2", "llama", "qwen3")
 
 
 def make(family: str, **options: Any) -> PreTrainedModel:
-    """A new model of a family, the same every time."""
+    """Returns a new model of a family, with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _FACTORIES[family](**options).eval()
 
 
 def phi3(turn: int) -> PreTrainedModel:
-    """A model that rotates its positions by other factors, once there are more than so many."""
+    """Returns a model that changes its rotary factors after `turn` positions."""
     rope = {"rope_type": "longrope", "long_factor": [2.0, 3.0], "short_factor": [1.0, 1.0], "rope_theta": 10000.0}
     given = {**rope, "original_max_position_embeddings": turn, "factor": 256 / turn}
     with torch.random.fork_rng(devices=[]), quiet():
@@ -106,7 +106,7 @@ def phi3(turn: int) -> PreTrainedModel:
 
 
 def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """A prompt of rows of several lengths, with 0 before the shorter ones."""
+    """Returns a prompt with rows of several lengths, left-padded with 0."""
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -114,7 +114,7 @@ def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def prompts(family: str) -> list[dict[str, torch.Tensor]]:
-    """Two prompts: one of several rows, padded where it is text, and one of a single row."""
+    """Returns two prompts: several rows, which are padded for text models, and a single row."""
     if family == "whisper":
         times = torch.arange(2 * 8 * 40) * 0.37
         return [

@@ -1,4 +1,4 @@
-"""The parts of a model: with a cache in the inputs they compute what the model does in one pass."""
+"""Tests that the parts of a model, with a cache as input, give the outputs of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.generation import models
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", models.WITHOUT_ENCODER)
-def test_a_text_in_two_parts_gives_the_logits_of_the_whole_wherever_it_is_cut(family: str) -> None:
+def test_text_split_anywhere_gives_the_logits_of_the_full_text(family: str) -> None:
     model = models.make(family)
     prompt = models.left_padded([list(range(5, 25)), list(range(30, 44))])  # longer than the window of any layer
     (part,) = components(model, [prompt])
@@ -40,7 +40,7 @@ def test_a_text_in_two_parts_gives_the_logits_of_the_whole_wherever_it_is_cut(fa
 
 
 @pytest.mark.parametrize("family", [name for name in models.FAMILIES if name not in models.WITHOUT_ENCODER])
-def test_encoder_and_decoder_together_give_the_logits_of_the_model(family: str) -> None:
+def test_encoder_and_decoder_give_the_logits_of_the_model(family: str) -> None:
     model = models.make(family)
     prompt = models.prompts(family)[0]
     encoder, decoder = components(model, [prompt])
@@ -60,7 +60,7 @@ def test_encoder_and_decoder_together_give_the_logits_of_the_model(family: str) 
     torch.testing.assert_close(torch.cat([first["logits"], rest["logits"]], 1), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_the_caches_to_check_on_are_those_that_the_prompts_leave() -> None:
+def test_batches_have_the_caches_of_the_prompts() -> None:
     model, prompts = models.make("gpt2"), models.prompts("gpt2")
     (part,) = components(model, prompts)
     prefills = [batch for batch in part.batches if not batch["past_key_values_0_key"].shape[2]]
@@ -73,7 +73,7 @@ def test_the_caches_to_check_on_are_those_that_the_prompts_leave() -> None:
     assert min(*part.batches[0]["input_ids"].shape, *part.batches[0]["past_key_values_0_key"].shape) >= 2
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_model_is_not_changed() -> None:
     model = models.make("gpt2")
     before, config = {n: t.clone() for n, t in model.state_dict().items()}, model.generation_config
     components(model, models.prompts("gpt2"))
@@ -123,7 +123,7 @@ def _encoder() -> torch.nn.Module:
         (lambda: models.make("gpt2").train(), TraceError, "train mode"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_with_what_it_is(
+def test_unsupported_models_are_refused_with_a_reason(
     make: Callable[[], torch.nn.Module], error: type[OptexportError], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said) as raised:
@@ -150,13 +150,13 @@ def test_what_cannot_be_carried_is_refused_with_what_it_is(
         ([{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2).long()}], "not both"),
     ],
 )
-def test_a_prompt_that_nothing_can_follow_is_refused(prompts: Any, said: str, tmp_path: Path) -> None:
+def test_invalid_prompt_is_refused(prompts: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         export_generation(models.make("gpt2"), prompts, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_axis_may_be_a_sum_of_dimensions_and_is_resized_with_them() -> None:
+def test_axis_may_be_a_sum_of_dimensions() -> None:
     spec = TensorSpec("mask", "int64", ("batch", "past + new"))
     dims = {name: Dim(name, 0) for name in ("batch", "past", "new")}
     signature = Signature((spec, TensorSpec("ids", "int64", ("batch", "new"))), (), dims)

@@ -1,4 +1,4 @@
-"""A model with its cache as files: they go on from any prompt as ``model.generate`` does."""
+"""Tests that exported generative models give the tokens of ``model.generate``."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.generation import models
 # Removed when the tests end.
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-tests-")
 
-# Of other lengths, batch sizes and paddings than those that are exported with.
+# Lengths, batch sizes and paddings are not the exported ones.
 _HELD_OUT = [[7], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49], [12, 60, 3], [9, 9, 9, 9]]
 
 
 @functools.cache
 def exported() -> GenerationResult:
-    """What `export_generation` makes of a model; it is shared between tests, so none may change it."""
+    """Returns the result of `export_generation`. Tests share it and must not change it."""
     return export_generation(models.make("gpt2"), models.prompts("gpt2"), Path(_PLACE.name) / "gpt2", effort="quick")
 
 
@@ -44,7 +44,7 @@ def generators(file_format: str) -> Generator:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_files_go_on_from_prompts_they_never_saw_as_generate_does(file_format: str, rows: int) -> None:
+def test_files_continue_new_prompts_as_generate_does(file_format: str, rows: int) -> None:
     model, result = models.make("gpt2"), exported()
     prompt = models.left_padded(_HELD_OUT[:rows])
     given = {name: tensor.numpy() for name, tensor in prompt.items()}
@@ -53,7 +53,7 @@ def test_files_go_on_from_prompts_they_never_saw_as_generate_does(file_format: s
     assert found[:, -64:].tolist() == tokens.likeliest_tokens(model, prompt, 64).tolist()
 
 
-def test_a_row_ends_where_generate_ends_it_and_is_padded_from_there() -> None:
+def test_finished_row_is_padded_as_generate_does() -> None:
     model, result, prompt = models.make("gpt2"), exported(), models.left_padded(_HELD_OUT)
     free = tokens.likeliest_tokens(model, prompt, 12)
     eos = int(free[1, 4])
@@ -64,7 +64,7 @@ def test_a_row_ends_where_generate_ends_it_and_is_padded_from_there() -> None:
     assert eos in found[1, 10:15].tolist()
 
 
-def test_the_summary_names_what_of_the_generation_config_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_names_the_ignored_generation_settings(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((exported().output / "generation.json").read_bytes())
     assert (exported().left_out, document["left_out"]) == ((), [])
     summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
@@ -72,7 +72,7 @@ def test_the_summary_names_what_of_the_generation_config_is_left_out(capsys: pyt
     assert "without repetition_penalty, num_beams of the model's generation_config, which the files do not heed" in told
 
 
-def test_one_decoder_is_prefill_and_decode_and_every_prompt_was_followed_for_all_tokens() -> None:
+def test_one_decoder_file_is_checked_on_all_tokens() -> None:
     result = exported()
     assert sorted(path.name for path in result.output.iterdir()) == ["decoder", "generation.json"]
     dims = result.parts["decoder"].manifest.dims
@@ -83,11 +83,11 @@ def test_one_decoder_is_prefill_and_decode_and_every_prompt_was_followed_for_all
     assert all(each.compared == 64 * each.rows or each.ties for each in result.tokens)
 
 
-def test_each_part_is_a_bundle_that_can_be_verified_by_itself() -> None:
+def test_each_part_is_a_bundle_that_verifies() -> None:
     assert verify(exported().output / "decoder").passed
 
 
-def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
     with pytest.raises(ConfigError, match="is no bundle"):
@@ -114,7 +114,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_document_of_another_form_is_refused_and_no_traceback(change: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_document_is_refused_without_a_traceback(change: dict[str, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported().output, tmp_path / "changed"))
     document = json.loads((folder / "generation.json").read_bytes())
     del document["digest"]
@@ -146,7 +146,7 @@ def test_a_changed_part_and_a_part_of_another_export_are_refused(tmp_path: Path)
         Generator.load(folder)
 
 
-def test_what_cannot_be_generated_from_is_refused(tmp_path: Path) -> None:
+def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
     generator = Generator.load(exported().output)
     ids = np.array([[5, 6, 0]])
     with pytest.raises(ConfigError, match="ends with padding"):
@@ -188,7 +188,7 @@ def test_arguments_that_do_not_fit_are_refused_in_every_format(
         generators(file_format).generate(**given)
 
 
-def test_a_model_with_few_positions_is_proven_at_the_sizes_that_it_has_positions_for(tmp_path: Path) -> None:
+def test_model_with_few_positions_is_checked_at_smaller_sizes(tmp_path: Path) -> None:
     model = models.make("gpt2", n_positions=24)
     prompts = [models.left_padded([[*range(3, 15)]]), {k: v.int() for k, v in models.left_padded([[7]]).items()}]
     result = export_generation(model, prompts, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=8)
@@ -196,8 +196,8 @@ def test_a_model_with_few_positions_is_proven_at_the_sizes_that_it_has_positions
     assert [each.compared for each in result.tokens] == [8, 8]
 
 
-def test_where_generate_computes_its_cache_anew_the_files_do_too(tmp_path: Path) -> None:
-    """Phi-3 rotates all positions by other factors, once there are more of them than it was first trained with."""
+def test_files_recompute_the_cache_when_generate_does(tmp_path: Path) -> None:
+    """Phi-3 changes the rotary factors of all positions beyond its original context length."""
     model, prompt = models.phi3(turn=16), models.left_padded([[5, 6, 7], [8, 9]])
     result = export_generation(model, prompt, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=24)
     assert [each.compared for each in result.tokens] == [48, 24]
@@ -210,7 +210,7 @@ def test_where_generate_computes_its_cache_anew_the_files_do_too(tmp_path: Path)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_every_family_goes_on_as_generate_does_in_every_format(family: str, tmp_path: Path) -> None:
+def test_every_family_continues_as_generate_does_in_every_format(family: str, tmp_path: Path) -> None:
     model = models.make(family)
     result = export_generation(model, models.prompts(family), tmp_path / family)
     assert {each.format for each in result.tokens} == {"torchscript", "onnx", "pt2"}

@@ -1,4 +1,4 @@
-"""``[generation]`` in a config: what a run writes and says, and what does not go with it."""
+"""Tests of ``[generation]`` in a config."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _write(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path) -> None:
+def test_run_writes_the_parts_and_reports_the_tokens(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["run", "--json", str(_write(tmp_path))])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -65,11 +65,11 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     sign(tmp_path / "out", private)
     assert list(check(tmp_path / "out", public)) == [tmp_path / "out" / "decoder"]
     Generator.load(tmp_path / "out")
-    check_output(tmp_path / "out")  # which a later run replaces
+    check_output(tmp_path / "out")  # a later run may replace this folder
 
 
 @pytest.mark.slow
-def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
+def test_each_part_has_its_own_mlflow_run(tmp_path: Path) -> None:
     uri = store(tmp_path)
     text = _CONFIG.replace('"gpt2"', '"t5"').replace("enabled = false", f'uri = "{uri}"\nexperiment = "generation"')
     _write(tmp_path).write_text(text)
@@ -96,7 +96,7 @@ def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
         ("[inputs]\ntexts = ['a']\n[inputs.dynamic]\nbatch = [1, 4]", "inputs.dynamic"),
     ],
 )
-def test_what_does_not_go_with_generation_is_refused_before_any_work(table: str, place: str, tmp_path: Path) -> None:
+def test_conflicting_config_keys_are_refused_before_any_work(table: str, place: str, tmp_path: Path) -> None:
     text = f'[model]\nsource = "python:tests.generation.models:make"\n[generation]\n{table}\n'
     with pytest.raises(ConfigError, match="does not go with") as raised:
         parse_config(text, tmp_path / "config.toml")
@@ -105,9 +105,7 @@ def test_what_does_not_go_with_generation_is_refused_before_any_work(table: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [["--tune"], ["--baseline"], ["--dump", "graphs"], ["--junit", "proof.xml"]])
-def test_options_that_do_not_go_with_generation_are_refused(
-    option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conflicting_options_are_refused(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _write(tmp_path)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["run", *option, str(config)])
@@ -117,12 +115,12 @@ def test_options_that_do_not_go_with_generation_are_refused(
 
 
 @pytest.mark.slow
-def test_a_function_of_single_results_refuses_it_and_names_the_other(tmp_path: Path) -> None:
+def test_run_refuses_the_table_and_names_run_generation(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run_generation"):
         run(_write(tmp_path))
 
 
-def test_prompts_that_a_tokenizer_padded_at_the_right_are_padded_at_the_left() -> None:
+def test_right_padded_prompts_become_left_padded() -> None:
     ids = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 10], [0, 3, 4, 0]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]])
     found = _prompt({"input_ids": ids, "attention_mask": mask}, Loaded(models.make("gpt2")))

@@ -1,4 +1,4 @@
-"""The proof on tokens: a file that goes on otherwise is found, unless two logits are as near as rounding."""
+"""Tests of the comparison of generated tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMPT = {"input_ids": torch.tensor([[3, 1], [2, 0]]), "attention_mask": torch.
 
 
 def _counting(nearer: float = 0.0, at: int = 6) -> Parts:
-    """A decoder that counts on from its last token; where that is `at`, another token comes as near, or nearer."""
+    """Returns a decoder that counts up. After token `at`, token 0 has a logit of 1 + `nearer`."""
 
     def decoder(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = inputs["input_ids"]
@@ -37,7 +37,7 @@ def test_equal_tokens_are_counted() -> None:
     assert found == tokens.Compared("onnx", "prompt 0", 2, 5, 10, ())
 
 
-def test_where_two_logits_are_nearer_than_rounding_the_row_is_compared_up_to_there_and_the_tie_is_told() -> None:
+def test_row_is_compared_up_to_a_tie_of_two_logits() -> None:
     expected = _counting(-1e-7).greedy(_PROMPT, 7)
     found = tokens.compare(_counting(-1e-7), _counting(1e-7), "onnx", ("prompt 0", _PROMPT), expected, 1e-6)
     assert [(tie.row, tie.token) for tie in found.ties] == [(0, 5), (1, 6)]
@@ -45,19 +45,19 @@ def test_where_two_logits_are_nearer_than_rounding_the_row_is_compared_up_to_the
     assert all(0 < tie.gap < 2e-7 for tie in found.ties)
 
 
-def test_another_token_is_a_failure_that_names_where_and_how_far() -> None:
+def test_different_token_is_an_error_with_its_place_and_gap() -> None:
     with pytest.raises(
         ParityError, match=r"onnx: prompt 0: token 3 of row 0 is 0, and model.generate gives 5.*1 larger"
     ):
         tokens.compare(_counting(-1e-7), _counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
 
 
-def test_the_expected_tokens_are_those_of_generate_however_its_own_config_would_have_it() -> None:
+def test_expected_tokens_do_not_depend_on_the_generation_config() -> None:
     model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
     plain = tokens.likeliest_tokens(model, prompt, 20)
     ids = prompt["input_ids"]
     mask = prompt["attention_mask"]
-    for step in range(20):  # the same without any cache
+    for step in range(20):  # the same computation without a cache
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             token = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].argmax(-1)
@@ -70,14 +70,14 @@ def test_the_expected_tokens_are_those_of_generate_however_its_own_config_would_
     assert own.repetition_penalty == 5.0
 
 
-def test_each_prompt_is_followed_and_its_first_row_alone_without_padding() -> None:
+def test_each_prompt_and_its_first_row_without_padding_are_cases() -> None:
     named = dict(tokens.cases(models.prompts("llama")))
     assert list(named) == ["prompt 0", "prompt 0, first row", "prompt 1"]
     assert named["prompt 0, first row"]["input_ids"].tolist() == [[5, 6, 7, 9]]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
-def test_a_model_that_takes_the_likeliest_leaves_nothing_out(name: str) -> None:
+def test_greedy_model_has_no_ignored_settings(name: str) -> None:
     assert tokens.left_out(models.make(name)) == ()
 
 
@@ -95,8 +95,8 @@ def test_a_model_that_takes_the_likeliest_leaves_nothing_out(name: str) -> None:
         ("num_beams", 4),
     ],
 )
-def test_what_makes_generate_take_other_tokens_is_named_as_left_out(name: str, value: Any) -> None:
-    """Tokens were said to be those of ``generate(do_sample=False)``, which heeds all of these."""
+def test_settings_that_change_the_tokens_are_reported_as_ignored(name: str, value: Any) -> None:
+    """The docs promised the tokens of ``generate(do_sample=False)``, which uses these settings."""
     model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
     plain = tokens.likeliest_tokens(model, prompt, 20)
     first = int(plain[0, 0])
