@@ -1,4 +1,4 @@
-"""Bundles of tiny models for several tasks, each made once; no test may change them."""
+"""Bundles of tiny models for several tasks. Tests share them and must not change them."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def model(task: str) -> PreTrainedModel:
-    """A new model for a task."""
+    """Returns a new model for a task."""
     return _MODELS[task]()
 
 
 @functools.cache
 def source(task: str) -> Path:
-    """The folder of a model with its tokenizer and image processor."""
+    """Returns the folder of a model with its tokenizer and image processor."""
     return folders.save(model(task), Path(_PLACE.name) / task)
 
 
 @functools.cache
 def bundle(task: str) -> Path:
-    """The bundle of a model; without a task in its config, so that the model has to tell it."""
+    """Returns the bundle of a model. Its config has no task, so the task comes from the model."""
     formats = '["onnx", "torchscript", "pt2"]' if task == "text-classification" else '["pt2"]'
     if task == "image-classification":
         inputs = '[inputs.tensors.pixel_values]\nshape = ["batch", 3, 16, 16]\n[inputs.dynamic]\nbatch = [1, 4]'
@@ -65,7 +65,7 @@ def bundle(task: str) -> Path:
 
 @functools.cache
 def sentences() -> tuple[Path, npt.NDArray[Any]]:
-    """A bundle of sentence-transformers with every kind of pooling, and what that makes of the texts; no source."""
+    """Returns a sentence-transformers bundle with every pooling, and the expected embeddings."""
     folder = folders.save_sentences(Path(_PLACE.name) / "sentences", Pooling.POOLING_MODES)
     expected = folders.encode(folder).numpy()
     output = folders.export(folder, formats='["torchscript", "onnx", "pt2"]').output

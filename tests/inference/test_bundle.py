@@ -1,4 +1,4 @@
-"""A bundle runs by itself: without its source, with checked inputs, and only as it was written."""
+"""Tests of running a bundle without its source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMATS = ("onnx", "torchscript", "pt2")
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of a classifier in another place."""
+    """Returns the bundle of a classifier in another folder."""
     place = tmp_path_factory.mktemp("elsewhere") / "bundle"
     shutil.copytree(bundles.bundle("text-classification"), place)
     return place
@@ -46,7 +46,7 @@ def refusal(bundle: Bundle, **given: Any) -> str:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_texts_give_what_the_model_and_its_tokenizer_give(moved: Path, file_format: str) -> None:
+def test_texts_give_the_logits_of_the_model_and_its_tokenizer(moved: Path, file_format: str) -> None:
     source = bundles.source("text-classification")
     tokenizer = AutoTokenizer.from_pretrained(source)
     encoded = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=16, return_tensors="pt")
@@ -90,7 +90,7 @@ print([name for name in ("torch", "transformers", "mlflow") if name in sys.modul
     assert done.stdout == "(1, 3)\n[]\n"
 
 
-def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
+def test_invalid_inputs_are_refused_by_name(moved: Path) -> None:
     bundle = Bundle.load(moved)
     takes = "It takes input_ids [batch, sequence] int64; "
     assert 'input_idx: the model takes no such input\n  Did you mean "input_ids"?' in refusal(
@@ -120,14 +120,12 @@ def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_inputs_that_memory_does_not_hold_the_results_of_are_not_said_to_be_wrong(
-    file_format: str, tmp_path: Path
-) -> None:
+def test_lack_of_memory_is_not_reported_as_wrong_inputs(file_format: str, tmp_path: Path) -> None:
     pairs = Program(lambda m, x: x @ x.T).eval()
     exports.quick(pairs, {"x": torch.randn(3, 1)}, tmp_path / "b", dynamic=exports.BATCH, formats=[file_format])
     bundle = Bundle.load(tmp_path / "b", file_format)
     with pytest.raises(ExportError, match="there is not enough memory to run it on these inputs"):
-        bundle(x=np.ones((10**7, 1), np.float32))  # 400 TB, which no address space holds
+        bundle(x=np.ones((10**7, 1), np.float32))  # the result needs 400 TB, more than the address space
 
 
 def test_a_changed_tokenizer_or_file_is_refused(moved: Path, tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def test_a_changed_tokenizer_or_file_is_refused(moved: Path, tmp_path: Path) -> 
             Bundle.load(copied)
 
 
-def test_a_file_or_folder_beside_the_tokenizer_is_refused(moved: Path, tmp_path: Path) -> None:
+def test_extra_file_or_folder_next_to_the_tokenizer_is_refused(moved: Path, tmp_path: Path) -> None:
     copied = tmp_path / "bundle"
     shutil.copytree(moved, copied)
     (copied / "preprocessor" / "more").mkdir()
@@ -158,7 +156,7 @@ def test_a_moved_bundle_verifies(moved: Path) -> None:
     assert verify(moved).passed
 
 
-def test_a_bundle_is_replaced_with_its_tokenizer_but_not_with_files_of_the_user(moved: Path, tmp_path: Path) -> None:
+def test_bundle_is_replaceable_unless_it_holds_user_files(moved: Path, tmp_path: Path) -> None:
     copied = tmp_path / "bundle"
     shutil.copytree(moved, copied)
     layout.check_replaceable(copied)
@@ -167,14 +165,14 @@ def test_a_bundle_is_replaced_with_its_tokenizer_but_not_with_files_of_the_user(
         layout.check_replaceable(copied)
 
 
-def test_the_tokenizers_folder_is_as_open_as_the_bundle() -> None:
+def test_tokenizer_folder_has_the_permissions_of_the_bundle() -> None:
     bundle = bundles.bundle("text-classification")
     assert (bundle / "preprocessor").stat().st_mode == bundle.stat().st_mode
     assert (bundle / "preprocessor" / "tokenizer.json").stat().st_mode == (bundle / "manifest.json").stat().st_mode
 
 
 @pytest.mark.slow
-def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:
+def test_missing_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it holds no onnx file\n  It holds pt2\."):
         Bundle.load(bundles.bundle("fill-mask"), "onnx")
     with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
@@ -182,7 +180,7 @@ def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
+def test_model_without_a_tokenizer_names_its_inputs() -> None:
     bundle = Bundle.load(exports.exported().output)
     assert bundle.application.preprocessors == []
     with pytest.raises(ConfigError) as caught:
@@ -195,7 +193,7 @@ def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
 
 
 @pytest.mark.slow
-def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> None:
+def test_images_give_the_logits_of_the_model_and_its_processor(tmp_path: Path) -> None:
     source = bundles.source("image-classification")
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
@@ -224,14 +222,14 @@ def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> No
             bundle.preprocess(images=given)
 
 
-def test_what_is_no_text_is_refused(moved: Path) -> None:
+def test_invalid_texts_are_refused(moved: Path) -> None:
     bundle = Bundle.load(moved)
     for texts in (3, [3], [], [["a"]]):
         with pytest.raises(ConfigError, match="texts: they must be texts, one at least"):
             bundle.preprocess(texts)  # type: ignore[arg-type]
 
 
-def test_texts_of_several_lengths_are_refused_where_no_mask_hides_padding(tmp_path: Path) -> None:
+def test_texts_of_several_lengths_are_refused_without_a_mask(tmp_path: Path) -> None:
     shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
 
     def drop_mask(manifest: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Images as they are read: upright, and in 8 bits."""
+"""Tests of reading images: orientation, bit depth and colours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optexport.inference import images
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_photo_is_turned_as_its_camera_was_held(orientation: int, tmp_path: Path) -> None:
+def test_photo_is_rotated_by_its_exif_orientation(orientation: int, tmp_path: Path) -> None:
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 10, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -1,4 +1,4 @@
-"""`optexport predict` reads sounds, and answers as transformers does."""
+"""Tests that `optexport predict` reads sounds and agrees with transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WAV2VEC2: dict[str, Any] = {
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Saves a model that hears, with its feature extractor and the letters that it writes."""
+    """Saves an audio model with its feature extractor and tokenizer. Returns the folder."""
     randomise(model)
     model.save_pretrained(folder)
     Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(folder)
@@ -62,7 +62,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def write_wav(path: Path, samples: npt.NDArray[Any], *, rate: int = RATE, channels: int = 1) -> Path:
-    """Writes whole numbers [samples, channels], or of single bytes without a sign, as WAV."""
+    """Writes integers [samples, channels] as WAV. Single bytes are unsigned."""
     with wave.open(str(path), "wb") as file:
         file.setparams((channels, samples.itemsize, rate, 0, "NONE", ""))
         file.writeframes(samples.tobytes())
@@ -88,7 +88,7 @@ def reference(task: str, source: Path, **options: Any) -> Any:
     return pipeline(task, model=str(source), feature_extractor=extractor, device="cpu", **options)
 
 
-def test_a_sound_is_given_its_labels_as_the_pipeline_does(tmp_path: Path, spoken: list[Path]) -> None:
+def test_labels_of_a_sound_equal_those_of_the_pipeline(tmp_path: Path, spoken: list[Path]) -> None:
     source = save(Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**WAV2VEC2)), tmp_path / "wav2vec2")
     output = folders.export(source, task="audio-classification", inputs=SIZES).output
     classifier = reference("audio-classification", source)
@@ -109,7 +109,7 @@ def test_a_sound_is_given_its_labels_as_the_pipeline_does(tmp_path: Path, spoken
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", ["", '[processing]\noutputs = "probabilities"\n'])
-def test_what_was_said_is_written_as_the_pipeline_does(lines: str, tmp_path: Path, spoken: list[Path]) -> None:
+def test_transcript_equals_the_one_of_the_pipeline(lines: str, tmp_path: Path, spoken: list[Path]) -> None:
     source = save(Wav2Vec2ForCTC(Wav2Vec2Config(**WAV2VEC2)), tmp_path / "wav2vec2")
     output = folders.export(source, inputs=SIZES, more=lines).output
     assert Bundle.load(output).application.task == "automatic-speech-recognition"
@@ -135,7 +135,7 @@ def test_samples_of_every_width_are_read(width: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(sounds.read(tmp_path / "sound.wav", RATE), wanted.mean(-1).astype(np.float32))
 
 
-def test_what_is_no_sound_for_the_model_is_refused(tmp_path: Path) -> None:
+def test_invalid_sounds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.wav").write_text("no sound")
     other = write_wav(tmp_path / "other.wav", np.zeros(8, np.int16), rate=44100)
     empty = write_wav(tmp_path / "empty.wav", np.zeros(0, np.int16))

@@ -1,4 +1,4 @@
-"""Data files and images are read as they are, or refused by their name."""
+"""Tests of data files and images as inputs."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_lines_of_text_are_texts(made: Maker) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"], ids=ascii)
-def test_a_line_ends_where_json_lets_it_end(separator: str, made: Maker) -> None:
+def test_unicode_separators_inside_a_line_do_not_end_it(separator: str, made: Maker) -> None:
     assert made(data=made.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).real
 
 
-def test_a_byte_order_mark_and_the_line_ends_of_windows_do_no_harm(made: Maker) -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted(made: Maker) -> None:
     (made.folder / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "a dog"}\r\n')
     assert made(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
 
 
 @pytest.mark.parametrize("lines", [([1, 2], [0.5, 0.7, 0.3]), ([0.5, 0.7, 0.3], [1, 2]), ([1, 2], [0.5, 0.7])])
-def test_whole_numbers_beside_real_ones_are_real(lines: tuple[list[float], list[float]]) -> None:
-    """Shorter rows are padded, and the dtype of the first was that of all: 0.7 became 0."""
+def test_integers_and_floats_in_one_column_become_floats(lines: tuple[list[float], list[float]]) -> None:
+    """All rows had the dtype of the first row, so 0.7 became 0. Shorter rows are padded."""
     batch = stack_records({number: {"x": line} for number, line in enumerate(lines)}, nn.Identity(), "lines.jsonl")
     assert batch["x"].dtype == torch.float32
     for row, line in zip(batch["x"], lines, strict=True):
@@ -59,7 +59,7 @@ def test_whole_numbers_beside_real_ones_are_real(lines: tuple[list[float], list[
         assert not row[len(line) :].any()
 
 
-def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> None:
+def test_error_about_lines_of_text_names_the_config_key(made: Maker) -> None:
     assert made.refusal(data=made.lines({"text": "zebra"})).startswith("inputs.data: lines.jsonl")
     message = made.refusal_without_processors(data=made.lines({"text": "the cat"}))
     assert message.startswith("inputs.data: lines.jsonl")
@@ -85,7 +85,7 @@ def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_in_a_line_is_told_with_its_line_and_its_key(lines: list[str], told: str, made: Maker) -> None:
+def test_error_in_a_line_names_the_line_and_the_key(lines: list[str], told: str, made: Maker) -> None:
     (made.folder / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
     message = made.refusal(Rows(), data="lines.jsonl")
     assert message.startswith("inputs.data: lines.jsonl")
@@ -99,7 +99,7 @@ def test_ids_of_several_choices_get_no_mask_of_tokens() -> None:
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=9), min_size=1, max_size=5))
-def test_lines_of_ids_are_padded_and_the_mask_says_where(ids: list[list[int]]) -> None:
+def test_lines_of_ids_are_padded_and_masked(ids: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids.jsonl"
         path.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids), encoding="utf-8")
@@ -110,7 +110,7 @@ def test_lines_of_ids_are_padded_and_the_mask_says_where(ids: list[list[int]]) -
     assert batch["input_ids"].dtype is torch.int64
 
 
-def test_ids_are_padded_with_the_models_own_token_and_the_rest_with_zeros(made: Maker) -> None:
+def test_ids_are_padded_with_the_pad_token_of_the_model(made: Maker) -> None:
     model = BertModel(BertConfig(**TINY, pad_token_id=4)).eval()
     data = made.lines({"input_ids": [5, 6], "token_type_ids": [1, 1]}, {"input_ids": [7], "token_type_ids": [1]})
     (batch,) = made(model, data=data).real
@@ -118,7 +118,7 @@ def test_ids_are_padded_with_the_models_own_token_and_the_rest_with_zeros(made: 
     assert batch["token_type_ids"].tolist() == [[1, 1], [1, 0]]
 
 
-def test_a_mask_that_is_given_is_kept(made: Maker) -> None:
+def test_mask_in_the_data_is_not_changed(made: Maker) -> None:
     (batch,) = made(data=made.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).real
     assert batch["attention_mask"].tolist() == [[0, 1]]
 
@@ -146,12 +146,12 @@ def test_a_mask_that_is_given_is_kept(made: Maker) -> None:
     ],
     ids=json.dumps,
 )
-def test_lines_that_hold_no_inputs_are_refused(records: list[Any], made: Maker) -> None:
+def test_lines_without_valid_inputs_are_refused(records: list[Any], made: Maker) -> None:
     made.refusal(data=made.lines(*records))
 
 
 @pytest.mark.parametrize("name", ["token_type_ids", "attention_mask"])
-def test_lines_whose_inputs_differ_in_length_are_refused_where_the_length_is_declared(name: str, made: Maker) -> None:
+def test_inputs_of_unequal_length_are_refused_on_a_declared_axis(name: str, made: Maker) -> None:
     data = made.lines({"input_ids": [5, 6], name: [1]})
     message = made.refusal(data=data, dynamic={"batch": [1, 8], "sequence": [1, 16]})
     assert "sequence" in message
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_refused_by_its_name(suffix: str, content: bytes, made
     (made.folder / f"data{suffix}").write_bytes(content)
     message = made.refusal(data=f"data{suffix}")
     assert message.startswith(f"inputs.data: data{suffix}: it cannot be read")
-    assert "unsafe" not in message  # no library's advice to load what may run code
+    assert "unsafe" not in message  # the message must not advise to load untrusted code
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -203,7 +203,7 @@ def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_arrays_come_back_as_they_were_stored(suffix: str, made: Maker) -> None:
+def test_arrays_are_loaded_unchanged(suffix: str, made: Maker) -> None:
     stored = {"x": torch.randn(3, 4), "y": torch.arange(6).reshape(3, 2)}
     store(made.folder / f"data{suffix}", stored)
     inputs = made(Rows(), data=f"data{suffix}")
@@ -224,21 +224,19 @@ def test_arrays_come_back_as_they_were_stored(suffix: str, made: Maker) -> None:
     ],
     ids=["none", "empty", "text", "objects", "unknown name", "batches that differ"],
 )
-def test_arrays_that_are_no_inputs_are_refused(arrays: dict[str, Any], made: Maker) -> None:
+def test_invalid_arrays_are_refused(arrays: dict[str, Any], made: Maker) -> None:
     np.savez(made.folder / "data.npz", **arrays)
     made.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "uint64"])
-def test_numbers_that_no_file_of_a_bundle_holds_are_refused(dtype: str, made: Maker) -> None:
+def test_unsupported_dtypes_are_refused(dtype: str, made: Maker) -> None:
     np.savez(made.folder / "data.npz", x=np.zeros((2, 4), dtype), y=np.zeros((2, 4)))
     assert f"x is of {dtype}, which the files of a bundle do not hold" in made.refusal(Rows(), data="data.npz")
 
 
-def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(
-    made: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """2.3 MB of zeros, packed, became gigabytes."""
+def test_arrays_larger_than_memory_are_refused_before_reading(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed file of 2.3 MB expanded to gigabytes of zeros."""
     np.savez_compressed(made.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
     monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 16)
     assert "its arrays take 0.0 GiB, and 0.0 GiB of memory are free" in made.refusal(Rows(), data="data.npz")
@@ -246,7 +244,7 @@ def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
 
 
-def test_a_first_axis_that_is_no_batch_is_left_alone_where_none_is_declared(made: Maker) -> None:
+def test_first_axis_is_unchanged_if_no_batch_is_declared(made: Maker) -> None:
     np.savez(made.folder / "data.npz", x=np.zeros((2, 4), "float32"), y=np.arange(5))
     assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4], "y": [5]}
 
@@ -265,13 +263,13 @@ def picture(path: Path) -> str:
     return path.name
 
 
-def test_images_become_what_the_processor_makes_of_them(made: Maker) -> None:
+def test_images_are_processed_by_the_image_processor(made: Maker) -> None:
     name = picture(made.folder / "a.png")
     assert shapes(made(Pixels(), images=[name, name])) == {"pixel_values": [2, 3, 16, 16]}
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5])
-def test_an_image_that_is_broken_is_refused_by_its_name(kept: float, made: Maker) -> None:
+def test_broken_image_is_refused_by_its_name(kept: float, made: Maker) -> None:
     good = picture(made.folder / "good.png")
     content = (made.folder / good).read_bytes()
     (made.folder / "bad.png").write_bytes(content[: int(kept * len(content))])
@@ -287,7 +285,7 @@ def test_images_need_a_processor(made: Maker) -> None:
     assert made.refusal(Pixels(), empty, images=[name]).startswith("inputs.images: ")
 
 
-def test_images_without_pillow_say_what_to_install(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_without_pillow_are_an_error_with_install_hint(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     name = picture(made.folder / "a.png")
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert "pip install -c constraints.txt -e '.[images]'" in made.refusal(Pixels(), images=[name])

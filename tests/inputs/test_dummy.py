@@ -1,4 +1,4 @@
-"""Inputs made from a config alone are ones that the model takes."""
+"""Tests of inputs that are generated from the config of a model."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ FURTHER = {
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_a_model_takes_what_is_made_for_it(name: str) -> None:
+def test_model_accepts_its_generated_inputs(name: str) -> None:
     model = models.model(name)
     with torch.no_grad():
         assert model(**dummy_inputs(model))
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_a_model_of_sounds_or_images_takes_what_is_made_for_it(name: str) -> None:
+def test_audio_or_image_model_accepts_its_generated_inputs(name: str) -> None:
     make, names = FURTHER[name]
     model = make().eval()
     made = dummy_inputs(model)
@@ -86,7 +86,7 @@ def test_a_model_of_sounds_or_images_takes_what_is_made_for_it(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_every_dynamic_axis_is_at_least_two_long_and_shared_ones_agree(name: str) -> None:
+def test_dynamic_axes_are_at_least_two_and_shared_sizes_agree(name: str) -> None:
     sizes: dict[str, set[int]] = {}
     for key, tensor in dummy_inputs(models.model(name)).items():
         for axis, size in zip(conventional_axes(key, tensor.dim()), tensor.shape, strict=True):
@@ -105,13 +105,13 @@ def test_token_ids_are_inside_any_vocabulary(size: int) -> None:
     assert size < 200 or len(ids.unique()) == ids.numel()
 
 
-def test_the_same_is_made_every_time() -> None:
+def test_generated_inputs_are_reproducible() -> None:
     first, second = (dummy_inputs(models.model("groupvit")) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_real_numbers_are_of_the_models_own_dtype_and_ids_are_not(dtype: torch.dtype) -> None:
+def test_float_inputs_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     made = dummy_inputs(clip().to(dtype))
     assert made["pixel_values"].dtype is dtype
     assert made["input_ids"].dtype is torch.int64
@@ -126,13 +126,13 @@ def test_inputs_are_made_by_name_in_the_order_given() -> None:
         assert model(**made)
 
 
-def test_boxes_have_corners_in_their_order() -> None:
+def test_corners_of_boxes_are_ordered() -> None:
     box = dummy_inputs(LayoutLMModel(LayoutLMConfig(**TINY)), ["input_ids", "bbox"])["bbox"]
     assert bool((box[..., 0] <= box[..., 2]).all())
     assert bool((box[..., 1] <= box[..., 3]).all())
 
 
-def test_an_input_that_the_model_does_not_take_or_that_cannot_be_made_is_refused() -> None:
+def test_unknown_or_ungeneratable_input_is_refused() -> None:
     model = models.model("bert")
     with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
         dummy_inputs(model, ["pixel_values"])
@@ -140,8 +140,8 @@ def test_an_input_that_the_model_does_not_take_or_that_cannot_be_made_is_refused
         dummy_inputs(model, ["inputs_embeds"])
 
 
-def test_no_sequence_is_longer_than_the_model_takes() -> None:
-    """A model of five positions must not be given nine tokens."""
+def test_sequences_fit_the_positions_of_the_model() -> None:
+    """A model with five positions must not get nine tokens."""
     model = BertModel(BertConfig(**{**TINY, "max_position_embeddings": 5})).eval()
     with torch.no_grad():
         assert model(**dummy_inputs(model))
@@ -159,7 +159,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_model_takes_what_is_made_of_images_in_texts_sounds_videos_and_series(model_type: str) -> None:
+def test_multimodal_model_accepts_its_generated_inputs(model_type: str) -> None:
     model = next(shrinking.candidates(model_type))[1]()
     made = dummy_inputs(model)
     assert set(made) == KINDS[model_type]
@@ -167,7 +167,7 @@ def test_a_model_takes_what_is_made_of_images_in_texts_sounds_videos_and_series(
         assert model(**made)
 
 
-def test_a_text_about_an_image_holds_as_many_tokens_for_it_as_the_model_makes_features() -> None:
+def test_text_has_one_image_token_for_each_image_feature() -> None:
     model: Any = next(shrinking.candidates("llava"))[1]()
     made = dummy_inputs(model)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_a_text_about_an_image_holds_as_many_tokens_for_it_as_the_model_makes_fe
     assert tokens.tolist() == [len(each) for each in features]
 
 
-def test_noise_that_a_model_would_draw_is_given_where_it_may_be() -> None:
+def test_noise_is_an_input_if_the_model_accepts_it() -> None:
     sizes = {"model_in_channels": 4, "model_hidden_channels": 4, "kernel_predictor_hidden_channels": 4}
     model = UnivNetModel(UnivNetConfig(num_mel_bins=6, **sizes)).eval()
     inputs = dummy_inputs(model)
@@ -185,7 +185,7 @@ def test_noise_that_a_model_would_draw_is_given_where_it_may_be() -> None:
         assert torch.equal(model(**inputs).waveforms, model(**inputs).waveforms)
 
 
-def test_noise_that_chooses_patches_is_given() -> None:
+def test_noise_for_the_choice_of_patches_is_an_input() -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
     model = ViTMAEModel(ViTMAEConfig(image_size=8, patch_size=2, **sizes)).eval()
     inputs = dummy_inputs(model)
@@ -194,7 +194,7 @@ def test_noise_that_chooses_patches_is_given() -> None:
         assert torch.equal(model(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
-def test_a_model_that_takes_none_of_what_is_made_is_an_error_with_a_mend() -> None:
+def test_model_that_accepts_no_generated_inputs_is_an_error() -> None:
     model = next(shrinking.candidates("udop"))[1]()
     with pytest.raises(TraceError, match="the model fails on all .* kinds of inputs") as raised:
         dummy_inputs(model)

@@ -1,4 +1,4 @@
-"""A ``.pt2`` file needs no inputs but what it says itself: names, dtypes, sizes, and what its embeddings hold."""
+"""Tests of inputs that are generated from a ``.pt2`` program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests._helpers.models import randomise
 
 
 class Looks(nn.Module):
-    """Looks ids up, adds a second kind of them, and hides what a mask hides."""
+    """Adds two embeddings, applies a mask and adds a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def batch(size: int, sequence: int = 7) -> dict[str, torch.Tensor]:
 def saved(
     path: Path, size: int = 3, *, dynamic: bool = True, by_name: bool = True, examples: bool = False
 ) -> nn.Module:
-    """Saves a program, with the inputs that it was traced with if asked to."""
+    """Saves a program, with or without its example inputs, and returns its model."""
     model, given = randomise(Looks()), batch(size)
     axes: Any = {"x": {0: torch.export.Dim("rows", max=9)}} if dynamic else {"x": None}
     first = axes["x"] and {**axes["x"], 1: torch.export.Dim("words", min=2, max=40)}
@@ -53,9 +53,7 @@ def saved(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("examples", [False, True])
-def test_inputs_have_the_names_dtypes_and_sizes_of_the_program_and_fit_its_embeddings(
-    by_name: bool, examples: bool, tmp_path: Path
-) -> None:
+def test_inputs_match_the_program_and_fit_its_embeddings(by_name: bool, examples: bool, tmp_path: Path) -> None:
     model = saved(tmp_path / "model.pt2", by_name=by_name, examples=examples)
     made = program_inputs(load_pt2(tmp_path / "model.pt2"), 0)
     want = batch(3)
@@ -69,7 +67,7 @@ def test_inputs_have_the_names_dtypes_and_sizes_of_the_program_and_fit_its_embed
         assert made["mask"].any(1).all()
 
 
-def test_the_seed_makes_the_inputs(tmp_path: Path) -> None:
+def test_seed_determines_the_inputs(tmp_path: Path) -> None:
     saved(tmp_path / "model.pt2")
     program = load_pt2(tmp_path / "model.pt2")
     one, same, other = (program_inputs(program, seed) for seed in (0, 0, 1))
@@ -79,8 +77,8 @@ def test_the_seed_makes_the_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_a_run_on_a_pt2_file_needs_nothing_but_its_name(dynamic: bool, tmp_path: Path) -> None:
-    """Also where it takes a batch of one, and no other."""
+def test_run_on_a_pt2_file_needs_no_inputs_in_the_config(dynamic: bool, tmp_path: Path) -> None:
+    """A static program with a batch of one is accepted too."""
     saved(tmp_path / "model.pt2", 3 if dynamic else 1, dynamic=dynamic)
     config = tmp_path / "mine.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[export]\nformats = ["pt2"]\n[tracking]\nenabled = false\n')

@@ -1,4 +1,4 @@
-"""Nested inputs and constants that a config gives by flat names."""
+"""Tests of nested inputs and constants with flat names in a config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests._helpers.models import randomise
 from tests.tracing.test_any_module import Features, called, features
 
 
-def test_flat_names_in_a_config_are_put_where_they_belong() -> None:
+def test_flat_names_are_mapped_to_nested_arguments() -> None:
     model = randomise(Features())
     arguments = arguments_of(model, ["features.image.x", "features.bias", "weights.0", "weights.1"], {})
     assert arguments is not None
@@ -53,7 +53,7 @@ class States(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path) -> None:
+def test_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path) -> None:
     (tmp_path / "nested_factory.py").write_text(FACTORY)
     config = tmp_path / "mine.toml"
     config.write_text(

@@ -1,4 +1,4 @@
-"""The inputs that a config asks for are made as it says, or refused with the key that is wrong."""
+"""Tests of the ``[inputs]`` table of a config: texts, random tensors, axes and ranges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.tiers import examples
 
 
 class Anything(nn.Module):
-    """A plain module that takes its inputs as they come."""
+    """A plain module with any keyword inputs."""
 
     def forward(self, **tensors: torch.Tensor) -> torch.Tensor:
         return next(iter(tensors.values()))
@@ -57,22 +57,22 @@ def test_texts_are_encoded_padded_and_masked(made: Maker) -> None:
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids"}
 
 
-def test_texts_are_cut_to_what_the_model_takes_or_to_what_is_asked_for(made: Maker) -> None:
+def test_texts_are_truncated_to_the_model_or_to_max_length(made: Maker) -> None:
     long = ["the cat " * 40]
     assert shapes(made(texts=long))["input_ids"][1] == LONGEST
     assert shapes(made(texts=long, max_length=9))["input_ids"][1] == 9
 
 
-def test_texts_are_cut_to_what_the_tokenizer_allows(made: Maker, tmp_path: Path) -> None:
-    """RoBERTa counts two positions more than it takes tokens; only its tokenizer says so."""
+def test_texts_are_truncated_to_the_limit_of_the_tokenizer(made: Maker, tmp_path: Path) -> None:
+    """RoBERTa has two more positions than tokens. Only its tokenizer has the right limit."""
     beside = save_processors(tmp_path / "roberta", model_max_length=LONGEST - 2)
     model = RobertaModel(RobertaConfig(**TINY, pad_token_id=1)).eval()
     batch = made(model, beside, texts=["the cat " * 40]).example
     assert model(**batch).last_hidden_state.shape[:2] == batch["input_ids"].shape
 
 
-def test_a_model_that_counts_no_positions_takes_texts_of_any_length(made: Maker) -> None:
-    """XLNet's config says -1 of them."""
+def test_model_without_a_position_limit_accepts_long_texts(made: Maker) -> None:
+    """The config of XLNet has -1 positions."""
     model = XLNetModel(XLNetConfig(vocab_size=len(WORDS), d_model=8, n_layer=1, n_head=1, d_inner=8)).eval()
     batch = made(model, texts=["the cat " * 40, "a"]).example
     assert batch["input_ids"].shape == (2, 82)
@@ -80,11 +80,11 @@ def test_a_model_that_counts_no_positions_takes_texts_of_any_length(made: Maker)
 
 
 @pytest.mark.parametrize("texts", [["zebra"], ["zebra", "lion tiger"], [""], ["", " "], ["\x00"]], ids=repr)
-def test_an_encoding_of_nothing_but_unknowns_is_refused(texts: list[str], made: Maker) -> None:
+def test_texts_of_only_unknown_tokens_are_refused(texts: list[str], made: Maker) -> None:
     assert "unknown" in made.refusal(texts=texts)
 
 
-def test_one_known_word_will_do(made: Maker) -> None:
+def test_one_known_word_is_enough(made: Maker) -> None:
     assert made(texts=["zebra", "a lion"]).real
 
 
@@ -93,12 +93,12 @@ def test_a_model_without_a_tokenizer_takes_no_texts(made: Maker, tmp_path: Path)
     nowhere = Pretrained(str(tmp_path), {"local_files_only": True})
     assert "inputs.texts: its tokenizer cannot be loaded" in made.refusal(beside=nowhere, texts=["the cat"])
     bare = tmp_path / "bare"
-    BertConfig().save_pretrained(bare)  # of which transformers makes a tokenizer of special tokens alone
+    BertConfig().save_pretrained(bare)  # transformers makes a tokenizer with only special tokens from this
     told = made.refusal(beside=Pretrained(str(bare), {}), texts=["the cat"])
     assert "inputs.texts: the model comes with no tokenizer" in told
 
 
-def test_a_tokenizer_that_cannot_pad_takes_one_text_and_refuses_more(made: Maker, tmp_path: Path) -> None:
+def test_tokenizer_without_a_pad_token_accepts_only_one_text(made: Maker, tmp_path: Path) -> None:
     whole = BertTokenizerFast.from_pretrained(made.beside.name)
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=whole.backend_tokenizer)
     bare.save_pretrained(tmp_path / "bare")
@@ -115,7 +115,7 @@ def test_an_encoder_with_a_decoder_gets_ids_for_both(made: Maker) -> None:
     assert "token_type_ids" not in batch
 
 
-# Tensors made of random numbers
+# Random tensors
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
 bounds = st.none() | st.integers(-300, 300).map(float) | st.floats(allow_nan=False, width=32)
@@ -133,7 +133,7 @@ bounds = st.none() | st.integers(-300, 300).map(float) | st.floats(allow_nan=Fal
 @example("float32", None, math.inf, 0)
 @example("float32", 5.0, None, 0)
 @example("float32", 3.0, 1.0, 0)
-def test_random_numbers_are_of_the_dtype_and_inside_their_bounds_or_refused(
+def test_random_numbers_have_their_dtype_and_bounds(
     dtype: str, low: float | None, high: float | None, seed: int
 ) -> None:
     spec = {"shape": ["batch", 50], "dtype": dtype, "low": low, "high": high}
@@ -153,7 +153,7 @@ def test_random_numbers_are_of_the_dtype_and_inside_their_bounds_or_refused(
     assert high is None or values.max() <= high + rounding
 
 
-def test_dimensions_of_random_tensors_are_tied_and_told_apart(made: Maker) -> None:
+def test_dimensions_with_one_name_agree_and_others_differ(made: Maker) -> None:
     tensors = {"x": {"shape": ["batch", "width", 3]}, "y": {"shape": ["width", "batch"], "dtype": "int64"}}
     inputs = made(Rows(), tensors=tensors, dynamic={"batch": [1, 8], "width": [4, 9]})
     batch, width, _ = inputs.example["x"].shape
@@ -166,14 +166,14 @@ def test_dimensions_of_random_tensors_are_tied_and_told_apart(made: Maker) -> No
     }
 
 
-def test_names_in_a_shape_are_dimensions_even_where_no_range_is_declared(made: Maker) -> None:
+def test_names_in_a_shape_are_dimensions_without_a_range(made: Maker) -> None:
     dynamic = made(Rows(), tensors={"x": {"shape": ["rows", 3, "columns"]}}).dynamic
     assert dynamic is not None
     assert {axis: getattr(dim, "name", dim) for axis, dim in dynamic["x"].items()} == {0: "rows", 2: "columns"}
 
 
 @pytest.mark.parametrize("shape", [[], [3], ["batch"], [2, "width"]], ids=str)
-def test_a_shape_is_kept(shape: list[int | str], made: Maker) -> None:
+def test_random_tensor_has_the_configured_shape(shape: list[int | str], made: Maker) -> None:
     (found,) = shapes(made(Rows(), tensors={"x": {"shape": shape}})).values()
     assert len(found) == len(shape)
     assert all(
@@ -181,14 +181,14 @@ def test_a_shape_is_kept(shape: list[int | str], made: Maker) -> None:
     )
 
 
-# What holds for all
+# All kinds of inputs
 
 
 @settings(max_examples=examples(60))
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 6), st.integers(0, 6), st.booleans())
 @example(2, 4, 4, 0, True)
 @example(2, 4, 4, 4, True)
-def test_an_example_is_inside_what_is_declared_and_data_outside_of_it_are_refused(
+def test_example_is_in_the_declared_range_and_other_data_refused(
     rows: int, columns: int, low: int, more: int, from_file: bool
 ) -> None:
     high = low + more
@@ -215,13 +215,13 @@ def test_a_single_row_is_traced_as_two(made: Maker) -> None:
     assert inputs.example["input_ids"].shape[0] == 2
 
 
-def test_an_input_that_the_model_does_not_take_is_refused_with_the_nearest(made: Maker) -> None:
+def test_unknown_input_is_refused_with_a_suggestion(made: Maker) -> None:
     message = made.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
     assert message.startswith("inputs")
     assert 'input_idz: BertModel takes no such input\n  Did you mean "input_ids"?' in message
 
 
-def test_a_module_that_takes_any_name_is_given_any(made: Maker) -> None:
+def test_module_with_kwargs_accepts_any_input_name(made: Maker) -> None:
     assert shapes(made(Anything(), tensors={"whatever": {"shape": ["batch", 4]}})) == {"whatever": [2, 4]}
 
 
@@ -231,13 +231,13 @@ def test_a_program_takes_its_own_inputs_and_no_others(made: Maker) -> None:
     assert 'Did you mean "x"?' in made.refusal(program, tensors={"xx": {"shape": ["batch", 4]}})
 
 
-def test_a_dimension_that_no_input_has_is_refused_with_the_nearest(made: Maker) -> None:
+def test_unknown_dimension_is_refused_with_a_suggestion(made: Maker) -> None:
     message = made.refusal(texts=["the cat"], dynamic={"batsh": [1, 8]})
     assert message.startswith("inputs.dynamic.batsh: no input has such a dimension")
     assert 'Did you mean "batch"?' in message
 
 
-def test_axes_take_the_names_that_they_are_given(made: Maker) -> None:
+def test_axes_have_their_configured_names(made: Maker) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     inputs = made(texts=["the cat"], axes={name: ["rows", "words"] for name in names}, dynamic={"rows": [1, 8]})
     assert inputs.dynamic == {name: {0: Dim("rows", 1, 8)} for name in names}
@@ -251,6 +251,6 @@ def test_axes_that_do_not_fit_are_refused(declared: dict[str, Any], made: Maker)
     assert made.refusal(texts=["the cat"], axes=axes, **declared).startswith("inputs.axes.input_idz: ")
 
 
-def test_a_model_of_transformers_needs_no_inputs_and_any_other_does(made: Maker) -> None:
+def test_only_models_of_transformers_need_no_inputs(made: Maker) -> None:
     assert set(made().example) == {"input_ids", "attention_mask"}
     assert "nothing says what the model's inputs are" in made.refusal(Rows())

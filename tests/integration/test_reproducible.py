@@ -1,4 +1,4 @@
-"""Equal runs leave equal bytes, whatever the hash seed, the place and what ran before; and none tells of a place."""
+"""Tests that equal runs write equal bytes and no paths of the machine."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ enabled = false
 
 
 def project(target: Path) -> Path:
-    """Configs of two models, and all that they need beside them."""
+    """Writes the configs of several models and the files that they need. Returns the folder."""
     target.mkdir(parents=True)
     (target / "block_factory.py").write_text(FACTORY)
     (target / "named_rule.py").write_text(RULE)
     (target / "block.toml").write_text(BLOCK)
     (target / "bert.toml").write_text(BERT)
-    save_processors(target / "tiny")  # a tokenizer, which travels in the bundle
+    save_processors(target / "tiny")  # the bundle contains the tokenizer
     models.model("bert").save_pretrained(target / "tiny")
     return target
 
@@ -145,9 +145,9 @@ def run_apart(target: Path, hash_seed: str, order: str) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two equal projects, each run in a process of its own: another place, another hash seed, and in another order.
+    """Runs two equal projects in separate processes, with another folder, hash seed and order.
 
-    The second process fails to export a model before all others, and writes the block's baseline before the block.
+    The second process starts with a failed export, and writes the baseline of the block before the block.
     """
     base = tmp_path_factory.mktemp("reproducible")
     targets = project(base / "one"), project(base / "a place with another name" / "two")
@@ -166,7 +166,7 @@ def digests(bundle: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
-def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tuple[Path, Path], name: str) -> None:
+def test_bytes_do_not_depend_on_hash_seed_folder_or_order(two: tuple[Path, Path], name: str) -> None:
     one, other = (digests(target / "out" / name) for target in two)
     tokenizer = {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"} if name == "bert" else set()
     assert set(one) - {"config.toml"} - tokenizer == set(exports.FILES) - exports.UNEQUAL
@@ -175,12 +175,12 @@ def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tu
 
 
 @pytest.mark.slow
-def test_a_rule_with_a_function_for_an_attribute_leaves_the_same_bytes_in_every_process(two: tuple[Path, Path]) -> None:
+def test_rule_with_a_function_attribute_gives_the_same_bytes(two: tuple[Path, Path]) -> None:
     one, other = (digests(target / "out" / "named") for target in two)
     assert [file for file in one if one[file] != other[file]] == []
 
 
-def test_a_second_run_in_the_same_process_leaves_the_same_bytes(tmp_path: Path) -> None:
+def test_second_run_in_the_same_process_writes_the_same_bytes(tmp_path: Path) -> None:
     again = optexport.export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC)
     one, other = digests(exports.exported().output), digests(again.output)
     assert set(one) == set(other)
@@ -188,7 +188,7 @@ def test_a_second_run_in_the_same_process_leaves_the_same_bytes(tmp_path: Path) 
 
 
 def parts(path: Path) -> dict[str, bytes]:
-    """A file's content; of an archive, that of its parts too, which may be compressed."""
+    """Returns the content of a file, and of all parts if it is an archive."""
     found = {path.name: path.read_bytes()}
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -198,7 +198,7 @@ def parts(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
-def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, Path], name: str) -> None:
+def test_only_the_measurements_contain_paths_of_the_machine(two: tuple[Path, Path], name: str) -> None:
     here = {
         str(two[0]),
         str(Path(optexport.__file__).parent),
@@ -218,7 +218,7 @@ def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, P
 
 
 @pytest.mark.slow
-def test_an_absolute_path_in_the_config_does_not_reach_the_manifest(tmp_path: Path) -> None:
+def test_absolute_path_in_the_config_is_not_in_the_manifest(tmp_path: Path) -> None:
     target = project(tmp_path / "project")
     save_file(models.inputs("bert", 2, 5), target / "inputs.safetensors")
     (target / "bert.toml").write_text(
