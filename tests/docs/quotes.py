@@ -1,4 +1,4 @@
-"""Keeps the code that pages quote equal to the files and commands it comes from.
+"""Keeps code blocks in pages equal to the files and commands that they quote.
 
 A comment before a fenced block names the source of the block:
 

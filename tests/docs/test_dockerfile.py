@@ -1,7 +1,8 @@
-"""The image, without a container engine: its steps are run in layers over this machine's root, then its program as it
-would be in a cluster: another user id, a read-only root, one folder to write in.
+"""Tests of the Dockerfile without a container engine.
 
-The Python is this machine's (/usr/bin/python3), not that of the base image, and so is what Debian has installed.
+The tests run its steps in layers over the root of this machine. Then they run the program as in a cluster: another user
+id, a read-only root and one writable folder. Python (/usr/bin/python3) and the Debian packages come from this
+machine, not from the base image.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = [
 
 @dataclass
 class Stage:
-    """One stage of the Dockerfile, and the folder that holds what its steps have written over the root."""
+    """A stage of the Dockerfile, and the folder with the files that its steps wrote."""
 
     upper: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ def _in_root(upper: Path, script: str, work: Path, *, writable: bool, env: dict[
     """Runs a script in a mount namespace whose root is a layer over this machine's root.
 
     Args:
-        work: A folder for the mount points; its subfolder ``work``, if there is one, is ``/work``.
+        work: A folder for the mount points. Its subfolder ``work``, if present, becomes ``/work``.
     """
     mounted = work / "root"
     mounted.mkdir(exist_ok=True)
@@ -74,9 +75,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _build(work: Path) -> Stage:
-    """Runs every step of the Dockerfile in order; returns the last stage."""
+    """Runs every step of the Dockerfile in order. Returns the last stage."""
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    parser = DockerfileParser(path=str(work))  # which writes its file, so not that of the repository
+    parser = DockerfileParser(
+        path=str(work)
+    )  # the parser writes this file, so it must not be the one of the repository
     parser.content = dockerfile
     shared = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
     progress: dict[str, Stage] = {}
@@ -88,7 +91,7 @@ def _build(work: Path) -> Stage:
             progress[name] = stage = Stage(work / name, {"PATH": _PATH, **shared})
             (stage.upper / "usr/local/bin").mkdir(parents=True)
             (stage.upper / "usr/local/bin/python").symlink_to("/usr/bin/python3")
-            if Path("/work").exists():  # of this machine; a device 0/0 hides it
+            if Path("/work").exists():  # a device 0/0 hides /work of this machine
                 os.mknod(stage.upper / "work", mode=stat.S_IFCHR, device=os.makedev(0, 0))
         elif kind == "ENV":
             for key, given in re.findall(r"(\w+)=(\S+)", value):
@@ -105,7 +108,7 @@ def _build(work: Path) -> Stage:
                 _copy(base / source.lstrip("/"), stage.upper / os.path.join(stage.workdir, target).lstrip("/"))
         elif kind == "RUN":
             script = f"cd {stage.workdir} && {value}".replace("'", '"')
-            # This machine's own index has a build of torch without CUDA, so none is named.
+            # The default index of this machine has torch without CUDA, so no index is named.
             env = {**stage.env, **stage.arguments, "TORCH_INDEX": ""}
             _in_root(stage.upper, script, work, writable=True, env=env)
         elif kind == "ARG":
@@ -140,7 +143,7 @@ output = "bundle"
 
 @pytest.mark.parametrize("home", ["as the image sets it", "unset"])
 @pytest.mark.parametrize("user", ["10001:0", "54321:54321"])
-def test_it_exports_under_any_user_id_with_a_read_only_root(image: tuple[Stage, Path], user: str, home: str) -> None:
+def test_image_exports_as_any_user_with_a_read_only_root(image: tuple[Stage, Path], user: str, home: str) -> None:
     stage, work = image
     folder = work / "work"
     folder.mkdir()
@@ -165,6 +168,6 @@ def test_it_exports_under_any_user_id_with_a_read_only_root(image: tuple[Stage, 
         shutil.rmtree(folder)
 
 
-def test_its_own_user_is_not_root(image: tuple[Stage, Path]) -> None:
+def test_default_user_of_the_image_is_not_root(image: tuple[Stage, Path]) -> None:
     stage, _ = image
     assert int(stage.user.partition(":")[0]) > 0

@@ -1,4 +1,4 @@
-"""The examples run as they stand, on trained weights, and do what they are there to show."""
+"""Tests that the examples run unchanged on trained weights and show their effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs_models
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The examples in a place of their own, for they write beside themselves."""
+    """Returns a copy of the examples, because they write files into their folder."""
     place = tmp_path_factory.mktemp("copied") / "examples"
     shutil.copytree(EXAMPLES, place, ignore=shutil.ignore_patterns("build", "mlflow.db", "mlartifacts", "__pycache__"))
     return place
@@ -59,7 +59,7 @@ def test_minilm_merges_eighteen_linears_to_six(minilm: Mapping[str, Any]) -> Non
 
 
 @pytest.mark.slow
-def test_minilm_passes_at_every_place_and_at_sizes_never_traced(minilm: Mapping[str, Any]) -> None:
+def test_minilm_passes_for_every_target_and_new_sizes(minilm: Mapping[str, Any]) -> None:
     assert minilm["passed"]
     places = [place["target"] for place in minilm["parity"]["targets"]]
     assert places == ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
@@ -108,7 +108,7 @@ def test_mobilenet_folds_every_batch_norm(copied: Path) -> None:
 @pytest.mark.nightly
 def test_albert_and_a_plugin_run(copied: Path) -> None:
     result = run(copied / "plugin" / "plugin.toml")
-    # Three linears, called once in each of twelve layers, always together.
+    # Three linear layers with the same input are called in each of twelve layers.
     assert len(result["transformed_nodes"]["merge-linears"]) == 12
     graph = (Path(result["output"]) / "graph_after.txt").read_text()
     assert "dropout" not in graph

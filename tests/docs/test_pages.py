@@ -17,7 +17,7 @@ from tests._helpers.cli import CliRunner, cli
 from tests.docs import quotes
 from tests.docs.pages import PAGES, README, ROOT, anchors, blocks, links, read
 
-# Blocks of these pages run on their own, except those that need a file or a package of the reader's.
+# Blocks of these pages run without changes, except those that need a file or package of the reader.
 _RUNNABLE = ("README.md", "docs/python-api.md", "docs/transformations.md")
 _PYTHON = [
     pytest.param(code, id=f"{name}-{number}")

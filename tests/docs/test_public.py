@@ -25,7 +25,7 @@ def _analysis_modules() -> set[str]:
 
 
 def _is_public(module: str, name: str | None) -> bool:
-    """Tells whether ``from module import name`` (or ``import module``) names something public."""
+    """Returns True if ``from module import name`` (or ``import module``) is public."""
     if name is None:
         return module in _MODULES
     if module == "optexport":

@@ -1,4 +1,4 @@
-"""Adapters: merged into the model that they were trained for, and refused where they cannot be."""
+"""Tests of adapters: merged models and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optexport.errors import SourceError
 from optexport.loading import loader
 from tests._helpers import models
 
-# peft's own, of what transformers deprecates.
+# peft itself uses this deprecated attribute of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -26,21 +26,21 @@ IDS = torch.arange(12).reshape(2, 6)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny BERT without a head."""
+    """Returns the folder of a tiny BERT without a head."""
     folder = tmp_path_factory.mktemp("adapters") / "base"
     models.model("bert").save_pretrained(folder)
     return folder
 
 
 def adapted(base: Path, folder: Path, **options: Any) -> torch.nn.Module:
-    """A classifier with an adapter of random numbers, which is saved to a folder."""
+    """Returns a classifier with a random adapter, and saves the adapter to a folder."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(base)
     settings = {"r": 2, "target_modules": ["query", "value"], "modules_to_save": ["classifier"], **options}
     made = peft.get_peft_model(model, peft.LoraConfig(**settings))
     with torch.no_grad():
         for trained in (parameter for parameter in made.parameters() if parameter.requires_grad):
-            trained.normal_(std=0.3)  # what is fresh changes nothing
+            trained.normal_(std=0.3)  # a new adapter has no effect
     made.save_pretrained(folder)
     return made.eval()
 
@@ -51,7 +51,9 @@ def load(base: Path, task: str = "text-classification", **options: Any) -> torch
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str)
-def test_a_merged_model_computes_what_the_adapted_one_does(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+def test_merged_model_gives_the_logits_of_the_adapted_model(
+    options: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
     original = adapted(base, tmp_path / "adapter", **options)
     merged = load(base, adapter=str(tmp_path / "adapter"))
     assert type(merged) is BertForSequenceClassification
@@ -61,14 +63,14 @@ def test_a_merged_model_computes_what_the_adapted_one_does(options: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_head_that_neither_brings_is_missing(base: Path, tmp_path: Path) -> None:
+def test_head_without_weights_is_refused(base: Path, tmp_path: Path) -> None:
     adapted(base, tmp_path / "adapter", modules_to_save=None)
     with pytest.raises(SourceError, match=r"classifier\.\w+ for one: they would be random"):
         load(base, adapter=str(tmp_path / "adapter"))
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_those_of_the_model_are_refused(base: Path, tmp_path: Path) -> None:
+def test_missing_or_extra_adapter_weights_are_refused(base: Path, tmp_path: Path) -> None:
     adapted(base, tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     weights = load_file(file)
@@ -82,7 +84,7 @@ def test_weights_that_are_not_those_of_the_model_are_refused(base: Path, tmp_pat
 
 
 def test_adapter_config_that_imports_a_module_is_refused(base: Path, tmp_path: Path) -> None:
-    """``--no-custom-code`` did not stop that import. The adapter may lie in the folder of a part of the model."""
+    """``--no-custom-code`` did not stop this import. The adapter may be in a subfolder of the model."""
     (tmp_path / "model" / "0_Transformer").mkdir(parents=True)
     shutil.copytree(base, tmp_path / "model", dirs_exist_ok=True)
     file = tmp_path / "model" / "0_Transformer" / "adapter_config.json"
@@ -100,7 +102,7 @@ def test_a_pickle_is_not_loaded(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: Path) -> None:
+def test_adapter_that_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     settings = peft.PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
     peft.get_peft_model(AutoModel.from_pretrained(base), settings).save_pretrained(tmp_path / "adapter")
     with pytest.raises(SourceError, match="PROMPT_TUNING adapter cannot be merged"):
@@ -108,7 +110,7 @@ def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_what_is_no_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+def test_folder_without_a_valid_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has no adapter_config.json"):
         load(base, adapter=str(tmp_path))
     adapted(base, tmp_path / "adapter")

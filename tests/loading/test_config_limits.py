@@ -1,4 +1,4 @@
-"""A config with too many layers, labels or weights is refused before the model is built."""
+"""Tests that a config with too many layers, labels or weights is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code of the hub's runs only where a config trusts it, with the package ``kernels`` installed too."""
+"""Tests that code from the hub runs only with trust_remote_code, also with ``kernels``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optexport.errors import ConfigError
 from tests._helpers import models
 from tests._helpers.exports import edit_json
 
-# As much of the package as transformers imports; what would load code says so.
+# The part of the package that transformers imports. Functions that would load code print a message.
 PACKAGE = """
 class Anything:
     def __init__(self, *args, **kwargs): pass
@@ -48,7 +48,7 @@ except Exception as error:
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Path:
-    """Where the package lies."""
+    """Returns the folder of a fake ``kernels`` package."""
     (tmp_path / "packages" / "kernels-0.18.5.dist-info").mkdir(parents=True)
     (tmp_path / "packages" / "kernels-0.18.5.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.18.5\n")
     (tmp_path / "packages" / "kernels").mkdir()
@@ -58,9 +58,7 @@ def kernels(tmp_path: Path) -> Path:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_code_that_a_models_config_names_runs_only_where_that_is_trusted(
-    tmp_path: Path, kernels: Path, key: str
-) -> None:
+def test_kernel_named_by_a_model_config_runs_only_if_trusted(tmp_path: Path, kernels: Path, key: str) -> None:
     folder = tmp_path / "bert"
     models.model("bert").save_pretrained(folder)
     edit_json(folder / "config.json", lambda settings: settings.update({key: "kernels-community/evil"}))
@@ -77,7 +75,7 @@ def test_code_that_a_models_config_names_runs_only_where_that_is_trusted(
     assert "code of kernels-community/evil runs" not in told
 
 
-def test_code_that_the_config_itself_names_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_kernel_named_by_the_config_is_refused_before_loading(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     (tmp_path / "bert").mkdir()
     text = '[model]\nsource = "./bert"\nattn_implementation = "kernels-community/evil"\n'

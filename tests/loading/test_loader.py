@@ -1,4 +1,4 @@
-"""Where models come from: each kind of source, and what is refused instead of guessed or run."""
+"""Tests of every kind of model source, and of the refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ a_class = nn.Identity
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that save_pretrained writes of a tiny BERT without a head."""
+    """Returns a folder with a tiny BERT without a head, written by save_pretrained."""
     folder = tmp_path_factory.mktemp("sources") / "tiny-bert"
     models.model("bert").save_pretrained(folder)
     return folder
@@ -73,7 +73,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def factories(tmp_path: Path) -> Iterator[Path]:
-    """A folder with a module of factories, which is forgotten afterwards."""
+    """Yields a folder with a module of factories, and unloads the module afterwards."""
     (tmp_path / "source_factories.py").write_text(FACTORIES)
     yield tmp_path
     sys.modules.pop("source_factories", None)
@@ -88,7 +88,7 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_folder_is_loaded_with_the_weights_it_holds(tiny_bert: Path) -> None:
+def test_folder_is_loaded_with_its_weights(tiny_bert: Path) -> None:
     loaded = load("tiny-bert", tiny_bert.parent)
     assert type(loaded.model) is type(models.model("bert"))
     assert same_weights(loaded.model, models.model("bert"))
@@ -105,13 +105,13 @@ def test_a_folder_may_be_written_in_several_ways(tiny_bert: Path, source: str) -
     assert same_weights(loaded.model, models.model("bert"))
 
 
-def test_the_dtype_and_the_attention_are_those_asked_for(tiny_bert: Path) -> None:
+def test_model_has_the_requested_dtype_and_attention(tiny_bert: Path) -> None:
     loaded = load("tiny-bert", tiny_bert.parent, dtype="float16", attn_implementation="eager")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float16}
     assert loaded.model.config._attn_implementation == "eager"
 
 
-def test_a_task_whose_head_the_checkpoint_lacks_is_refused(tiny_bert: Path) -> None:
+def test_task_without_a_head_in_the_checkpoint_is_refused(tiny_bert: Path) -> None:
     with pytest.raises(SourceError, match="they would be random numbers") as caught:
         load("tiny-bert", tiny_bert.parent, task="text-classification")
     message = str(caught.value)
@@ -120,12 +120,12 @@ def test_a_task_whose_head_the_checkpoint_lacks_is_refused(tiny_bert: Path) -> N
     assert caught.value.exit_code == 3
 
 
-def test_a_task_that_the_kind_of_model_has_not_is_told_beside_what_its_config_names(tiny_bert: Path) -> None:
+def test_error_about_a_wrong_task_names_the_class_of_the_config(tiny_bert: Path) -> None:
     with pytest.raises(SourceError, match="Check the folder, and model.task; its config names BertModel"):
         load("tiny-bert", tiny_bert.parent, task="image-classification")
 
 
-def test_a_checkpoint_that_lacks_a_weight_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_a_missing_weight_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(tiny_bert, tmp_path / "lacking"))
@@ -145,7 +145,7 @@ def test_a_checkpoint_with_a_weight_of_another_shape_is_refused(tiny_bert: Path,
 
 
 @pytest.mark.slow
-def test_the_class_that_the_checkpoint_was_saved_from_is_the_default(tmp_path: Path) -> None:
+def test_class_in_the_checkpoint_is_the_default(tmp_path: Path) -> None:
     model = randomise(BertForMaskedLM(models.model("bert").config))
     model.save_pretrained(tmp_path / "masked")
     loaded = load("masked", tmp_path)
@@ -169,14 +169,14 @@ def test_a_folder_without_weights_is_one_clear_error(tiny_bert: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_folder_of_something_else_is_said_to_be_none(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(SourceError, match=r"it holds no config\.json") as caught:
         load("thing", tmp_path)
     assert "save_pretrained" in str(caught.value)
 
 
-def test_code_that_a_checkpoint_brings_along_is_not_run(tiny_bert: Path, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_not_run(tiny_bert: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_bert, tmp_path / "remote"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModel": "mine.Mine"}}
@@ -187,7 +187,7 @@ def test_code_that_a_checkpoint_brings_along_is_not_run(tiny_bert: Path, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_that_are_a_pickle_of_code_are_not_run(tiny_bert: Path, tmp_path: Path) -> None:
+def test_code_in_pickled_weights_is_not_run(tiny_bert: Path, tmp_path: Path) -> None:
     class Malice:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (tmp_path / "ran",)
@@ -208,7 +208,7 @@ def test_a_package_is_read_without_being_imported(tmp_path: Path) -> None:
     assert loaded.model.config.num_hidden_layers == 6
 
 
-def test_a_package_of_ones_own_is_found_beside_whatever_is_installed(
+def test_package_on_the_path_is_found_without_being_imported(
     tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "own_package_of_weights"
@@ -222,12 +222,12 @@ def test_a_package_of_ones_own_is_found_beside_whatever_is_installed(
         load("package:own_package_of_weights/elsewhere", tmp_path)
 
 
-def test_a_package_that_is_not_installed_is_said_so(tmp_path: Path) -> None:
+def test_missing_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="the package no_such_package is not installed"):
         load("package:no_such_package/model", tmp_path)
 
 
-def test_a_factory_beside_the_config_is_called_with_the_arguments(factories: Path) -> None:
+def test_factory_next_to_the_config_is_called_with_its_arguments(factories: Path) -> None:
     assert isinstance(load("python:source_factories:plain", factories).model, nn.Linear)
     made = load("python:source_factories:with_arguments", factories, arguments={"width": 5, "bias": False}).model
     assert isinstance(made, nn.Linear)
@@ -251,16 +251,14 @@ def test_a_model_from_a_factory_is_put_in_eval_mode_throughout(factories: Path) 
         ("with_arguments", {}, "missing 1 required positional argument"),
     ],
 )
-def test_a_factory_that_fails_is_one_clear_error(
-    factories: Path, name: str, arguments: dict[str, Any], why: str
-) -> None:
+def test_failing_factory_is_one_clear_error(factories: Path, name: str, arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(SourceError, match=why) as caught:
         load(f"python:source_factories:{name}", factories, arguments=arguments)
     assert f"python:source_factories:{name}" in str(caught.value)
     assert caught.value.exit_code == 3
 
 
-def test_a_factory_that_is_not_there_is_one_clear_error(factories: Path) -> None:
+def test_missing_factory_is_one_clear_error(factories: Path) -> None:
     with pytest.raises(ConfigError, match='has no plane.*\n.*Did you mean "plain"'):
         load("python:source_factories:plane", factories)
     with pytest.raises(ConfigError, match="cannot be imported"):
@@ -287,8 +285,8 @@ def test_a_pt2_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
         load("model.pt2", tmp_path)
 
 
-def test_a_factory_may_import_what_lies_beside_it_when_it_is_called(factories: Path) -> None:
-    """The module itself may; while its factory ran, the folder was not looked into any more."""
+def test_factory_may_import_a_neighbouring_module_when_called(factories: Path) -> None:
+    """The folder was on the import path for the module, but not for calls of its factory."""
     (factories / "widths_beside.py").write_text("WIDTH = 5\n")
     later = "def later():\n    from widths_beside import WIDTH\n    return nn.Linear(WIDTH, 2)\n"
     (factories / "source_factories.py").write_text(f"{FACTORIES}\n{later}")
@@ -299,27 +297,27 @@ def test_a_factory_may_import_what_lies_beside_it_when_it_is_called(factories: P
     assert str(factories) not in sys.path
 
 
-def test_a_part_that_was_left_in_training_mode_is_not_taken_for_one_in_eval_mode(factories: Path) -> None:
-    """It was put in eval mode without a word, and the files proven against that."""
+def test_model_with_a_part_in_training_mode_is_refused(factories: Path) -> None:
+    """Such a part was silently put in eval mode, and the files were compared with that."""
     with pytest.raises(SourceError, match="a model in eval mode, and 1 in it is in training mode"):
         load("python:source_factories:partly_training", factories)
     assert not load("python:source_factories:with_another_activation", factories).model[1].training
 
 
-def test_a_model_without_values_is_told_as_one(factories: Path) -> None:
-    """The inputs were to blame, which lie on another device."""
+def test_model_on_the_meta_device_is_refused(factories: Path) -> None:
+    """The error blamed the inputs for being on another device."""
     with pytest.raises(SourceError, match="weight holds no values: it is on the meta device"):
         load("python:source_factories:without_values", factories)
 
 
-def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) -> None:
+def test_hub_id_not_found_offline_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"model\.source: no-such-org/no-such-model") as caught:
         load("no-such-org/no-such-model", tmp_path)
     assert "beside the config, so that it is looked for on the hub. Check the path, or the name" in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_asked_for_one_file(tmp_path: Path) -> None:
+def test_unreachable_hub_gets_requests_for_one_file_only(tmp_path: Path) -> None:
     asked = subprocess.run(
         [sys.executable, "-c", _LOADED_WITHOUT_WAITING, str(tmp_path)],
         env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)},
@@ -351,7 +349,7 @@ def test_sources_are_read_as_configs_write_them() -> None:
 
 
 class Holder(nn.Module):
-    """Weights of every kind that a model may hold."""
+    """Parameters and buffers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +366,7 @@ def digest(model: nn.Module) -> str:
     return Loaded(model).weights_sha256
 
 
-def test_equal_weights_have_an_equal_digest_wherever_they_lie_in_memory() -> None:
+def test_digest_does_not_depend_on_the_memory_layout() -> None:
     model = Holder()
     other = copy.deepcopy(model)
     other.weight.data = torch.arange(6.0).reshape(2, 3).T.contiguous().T
@@ -388,8 +386,8 @@ def test_any_flipped_bit_of_any_weight_changes_the_digest(name: str, data: Any) 
     assert digest(model) != before
 
 
-def test_a_buffer_that_no_checkpoint_holds_counts_too() -> None:
-    """A model made by code may compute it from what the checkpoint does not tell."""
+def test_non_persistent_buffer_changes_the_digest() -> None:
+    """A Python factory may compute the buffer from values that are not in the checkpoint."""
     model = Holder()
     before = digest(model)
     model.forgotten[1] += 1

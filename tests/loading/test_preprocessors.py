@@ -1,4 +1,4 @@
-"""Tokenizers and processors travel as data alone: the same bytes each time, no code, and nothing of this machine."""
+"""Tests of saving tokenizers and processors as data, without code and local paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_makes_the_models_inputs_is_written_and_nothing_else(beside: Pretrained, tmp_path: Path) -> None:
+def test_only_the_needed_processors_are_written(beside: Pretrained, tmp_path: Path) -> None:
     saved = preprocessors.save(beside, ("input_ids",), tmp_path / "one")
     assert saved == preprocessors.Saved(("tokenizer",))
     assert set(written(tmp_path / "one")) == {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"}
@@ -44,7 +44,7 @@ def test_a_source_without_files_has_none(tmp_path: Path) -> None:
         assert preprocessors.save(Pretrained(name, {}), TEXT_AND_IMAGE, tmp_path) == preprocessors.Saved()
 
 
-def test_what_was_done_with_a_tokenizer_before_changes_no_byte(beside: Pretrained, tmp_path: Path) -> None:
+def test_earlier_use_of_a_tokenizer_does_not_change_its_files(beside: Pretrained, tmp_path: Path) -> None:
     used = AutoTokenizer.from_pretrained(beside.name)
     used(["the cat", "a"], padding="max_length", truncation=True, max_length=7)
     preprocessors.save(beside, TEXT_AND_IMAGE, tmp_path / "one")
@@ -52,7 +52,7 @@ def test_what_was_done_with_a_tokenizer_before_changes_no_byte(beside: Pretraine
     assert written(tmp_path / "one") == written(tmp_path / "two")
 
 
-def test_nothing_of_the_place_it_came_from_is_written(beside: Pretrained, tmp_path: Path) -> None:
+def test_no_path_of_the_source_is_written(beside: Pretrained, tmp_path: Path) -> None:
     config = Path(beside.name) / "tokenizer_config.json"
     settings = {"name_or_path": str(tmp_path), "vocab_file": str(tmp_path / "vocab.txt"), "tokenizer_file": None}
     config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
@@ -61,7 +61,7 @@ def test_nothing_of_the_place_it_came_from_is_written(beside: Pretrained, tmp_pa
         assert str(tmp_path).encode() not in content, name
 
 
-def test_what_was_written_makes_the_same_ids_and_pixels(beside: Pretrained, tmp_path: Path) -> None:
+def test_saved_processors_give_the_same_ids_and_pixels(beside: Pretrained, tmp_path: Path) -> None:
     preprocessors.save(beside, TEXT_AND_IMAGE, tmp_path, longest=5)
     tokenizer = preprocessors.load(tmp_path, "tokenizer")
     texts = ["The cat sat on a mat", "zebra"]
@@ -70,7 +70,7 @@ def test_what_was_written_makes_the_same_ids_and_pixels(beside: Pretrained, tmp_
     assert preprocessors.load(tmp_path, "image_processor").size == {"height": 16, "width": 16}
 
 
-def test_a_tokenizer_that_is_code_of_its_own_stays_behind_and_says_so(beside: Pretrained, tmp_path: Path) -> None:
+def test_tokenizer_with_custom_code_is_omitted_with_a_reason(beside: Pretrained, tmp_path: Path) -> None:
     config = Path(beside.name) / "tokenizer_config.json"
     (Path(beside.name) / "own.py").write_text(
         "from transformers import BertTokenizerFast\nclass Own(BertTokenizerFast):\n    pass\n"
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_is_code_of_its_own_stays_behind_and_says_so(beside: Pr
     assert not (tmp_path / "bundle").exists()
 
 
-def test_code_that_a_bundles_tokenizer_names_is_not_run(beside: Pretrained, tmp_path: Path) -> None:
+def test_code_named_by_the_tokenizer_of_a_bundle_is_not_run(beside: Pretrained, tmp_path: Path) -> None:
     preprocessors.save(beside, ("input_ids",), tmp_path)
     folder = tmp_path / preprocessors.FOLDER
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
@@ -96,7 +96,7 @@ def test_code_that_a_bundles_tokenizer_names_is_not_run(beside: Pretrained, tmp_
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_missing_with_the_reason(beside: Pretrained, tmp_path: Path) -> None:
+def test_unloadable_tokenizer_is_omitted_with_a_reason(beside: Pretrained, tmp_path: Path) -> None:
     (Path(beside.name) / "tokenizer.json").write_text("{}")
     saved = preprocessors.save(beside, ("input_ids",), tmp_path / "bundle")
     assert saved.kinds == ()
@@ -104,7 +104,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missing_with_the_reason(beside: Pr
 
 
 def linked(source: Path, aim: Path) -> Pretrained:
-    """The same folder, with each file a link to where it was moved."""
+    """Moves the files of a folder and leaves links to them. Returns the folder as a source."""
     files = list(source.iterdir())
     aim.mkdir(parents=True)
     for path in files:
@@ -113,7 +113,7 @@ def linked(source: Path, aim: Path) -> Pretrained:
     return Pretrained(str(source), {"local_files_only": True})
 
 
-def test_a_file_that_a_link_leads_out_to_does_not_get_into_the_bundle(beside: Pretrained, tmp_path: Path) -> None:
+def test_link_out_of_the_model_folder_is_not_followed(beside: Pretrained, tmp_path: Path) -> None:
     saved = preprocessors.save(linked(Path(beside.name), tmp_path / "elsewhere"), ("input_ids",), tmp_path / "bundle")
     assert saved.kinds == ()
     assert "is a link out of the model's folder" in saved.missing[0]
@@ -121,14 +121,14 @@ def test_a_file_that_a_link_leads_out_to_does_not_get_into_the_bundle(beside: Pr
 
 
 @pytest.mark.parametrize(("source", "aim"), [("m/snapshots/1", "m/blobs"), ("m", "m/..data")], ids=["hub", "mounted"])
-def test_links_of_the_hubs_cache_and_of_a_mounted_volume_are_followed(tmp_path: Path, source: str, aim: str) -> None:
+def test_links_of_the_hub_cache_and_of_volumes_are_followed(tmp_path: Path, source: str, aim: str) -> None:
     (tmp_path / source).mkdir(parents=True)
     save_processors(tmp_path / source)
     beside = linked(tmp_path / source, tmp_path / aim)
     assert preprocessors.save(beside, ("input_ids",), tmp_path / "bundle").kinds == ("tokenizer",)
 
 
-def test_a_pattern_that_takes_too_long_to_find_ends_in_an_error_of_ours(beside: Pretrained, tmp_path: Path) -> None:
+def test_tokenizer_pattern_that_takes_too_long_is_an_error(beside: Pretrained, tmp_path: Path) -> None:
     give_backtracking(Path(beside.name))
     with pytest.raises(ConfigError, match=r"its tokenizer does not take them: Onig: .*retry-limit") as refused:
         preparation.prepare(InputsConfig(texts=["x" * 40]), tmp_path, bert(), beside, 0)

@@ -1,4 +1,4 @@
-"""Processing that becomes part of the files: the answers of a bundle are those that they were without it."""
+"""Tests of processing inside the files, which must not change the answers of a bundle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests._helpers.folders import TEXTS
 from tests._helpers.inputs import TINY
 from tests.inference import bundles
 
-# Resizes, crops, and scales each channel by numbers of its own.
+# Resizes, crops, and scales each channel differently.
 CLIP = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 18},
@@ -73,7 +73,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A classifier of images, and its export in all formats, which scales images and ranks labels."""
+    """Returns an image classifier and its export with image scaling and ranked labels."""
     source = save_images(tmp_path_factory.mktemp("processing") / "vit")
     formats = '["onnx", "torchscript", "pt2"]'
     return source, export(source, "normalize = true", 'outputs = "top_k"', "k = 2", inputs=IMAGES, formats=formats)
@@ -81,7 +81,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_a_file_that_scales_images_and_ranks_labels_answers_as_the_pipeline_does(
+def test_file_with_scaling_and_ranking_agrees_with_the_pipeline(
     file_format: str, classified: tuple[Path, Result], images: list[Path]
 ) -> None:
     source, result = classified
@@ -94,7 +94,7 @@ def test_a_file_that_scales_images_and_ranks_labels_answers_as_the_pipeline_does
         assert scores == pytest.approx([told["score"] for told in expected], abs=1e-6)
 
 
-def test_a_file_that_scales_images_takes_them_as_they_are(classified: tuple[Path, Result], images: list[Path]) -> None:
+def test_file_with_scaling_takes_uint8_images(classified: tuple[Path, Result], images: list[Path]) -> None:
     source, result = classified
     (spec,) = result.manifest.inputs
     assert (spec.name, spec.dtype, spec.shape) == ("pixel_values", "uint8", ["batch", 3, 16, 16])
@@ -106,7 +106,7 @@ def test_a_file_that_scales_images_takes_them_as_they_are(classified: tuple[Path
     given = bundle.preprocess(images=images)["pixel_values"]
     assert given.dtype == np.uint8
     assert given.max() > 200
-    # Whoever loads the bundle's processor gets what the files take too.
+    # The processor of the bundle alone gives the inputs of the files too.
     beside = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
     pictures = [Image.open(path) for path in images]
     np.testing.assert_array_equal(beside(images=pictures, return_tensors="np")["pixel_values"], given)
@@ -126,7 +126,7 @@ def multi_label() -> nn.Module:
         ("text-classification", None, "argmax", {"top_k": 1}),
     ],
 )
-def test_texts_are_classified_as_the_pipeline_does(
+def test_text_labels_agree_with_the_pipeline(
     task: str, make: Callable[[], Any] | None, outputs: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     source = folders.save((make or (lambda: bundles.model(task)))(), tmp_path / "bert")
@@ -141,7 +141,7 @@ def test_texts_are_classified_as_the_pipeline_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["token-classification", "fill-mask"])
-def test_answers_for_each_token_are_those_of_a_file_of_logits(task: str, tmp_path: Path) -> None:
+def test_answers_for_each_token_equal_those_from_logits(task: str, tmp_path: Path) -> None:
     source = folders.save(bundles.model(task), tmp_path / task)
     output = export(source, 'outputs = "probabilities"', formats='["pt2"]').output
     assert [spec.name for spec in Bundle.load(output).manifest.outputs] == ["probabilities"]
@@ -171,9 +171,7 @@ def test_answers_for_each_token_are_those_of_a_file_of_logits(task: str, tmp_pat
         ),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(
-    make: str | Callable[[], Any], line: str, told: str, tmp_path: Path
-) -> None:
+def test_unsupported_processing_is_refused(make: str | Callable[[], Any], line: str, told: str, tmp_path: Path) -> None:
     source = folders.save(make() if callable(make) else bundles.model(make), tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
         export(source, line)
@@ -188,15 +186,13 @@ def test_what_a_model_does_not_have_is_refused(
         (None, "its image processor cannot be loaded"),
         ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalises images"),
         ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale its images are float32"),
-        # It pads what it has normalised, with zeros.
+        # This processor pads with zeros after normalising.
         ({"image_processor_type": "SamImageProcessor"}, "its numbers are no scale of what it makes without"),
-        # The same, but only where images of two sizes go together.
+        # The same, but only for batches of images of two sizes.
         ({"image_processor_type": "DetrImageProcessor"}, "its numbers are no scale of what it makes without"),
     ],
 )
-def test_an_image_processor_that_does_something_else_is_refused(
-    processor: dict[str, Any] | None, told: str, tmp_path: Path
-) -> None:
+def test_unsupported_image_processor_is_refused(processor: dict[str, Any] | None, told: str, tmp_path: Path) -> None:
     if processor is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     with pytest.raises(ConfigError, match="processing.normalize: ") as caught:
@@ -215,7 +211,7 @@ def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:
         export(source, "normalize = true", inputs=given)
 
 
-def test_a_program_is_exported_as_it_is(tmp_path: Path) -> None:
+def test_program_is_exported_unchanged(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     config = tmp_path / "config.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[processing]\noutputs = "softmax"\n', encoding="utf-8")
@@ -223,7 +219,7 @@ def test_a_program_is_exported_as_it_is(tmp_path: Path) -> None:
         load_config(config)
 
 
-def test_the_model_that_is_given_stays_as_it_was_and_keeps_its_names(tmp_path: Path) -> None:
+def test_original_model_and_its_names_are_not_changed(tmp_path: Path) -> None:
     source = save_images(tmp_path / "vit")
     model = bundles.model("image-classification").eval()
     before = set(model.state_dict())
@@ -239,7 +235,7 @@ def test_the_model_that_is_given_stays_as_it_was_and_keeps_its_names(tmp_path: P
     assert isinstance(model(pixels.float()), ImageClassifierOutput)
 
 
-def test_probabilities_are_of_classes_wherever_these_lie() -> None:
+def test_probabilities_are_computed_over_the_class_axis() -> None:
     logits = torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(Classes("softmax").of(logits)["probabilities"].sum(1), torch.ones(2, 4, 5))
     torch.testing.assert_close(Classes("softmax").of(logits[0])["probabilities"].sum(-1), torch.ones(3, 4))
@@ -247,7 +243,7 @@ def test_probabilities_are_of_classes_wherever_these_lie() -> None:
     for one in (logits[0, 0, 0], logits[:, :1]):
         with pytest.raises(ConfigError, match="softmax of one class is 1 whatever the input"):
             Classes("softmax").of(one)
-    # Probabilities of which two are 1 in float32: the larger logit is the better label all the same.
+    # Two probabilities are 1 in float32, and the larger logit must still be the first label.
     found = Classes("sigmoid", 2).of(torch.tensor([[40.0, -1.0, 50.0]]))
     assert found["labels"].tolist() == [[2, 0]]
     assert found["probabilities"].tolist() == [[1.0, 1.0]]
@@ -262,7 +258,7 @@ class Ties(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_labels_that_rounding_decides_end_the_run_and_say_so(tmp_path: Path) -> None:
+def test_labels_decided_by_rounding_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "ties_to_decide.py").write_text(TIES, encoding="utf-8")
     config = tmp_path / "config.toml"
     config.write_text(

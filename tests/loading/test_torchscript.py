@@ -1,4 +1,4 @@
-"""TorchScript programs as a source: proven against themselves, or refused by the name of what stands in the way."""
+"""Tests of TorchScript programs as a source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Scaled(nn.Module):
-    """Convolution and batch norm, a buffer, and a number with a default."""
+    """Convolution and batch norm with a buffer, a tuple input and an integer with a default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Remembers(nn.Module):
 
 
 class Counts(nn.Module):
-    """Makes a fraction of a size, which the converter turns into a call that torch does not have."""
+    """Converts a size to float. The converter of torch.export writes an invalid call for this."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + float(x.shape[0])
@@ -82,7 +82,7 @@ def test_a_converted_program_computes_the_same_at_other_sizes(kind: str) -> None
 
 
 @pytest.mark.slow
-def test_a_program_goes_through_in_all_formats_and_is_compared_with_itself_in_float64(tmp_path: Path) -> None:
+def test_program_is_exported_to_all_formats(tmp_path: Path) -> None:
     script = scripted("scripted")
     x, states = arguments()
     given = {"x": x, "states": states, "times": 3}
@@ -97,7 +97,7 @@ def test_a_program_goes_through_in_all_formats_and_is_compared_with_itself_in_fl
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("suffix", [".pt", ".ts"])
-def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> None:
+def test_run_on_a_torchscript_file_passes(suffix: str, tmp_path: Path) -> None:
     torch.jit.save(scripted("scripted"), tmp_path / f"model{suffix}")
     config = tmp_path / "mine.toml"
     config.write_text(
@@ -122,16 +122,14 @@ def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> N
         (Remembers, r"changes its attribute last .*prim::SetAttr"),
     ],
 )
-def test_a_program_that_no_graph_can_be_made_of_is_refused_by_the_operator(
-    model: type[nn.Module], told: str, tmp_path: Path
-) -> None:
+def test_unsupported_program_is_refused_with_its_operator(model: type[nn.Module], told: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=told) as caught:
         export(torch.jit.script(model().eval()), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
     assert "a submodule of it that only computes" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_weights_is_said_to_be_no_program(tmp_path: Path) -> None:
+def test_file_of_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(
         SourceError, match=r"weights\.pt: it is not a TorchScript program \(torch\.save may have written it\)\n"
@@ -139,7 +137,7 @@ def test_a_file_of_weights_is_said_to_be_no_program(tmp_path: Path) -> None:
         load(tmp_path / "weights.pt")
 
 
-def test_a_graph_that_does_not_run_where_its_program_does_is_not_said_to_be_the_programs_failure() -> None:
+def test_failure_of_a_converted_graph_does_not_blame_the_program() -> None:
     script = torch.jit.script(Counts().eval())
     with pytest.raises(SourceError, match="the graph that torch.export's converter makes of it does not run"):
         convert(script, (torch.ones(3, 4),), {})
