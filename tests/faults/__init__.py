@@ -1,4 +1,4 @@
-"""Catalogue of faults that the parity checks must catch, and of correct runs that they must accept.
+"""Faults that the parity checks must catch, and correct runs that they must accept.
 
 Each fault is a small, realistic mistake:
 

@@ -181,9 +181,7 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
         ({"input_ids": [[5] * 250], "max_new_tokens": 20}, "no more tokens than it has positions for"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_every_format(
-    given: dict[str, Any], told: str, file_format: str
-) -> None:
+def test_invalid_arguments_are_refused_in_every_format(given: dict[str, Any], told: str, file_format: str) -> None:
     with pytest.raises(ConfigError, match=told):
         generators(file_format).generate(**given)
 

@@ -244,7 +244,7 @@ def test_axes_have_their_configured_names(made: Maker) -> None:
 
 
 @pytest.mark.parametrize("declared", [{}, {"dynamic": {"rows": [1, 8]}}], ids=["found out", "declared"])
-def test_axes_that_do_not_fit_are_refused(declared: dict[str, Any], made: Maker) -> None:
+def test_invalid_axes_are_refused(declared: dict[str, Any], made: Maker) -> None:
     message = made.refusal(texts=["the cat"], axes={"input_ids": ["rows"]}, **declared)
     assert message.startswith("inputs.axes.input_ids: ")
     axes = {"input_idz": ["rows", "words"], "input_ids": ["rows", "words"]}

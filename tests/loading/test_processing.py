@@ -211,7 +211,7 @@ def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:
         export(source, "normalize = true", inputs=given)
 
 
-def test_program_is_exported_unchanged(tmp_path: Path) -> None:
+def test_processing_of_a_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     config = tmp_path / "config.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[processing]\noutputs = "softmax"\n', encoding="utf-8")

@@ -216,7 +216,7 @@ def test_functions_without_an_onnx_operator_are_decomposed(forward: Any, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
+def test_attention_keys_are_not_copied_for_a_transpose(tmp_path: Path) -> None:
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})

@@ -137,7 +137,7 @@ def _whole_quotients(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_integer_quotients_are_exact_for_large_numbers(tmp_path: Path) -> None:
-    """``torch.onnx`` divides in float32. A file with the wrong hour of a time stamp passed the checks."""
+    """``torch.onnx`` divides in float32. Wrong hours of time stamps passed the checks."""
     made = files.prepare(
         Program(_whole_quotients), {"x": torch.tensor([[1_699_999_199, -7, 3600, 2]] * 2)}, {"x": {0: "rows"}}
     )

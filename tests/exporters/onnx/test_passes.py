@@ -77,7 +77,7 @@ def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int,
     assert (counts["Gemm"], counts["Reshape"], counts["MatMul"], counts["Add"]) == (1, 2, 0, 0)
 
 
-def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -> None:
+def test_layer_called_twice_becomes_two_gemms(tmp_path: Path) -> None:
     """The file transposes a large weight before every product."""
     made = program(lambda m, x: m.a(x).relu() * m.a(x.sin()), a=nn.Linear(4, 4096))
     plain, lowered = in_onnx(made, "gemm", tmp_path)
