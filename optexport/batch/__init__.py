@@ -1,1 +1,1 @@
-"""Many configs at once: each in a process of its own, and one account of them all."""
+"""Batches of configs: a process for each config, and one summary for all."""

@@ -1,4 +1,4 @@
-"""A batch of what a registry asks for: one config for each model, written from a template."""
+"""Configs for the models of an MLflow registry, written from one template."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optexport.tracking.registry_query import Version
 
 @dataclass(frozen=True)
 class Asked:
-    """What a registry asks for.
+    """Configs for the versions of a registry that have not been exported.
 
     Attributes:
         store: The URI of the registry.
-        folder: What a relative path in it is taken from.
-        versions: By the config that was written for each.
-        refused: Versions whose names no config can hold, as configs that are wrong.
-        left: The models that were found as well, and ask for none.
+        folder: The folder that relative paths in the URI start from.
+        versions: Versions to export, by the path of the config of each.
+        refused: Failed results of versions whose names do not fit into a config.
+        left: Names of models in the filter whose newest version needs no export.
     """
 
     store: str
@@ -36,14 +36,17 @@ class Asked:
     left: Sequence[str]
 
     def told(self) -> str:
-        """Why there is nothing to do, where there is nothing."""
+        """Returns the message for a batch without configs."""
         if not self.left:
             return "Nothing asks for a bundle: the filter finds no registered model."
         names = on_one_line(", ".join(self.left))
         return f"Nothing asks for a bundle: the newest version of each model found has one, or is of one: {names}."
 
     def mark(self, ended: TaskResult) -> None:
-        """Notes at a version that it has a bundle, where its config ended well.
+        """Tags a version as exported, if its config succeeded.
+
+        Args:
+            ended: Result of a config.
 
         Raises:
             OptexportError: The store cannot be reached, or the bundle cannot be read.
@@ -53,14 +56,14 @@ class Asked:
 
 
 def configs(template: Path, query: str) -> Asked:
-    """Writes a config for each version that asks for a bundle, beside the template.
+    """Writes a config next to the template for each version to export.
 
     Args:
-        template: A config in whose text ``{name}`` and ``{version}`` stand for those of a model. It says which store.
+        template: A config with ``{name}`` and ``{version}`` in the source and the output. It names the store.
         query: A filter of MLflow's registered models.
 
     Raises:
-        ConfigError: The template is wrong, or lacks one of the two where both must stand; or the filter is none.
+        ConfigError: The template is invalid or lacks a placeholder, or the filter is invalid.
         TrackingError: The store cannot be reached.
     """
     text = config_text.read(template)
@@ -90,7 +93,7 @@ def configs(template: Path, query: str) -> Asked:
 
 def _filled(text: str, version: Version) -> str:
     filling = {NAME: version.name, VERSION: version.version}
-    # At once: a model may be called what stands for the version.
+    # One pass over the text: the name of a model may itself contain "{version}".
     return re.sub("|".join(map(re.escape, filling)), lambda found: filling[found[0]], text)
 
 

@@ -1,4 +1,4 @@
-"""The engine that runs a batch on this machine."""
+"""Batch engine for this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optexport.batch.tasks import Task
 
 
 def here(jobs: int, limits: Limits) -> Engine:
-    """Returns an engine that runs this many configs at a time."""
+    """Returns an engine that runs up to `jobs` configs in parallel."""
     return functools.partial(_run, jobs, limits)
 
 
@@ -35,7 +35,7 @@ def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iter
                 task = futures[future]
                 try:
                     ended = future.result()
-                except Exception as error:  # an OSError of the file system or of subprocess: the others go on
+                except Exception as error:  # an OSError of one config must not stop the others
                     ended = not_run(task, error)
                 yield task, ended
         finally:
@@ -46,7 +46,10 @@ def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iter
 
 @contextlib.contextmanager
 def cores_shared(jobs: int) -> Iterator[None]:
-    """Divides the machine's cores among the processes, unless the user has set ``OMP_NUM_THREADS``."""
+    """Sets ``OMP_NUM_THREADS`` to the cores of one process, unless the user has set it.
+
+    The processes of a batch then share the machine without competing for cores.
+    """
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return

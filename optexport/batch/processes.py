@@ -1,4 +1,4 @@
-"""Finds and ends the processes of an attempt, including those that left its session or process group.
+"""Finds and ends all processes of an attempt, even outside its session or group.
 
 A process inherits the environment of the process that starts it. So a variable whose value starts with a unique mark
 identifies all processes that an attempt starts, directly or not.
@@ -30,7 +30,7 @@ _DONE = b"done"
 class MarkedProcesses:
     """Processes whose attempt variable starts with a mark.
 
-    The environment of a process is read only when its id is seen for the first time, so a scan is fast.
+    The class reads the environment of each process only once, so a scan is fast.
     """
 
     def __init__(self, mark: str) -> None:
@@ -39,7 +39,7 @@ class MarkedProcesses:
         self._is_complete = False
 
     def scan(self) -> Iterator[psutil.Process]:
-        """Yields the marked processes that are alive, each as soon as it is found."""
+        """Yields the marked processes that are alive, without waiting for the whole scan."""
         pids = psutil.pids()
         # A process that ended after the ids were listed may have started another one that is marked.
         self._is_complete = all(pid in pids or process is None for pid, process in self._processes.items())
@@ -55,7 +55,7 @@ class MarkedProcesses:
                 self._processes[pid] = None
 
     def _read(self, pid: int) -> None:
-        """Finds out from the environment of a process whether it is marked."""
+        """Records whether the environment of a process has the mark."""
         try:
             process = psutil.Process(pid)
         except psutil.NoSuchProcess:
@@ -73,17 +73,20 @@ class MarkedProcesses:
             self._processes[pid] = process if is_marked else None
 
     def memory(self, limit: float) -> int:
-        """Returns the resident memory in bytes.
+        """Returns the resident memory of all marked processes in bytes.
 
-        Shared pages are counted once per process, or proportionally if the sum exceeds the limit and the system can
-        tell (Linux): that takes long to read.
+        Shared pages count once per process. If that sum exceeds the limit, Linux divides them among the
+        processes, which is slow to read.
+
+        Args:
+            limit: Bytes above which the proportional memory is read.
         """
         processes = list(self.scan())
         total = sum(map(_resident, processes))
         return total if total <= limit else sum(map(_proportional, processes))
 
     def kill(self) -> None:
-        """Kills all marked processes, and returns when none is left."""
+        """Kills all marked processes, and returns when they have ended."""
         empty_scans = 0
         while empty_scans < _EMPTY_SCANS:
             is_empty = True
@@ -119,7 +122,14 @@ def _proportional(process: psutil.Process) -> int:
 
 @contextmanager
 def cleaned_up_if_killed(mark: str, folder: Path) -> Iterator[None]:
-    """Starts a process that kills the marked processes and removes the folder if this process is killed meanwhile."""
+    """Starts a cleaner that acts if this process is killed within the block.
+
+    The cleaner kills the marked processes and removes the folder.
+
+    Args:
+        mark: Beginning of the attempt variable.
+        folder: Folder with temporary files.
+    """
     # Without -P, Python would import modules from the working directory.
     command = [sys.executable, "-P", "-m", "optexport.batch.processes", mark, str(folder)]
     with subprocess.Popen(
@@ -139,7 +149,7 @@ def cleaned_up_if_killed(mark: str, folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Waits for the end of standard input; cleans up if nothing was written to it."""
+    """Waits for the end of standard input, and cleans up if nothing was written to it."""
     mark, folder = sys.argv[1:]
     if sys.stdin.buffer.read() != _DONE:
         MarkedProcesses(mark).kill()

@@ -1,7 +1,7 @@
-"""The engine that runs a batch on a Ray cluster.
+"""Batch engine for a Ray cluster.
 
 The configs and the files that they name travel as the working directory of Ray's runtime environment. Results come back
-as return values; bundles are tracked from this machine, because a node may not reach the MLflow server.
+as return values. This machine uploads the bundles, because a node may not reach the MLflow server.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from optexport.tracking.resume import log_locked
 from optexport.tracking.run import LATER_VARIABLE
 from optexport.tracking.store import resolved_uri
 
-# The head of a cluster must answer in this time.
+# Seconds for the head of a cluster to answer.
 _CONNECT_SECONDS = 10.0
-# Time for the nodes to end their attempts and remove temporary files after an interrupt.
+# Seconds for the nodes to end their attempts and remove temporary files after an interrupt.
 _CLEANUP_SECONDS = 20.0
-# How often the cluster starts a task again whose node was lost.
+# Number of times that the cluster restarts a task whose node was lost.
 _NODE_RETRIES = 5
-# Memory that Ray reserves for a config by default: this, and a multiple of the size of its files.
+# Memory that Ray reserves for a config by default: this, plus a multiple of the size of its files.
 _BASE_MEMORY, _MEMORY_MULTIPLE = 2 << 30, 6
-# Ray takes no larger working directory. https://docs.ray.io/en/latest/ray-core/handling-dependencies.html
+# Ray's limit for a working directory. https://docs.ray.io/en/latest/ray-core/handling-dependencies.html
 _MAX_PACKAGE_BYTES = 500 << 20
 # Environment variables that affect the bytes of a bundle, or the code that may run.
 _VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CUSTOM_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
@@ -68,8 +68,8 @@ class RemoteResult:
     """Result of a config on a node.
 
     Attributes:
-        ended: How it ended.
-        files: Content of the bundle, and of the folders beside it, by path relative to the parent of the output.
+        ended: Result of the task, with paths on the node.
+        files: Content of the bundle and of the folders next to it, by path relative to the parent of the output.
         logs: Content by suffix.
         log: Path of the logs on the node, without suffix.
         root: The working directory on the node; None if the node refused the config.
@@ -83,7 +83,7 @@ class RemoteResult:
 
 
 def on_ray(address: str | None, limits: Limits, memory: int | None) -> Engine:
-    """Returns an engine that runs as many configs at a time as a cluster has resources for.
+    """Returns an engine that runs as many configs in parallel as the cluster can hold.
 
     Args:
         address: The cluster; None starts one on this machine.
@@ -96,9 +96,9 @@ def _run(
     address: str | None, limits: Limits, memory: int | None, tasks: Sequence[Task], folder: Path
 ) -> Iterator[tuple[Task, TaskResult]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without it Ray warns about accelerators.
+    # Otherwise Ray warns about accelerators.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Only files that a config names are in the working directory, and all of them are needed.
+    # The working directory contains only files that a config names, and all of them are needed.
     os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
     check_extra("ray", "--engine ray")
     import ray
@@ -134,7 +134,7 @@ def _run_on_nodes(
     pending: dict[Any, Task] = {}
     try:
         remote = ray.remote(num_cpus=1, max_retries=_NODE_RETRIES)(run_on_node)
-        # Ray would wait forever for a node with more memory than any has.
+        # Ray would wait forever for a node with more memory than any node has.
         largest = int(max(node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]))
         for task, remote_task in remote_tasks:
             options = {"memory": min(largest, memory or _estimate_memory(task)), "name": task.name}
@@ -169,10 +169,10 @@ def stage_tasks(
     """Links the configs and the files that they name into a folder.
 
     Returns:
-        The tasks for the nodes, and those whose files cannot be read.
+        The tasks for the nodes, and the tasks whose files cannot be read.
 
     Raises:
-        ConfigError: The files are larger than what Ray takes.
+        ConfigError: The files exceed Ray's limit.
     """
     staged: list[tuple[Task, list[Path]]] = []
     failures: list[tuple[Task, TaskResult]] = []
@@ -219,7 +219,12 @@ def _environment() -> dict[str, str]:
 
 
 def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
-    """Runs a config in the working directory of a node."""
+    """Runs a config in the working directory of a node.
+
+    Args:
+        remote_task: The config.
+        limits: Limits of the config.
+    """
     here, expected = versions(), remote_task.versions
     if here != expected:
         names = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
@@ -247,7 +252,13 @@ def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
 
 
 def collect(task: Task, folder: Path, result: RemoteResult) -> TaskResult:
-    """Writes the logs, the failure and the bundle of a config to where a local run would have written them."""
+    """Writes the result of a node to the paths that a local run would use.
+
+    Args:
+        task: The config.
+        folder: Folder for the logs.
+        result: Result of the node, with logs, failure and bundle.
+    """
     assert task.output is not None and task.config is not None
     error = result.ended.error
     if error is not None and result.root is not None:
@@ -266,7 +277,7 @@ def collect(task: Task, folder: Path, result: RemoteResult) -> TaskResult:
                     shutil.copytree(received / place.name, place, dirs_exist_ok=True)
             bundle = received / task.output.name
             if bundle.is_dir():
-                with contextlib.ExitStack() as lock:  # until the bundle is uploaded
+                with contextlib.ExitStack() as lock:  # holds the lock until the bundle is uploaded
                     _write_bundle(bundle, task.output, task.config, lock)
                     ended = replace(ended, output=str(task.output))
                     return _track(ended, task.output, task.config, task.path.parent)
@@ -276,7 +287,7 @@ def collect(task: Task, folder: Path, result: RemoteResult) -> TaskResult:
 
 
 def _write_bundle(received: Path, output: Path, config: Config, lock: contextlib.ExitStack) -> None:
-    read_bundles(received)  # checks that it is complete
+    read_bundles(received)  # raises if the bundle is incomplete
     output.parent.mkdir(parents=True, exist_ok=True)
     check = layout.check_replaceable if config.generation is None else check_output
     with atomic_dir.drafting(output, check, lock) as draft:
@@ -299,7 +310,7 @@ def _track(ended: TaskResult, output: Path, config: Config, folder: Path) -> Tas
 
 
 def _interrupt(ray: Any, pending: list[Any]) -> None:
-    """Ends the tasks of an interrupted batch, and waits until the nodes have cleaned up."""
+    """Cancels the tasks of an interrupted batch, and waits until the nodes have cleaned up."""
     for reference in pending:
         ray.cancel(reference)
     if pending:
@@ -307,7 +318,7 @@ def _interrupt(ray: Any, pending: list[Any]) -> None:
 
 
 def _check_address(address: str | None) -> None:
-    """Raises an OSError if nothing answers: Ray would try forever."""
+    """Raises an OSError if the address does not answer, because Ray would try forever."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
@@ -319,7 +330,7 @@ def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, TaskR
     task = pending.pop(ready)
     try:
         result = ray.get(ready)
-    except Exception as error:  # an error of Ray: the node is lost for good, or out of memory
+    except Exception as error:  # an error of Ray: the node is permanently lost, or out of memory
         return task, TaskResult(task.name, str(task.path), task.digest, 1, f"the cluster did not run it: {error}")
     try:
         return task, collect(task, folder, result)
@@ -328,7 +339,7 @@ def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, TaskR
 
 
 def _estimate_memory(task: Task) -> int:
-    """Estimates the memory of a run in bytes from the size of the files that its config names."""
+    """Estimates the memory of a run in bytes from the size of the files in its config."""
     assert task.config is not None
     sizes = [path.stat().st_size for _, path in named_files(task.config, task.path.parent) if path.is_file()]
     return _BASE_MEMORY + _MEMORY_MULTIPLE * sum(sizes)

@@ -1,4 +1,4 @@
-"""How a config of a batch ended, and the journal that remembers it."""
+"""Results of the configs of a batch, and the journal that stores them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from optexport.errors import ConfigError, OptexportError, first_line
 
 JOURNAL = "journal.jsonl"
 
-# The worst first: a defect or a crash, numbers that differ, and so on to a bundle that is whole and was not tracked.
+# Exit codes, the worst first: from a defect or crash to a bundle that was only not uploaded.
 _WORST_FIRST = (1, 4, 5, 3, 2, 6, 7)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """How one config ended.
+    """Result of one config.
 
     Attributes:
-        config: Its path as it was given.
-        path: The same, from the root.
-        digest: SHA-256 of its text.
-        exit_code: That of ``optexport run``; 1 also where its process was killed, and by whom `error` says.
-        error: What went wrong; None where nothing did.
-        output: The folder of the bundle, where one is whole.
+        config: Path of the config as the user wrote it.
+        path: Absolute path of the config.
+        digest: SHA-256 of the config's text; empty if the file cannot be read.
+        exit_code: Exit code of ``optexport run``; 1 if its process was killed.
+        error: The error message, or the reason for a kill; None on success.
+        output: The folder of the bundle, if it is complete.
         run_id: The MLflow run.
-        attempts: How often it was started; 0 of one that an earlier batch had done.
+        attempts: Number of attempts; 0 if an earlier batch completed the config.
         seconds: Wall-clock seconds of the last attempt.
-        peak_memory: Bytes resident at the peak, of all its processes, as far as was seen; shared pages included.
+        peak_memory: Highest resident bytes of all its processes in any sample, including shared pages.
     """
 
     config: str
@@ -53,27 +53,37 @@ _ENDED = TypeAdapter(TaskResult)
 
 
 def not_run(task: Task, error: Exception) -> TaskResult:
-    """A config that could not be run at all."""
+    """Returns the result of a config that could not be started."""
     return TaskResult(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
 
 
 def worst(ended: Iterable[TaskResult]) -> int:
-    """The exit code of a batch: the worst of its configs."""
+    """Returns the exit code of a batch, which is the worst of its configs."""
     codes = {each.exit_code for each in ended} - {0}
     return min(codes, key=lambda code: _WORST_FIRST.index(code) if code in _WORST_FIRST else -1, default=0)
 
 
 def remember(folder: Path, ended: TaskResult) -> None:
-    """Writes down how a config ended, before anything else is done."""
-    folder.mkdir(parents=True, exist_ok=True)  # someone may have removed it
+    """Appends a result to the journal.
+
+    Args:
+        folder: Folder with the journal.
+        ended: Result of a config.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # the user may have removed the folder
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
-        journal.write(f"\n{json.dumps(asdict(ended))}\n")  # the last line may have been cut off
+        journal.write(f"\n{json.dumps(asdict(ended))}\n")  # the last line may be truncated
 
 
 def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
-    """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is whole.
+    """Returns the results of configs that an earlier batch completed, by path.
 
-    A line that was cut off, as where the machine went down, or that holds something else, counts for nothing.
+    A result counts if it is a success, the config's text is unchanged, and the bundle is complete.
+    Truncated and foreign lines of the journal are ignored.
+
+    Args:
+        folder: Folder with the journal.
+        tasks: The configs.
 
     Raises:
         ConfigError: The journal cannot be read.
@@ -100,7 +110,7 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
 
 
 def _is_made_of(task: Task) -> bool:
-    """Whether the bundle of a config, or each part of it, is whole and was made of the config as it is."""
+    """Returns True if the bundle is complete and comes from the current config."""
     if task.output is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Runs the configs of a batch, wherever: what ended before, what ends now, and the journal of both."""
+"""Runs the configs of a batch on an engine, and records their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optexport.errors import ConfigError
 
 _LOGS = "logs"
 
-# Runs tasks, and gives each with how it ended, as it ends; takes the folder of the logs.
+# Runs tasks, and yields each task with its result when it ends. The path is the folder for logs.
 Engine = Callable[[Sequence[Task], Path], Iterator[tuple[Task, TaskResult]]]
 
 
@@ -26,18 +26,20 @@ def run(
     resume: bool = False,
     announce: Callable[[TaskResult], None] = lambda ended: None,
 ) -> list[TaskResult]:
-    """Runs each config in a process of its own; what happens to one happens to no other.
+    """Runs each config in a separate process, so that a crash affects no other config.
 
     Args:
-        folder: Takes logs, and the journal.
-        resume: Whether what the journal holds as done stays so.
-        announce: Called as each ends.
+        tasks: The configs.
+        engine: Runs the configs.
+        folder: Folder for logs and the journal.
+        resume: Skip configs that the journal records as completed.
+        announce: Called with each result immediately.
 
     Returns:
-        How each ended, in the order of the tasks.
+        The results in the order of the tasks.
 
     Raises:
-        ConfigError: Another batch is at work in the folder, or nothing can be written there.
+        ConfigError: Another batch uses the folder, or the folder is not writable.
     """
     logs = folder / _LOGS
     with _locked(folder, logs):
@@ -48,7 +50,7 @@ def run(
         for task, found in engine(left, logs) if left else ():
             try:
                 remember(folder, found)
-            except OSError as error:  # as where the disk is full: the others go on
+            except OSError as error:  # for instance a full disk, which must not stop the other configs
                 told = f"The journal does not hold it, so --resume runs it again: {error}"
                 found = replace(found, error=f"{found.error}\n  {told}" if found.error else told)
             ended[task.path] = found
@@ -58,7 +60,7 @@ def run(
 
 @contextlib.contextmanager
 def _locked(folder: Path, logs: Path) -> Iterator[None]:
-    """Locks the folder of the logs: a run waits for the one that its bundle lies in."""
+    """Locks the logs; a lock on the folder itself would block runs with bundles in it."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).open("a").close()

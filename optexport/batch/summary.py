@@ -1,4 +1,4 @@
-"""What is told of a batch: one table for people, one document for machines, and one for MLflow."""
+"""Formats the results of a batch: a table, a JSON document, and data for MLflow."""
 
 from __future__ import annotations
 
@@ -28,20 +28,25 @@ _WORDS = {
 
 
 def in_words(ended: TaskResult) -> str:
-    """How a config ended, in a word or three."""
+    """Returns a result in one to three words."""
     if ended.attempts == 0:
         return "done before"
     return _WORDS.get(ended.exit_code, f"ended with {ended.exit_code}")
 
 
 def line(ended: TaskResult) -> str:
-    """How a config ended, on one line."""
+    """Returns a result on one line."""
     error = f": {_first_line(ended)}" if ended.error else ""
     return f"{on_one_line(ended.config)}: {in_words(ended)} ({ended.seconds:.0f} s){error}"
 
 
 def show(ended: Sequence[TaskResult], console: Console) -> None:
-    """Prints a row for each, and what went wrong below."""
+    """Prints a table of the results, and the errors below it.
+
+    Args:
+        ended: Results of the configs.
+        console: The console to print to.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("config", "result", "bundle"):
         table.add_column(heading, overflow="fold")
@@ -65,7 +70,13 @@ def show(ended: Sequence[TaskResult], console: Console) -> None:
 
 
 def as_json(ended: Sequence[TaskResult], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
-    """The batch for machines: how it ended, and what of it could not be tracked."""
+    """Returns the JSON document of a batch.
+
+    Args:
+        ended: Results of the configs.
+        run_id: The MLflow run of the batch, if any.
+        failures: Errors of MLflow.
+    """
     code = worst(ended) or (TrackingError.exit_code if failures else 0)
     return {
         "passed": code == 0,
@@ -77,13 +88,13 @@ def as_json(ended: Sequence[TaskResult], run_id: str | None, failures: Sequence[
 
 
 def columns(ended: Sequence[TaskResult]) -> dict[str, list[Any]]:
-    """The batch as MLflow takes tables."""
+    """Returns the results as columns, the form that MLflow requires for tables."""
     rows = [{**asdict(each), "result": in_words(each)} for each in ended]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
 def metrics(ended: Sequence[TaskResult]) -> dict[str, float]:
-    """The batch in numbers."""
+    """Returns the metrics of a batch for MLflow."""
     return {
         "configs": float(len(ended)),
         "failed": float(sum(each.exit_code != 0 for each in ended)),

@@ -1,4 +1,4 @@
-"""Runs a config in a process of its own, watches it, and ends it if it exceeds its limits."""
+"""Runs a config in a separate process, and ends it if it exceeds its limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from optexport.errors import OptexportError
 from optexport.tracking.run import ATTEMPT_VARIABLE, LATER_VARIABLE
 
 _POLL_SECONDS = 0.1
-# Time for a process to end by itself after SIGTERM.
+# Seconds for a process to exit after SIGTERM.
 _GRACE_SECONDS = 10.0
 
 
@@ -48,9 +48,12 @@ class Limits:
 
 @contextmanager
 def supervising(limits: Limits, logs: Path, stop: threading.Event) -> Iterator[Supervisor]:
-    """Gives a supervisor whose processes and temporary files are removed afterwards, even if this process is killed.
+    """Yields a supervisor, and removes its processes and temporary files afterwards.
+
+    The cleanup also happens if this process is killed.
 
     Args:
+        limits: Limits of each config.
         logs: Folder for the log and the JSON document of each config.
         stop: Set to end the batch.
     """
@@ -71,7 +74,7 @@ class Supervisor:
         logs: Folder for the log and the JSON document of each config.
         stop: Set to end the batch.
         mark: Beginning of the attempt variable in the environment of all processes.
-        temporary: Holds a folder for the temporary files of each attempt.
+        temporary: Folder that contains a temporary folder for each attempt.
     """
 
     limits: Limits
@@ -81,7 +84,10 @@ class Supervisor:
     temporary: Path
 
     def run(self, task: Task) -> TaskResult:
-        """Runs a config, and again if it neither ended by itself nor exceeded its memory."""
+        """Runs a config, and retries it after a crash, a timeout or a kill by the system.
+
+        A config that wrote its result or exceeded its memory limit is not retried.
+        """
         for count in range(1, self.limits.retries + 2):
             ended, can_retry = self._attempt(task, count)
             if not can_retry or self.stop.is_set():
@@ -118,13 +124,16 @@ class Supervisor:
     def _watch(
         self, process: subprocess.Popen[bytes], marked: processes.MarkedProcesses, start: float
     ) -> tuple[str | None, int]:
-        """Waits until a process ends or must be ended; returns the reason for the latter, and the peak memory."""
+        """Waits until a process ends or exceeds a limit.
+
+        Returns the reason to end it, if any, and its peak memory in bytes.
+        """
         peak = 0
         while not _wait(process, _POLL_SECONDS):
             memory = marked.memory(self.limits.memory)
             peak = max(peak, memory)
             if memory > self.limits.memory:
-                marked.kill()  # at once: the machine may have no memory left for a polite end
+                marked.kill()  # at once: the machine may have no memory left for a regular exit
                 return f"it took more than {self.limits.memory / 2**30:.1f} GiB of memory", peak
             if time.monotonic() - start > self.limits.seconds:
                 return f"it was still at work after {self.limits.seconds:.0f} s", peak
@@ -153,14 +162,14 @@ def _start(task: Task, attempt: str, temporary: str, document: Path, log: Path) 
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for the end of a process, and returns whether it ended in time."""
+    """Waits for the end of a process, and returns True if it ended in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.returncode is not None
 
 
 def _end(process: subprocess.Popen[bytes], marked: processes.MarkedProcesses) -> None:
-    """Ends a process, politely at first, and then kills all others of its attempt."""
+    """Ends a process with SIGTERM, and then kills all others of its attempt."""
     if not _wait(process, 0):
         process.terminate()
         _wait(process, _GRACE_SECONDS)
@@ -169,7 +178,7 @@ def _end(process: subprocess.Popen[bytes], marked: processes.MarkedProcesses) ->
 
 
 def _end_tracked_run(task: Task, attempt: str, reason: str, status: str) -> tuple[str | None, str]:
-    """Ends the MLflow run of an attempt that could not end it itself; returns its id, and lines for the error."""
+    """Ends the MLflow run of a killed attempt; returns its id, and lines for the error."""
     if task.config is None or not task.config.tracking.enabled or os.environ.get(LATER_VARIABLE):
         return None, ""
     from optexport.tracking.batch import end_lost
@@ -182,7 +191,7 @@ def _end_tracked_run(task: Task, attempt: str, reason: str, status: str) -> tupl
 
 
 def _describe_exit(code: int) -> str:
-    """Describes how a process ended that wrote no result."""
+    """Describes the exit of a process that wrote no result."""
     if -code == signal.SIGKILL:
         return "it was killed by SIGKILL, as the system does where memory runs out"
     if -code in set(signal.Signals):

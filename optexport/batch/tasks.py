@@ -1,4 +1,4 @@
-"""The configs of a batch: files and globs, each once, and no two that write to the same place."""
+"""Finds the configs of a batch, and checks that their outputs are separate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Task:
     """One config of a batch.
 
     Attributes:
-        name: The path as it was given.
-        path: The same, from the root.
-        digest: SHA-256 of its text; empty where it cannot be read.
-        config: What it says; None where that is wrong, which its own process tells.
+        name: Path as the user wrote it, or as a glob found it.
+        path: Absolute path.
+        digest: SHA-256 of the text; empty if the file cannot be read.
+        config: The parsed config; None if it is invalid. Its process then reports the mistake.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Task:
 
     @property
     def output(self) -> Path | None:
-        """The folder of its bundle."""
+        """The folder of the bundle; None if the config is invalid."""
         return None if self.config is None else self.config.output_path(self.path.parent)
 
 
 def tasks_of(given: Sequence[str]) -> list[Task]:
-    """The tasks of files and globs, in their order.
+    """Returns the tasks of paths and globs in their order, without duplicates.
 
     Raises:
-        ConfigError: A glob finds nothing, or two configs name one output.
+        ConfigError: A glob matches no file, or two configs have overlapping outputs.
     """
     names: list[str] = []
     for each in given:
@@ -70,7 +70,7 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
 
 
 def _task(name: str) -> Task:
-    path = Path(os.path.abspath(name))  # where a link lies is what paths in the config are relative to
+    path = Path(os.path.abspath(name))  # not resolved: paths in a config are relative to the link, not to its target
     try:
         text = config_text.read(path)
     except ConfigError:
