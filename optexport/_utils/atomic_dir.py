@@ -1,11 +1,13 @@
-"""Folders that appear under their final name only when they are complete, however the program ends.
+"""Folders that appear under their final name only when they are complete.
 
-A run writes a draft beside the final name and holds two locks. The writer lock lasts as long as the run: a second run
-to the same output is refused, and a draft without a writer is what a killed run left. The lock of the folder itself is
+This holds even if the program is killed.
+
+A run writes a draft next to the final name and takes two locks. The writer lock lasts as long as the run. So a second
+run to the same output is refused, and a draft without a writer is from a killed run. The lock of the folder itself is
 held while the folder is replaced, and while its bundle is uploaded.
 
-Two renames replace an earlier folder. If the program is killed between them, the earlier folder is put back by the next
-program that reads it or writes to the same place.
+Two renames replace an earlier folder. If the program is killed between them, the next program that uses the same place
+restores the earlier folder.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from filelock import FileLock, Timeout
 from optexport._utils import signals
 from optexport.errors import ConfigError, OptexportError
 
-# Errors of file systems without locks.
+# Errors of file systems that do not support locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 
-# The drafts of this process.
+# Drafts of this process.
 _own_drafts: set[Path] = set()
 
 
 @contextmanager
 def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitStack | None = None) -> Iterator[Path]:
-    """Gives a folder that takes the name of the output when the block succeeds, and is removed when it fails.
+    """Yields a draft that replaces the output if the block succeeds.
+
+    If the block fails, the draft is removed.
 
     Args:
-        check: Raises an error if what has the name must not be replaced.
-        held: Takes over the lock of the output: until it is closed, nobody replaces the output.
+        output: The final folder.
+        check: Raises an error if the existing output must not be replaced.
+        held: Takes over the lock of the output; until it is closed, no other run replaces the output.
 
     Raises:
         ConfigError: Another run writes to the same output, or the bundle there is being uploaded.
@@ -51,7 +56,7 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
             with contextlib.ExitStack() as output_lock:
                 output_lock.enter_context(locked(output, wait=True))
-                check(output)  # again, as the run took its time
+                check(output)  # a second time, because the output may have changed during the run
                 with signals.deferred():
                     signals.check()
                     _replace(draft, output)
@@ -66,7 +71,7 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
 
 
 def recover(output: Path) -> None:
-    """Puts an earlier folder back if the program that was replacing it was killed between the two renames."""
+    """Restores an earlier folder if a program was killed between the two renames."""
     output = Path(os.path.abspath(output))
     if output.exists() or not _previous(output).is_dir():
         return
@@ -77,12 +82,13 @@ def recover(output: Path) -> None:
 
 @contextmanager
 def scratch(bundle: Path, outermost: Path | None = None) -> Iterator[Path]:
-    """Gives a temporary folder on the file system of a bundle.
+    """Yields a temporary folder on the file system of a bundle.
 
-    It is beside the bundle, so that a killed program leaves nothing in the bundle; the next call removes what was left.
-    It is within the bundle if the folder beside is not writable or is on another file system.
+    The folder is next to the bundle, so that a killed program leaves nothing in the bundle. The next call removes such
+    remains. It is inside the bundle if the parent is not writable or is on another file system.
 
     Args:
+        bundle: The folder of the bundle.
         outermost: The bundle that has this one as a part; a signature covers all its parts.
 
     Raises:
@@ -111,13 +117,16 @@ def scratch(bundle: Path, outermost: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Locks a folder by a lock file beside it; the system releases the lock however the process ends.
+    """Locks a folder with a lock file next to it.
+
+    The system releases the lock even if the process is killed.
 
     Args:
-        wait: Wait for another process that holds the lock.
+        folder: The folder.
+        wait: Wait for another process that has the lock.
 
     Yields:
-        False if another process holds the lock, or if no lock file can be written there.
+        False if another process has the lock, or if the lock file cannot be written.
     """
     folder = folder.resolve()
     try:
@@ -131,12 +140,12 @@ def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def _acquire(path: Path, *, wait: bool) -> contextlib.ExitStack | None:
-    """Locks a file, and returns what releases it; returns None if another process holds the lock."""
+    """Locks a file and returns the stack that releases it, or None if it is locked."""
     path = path.absolute()  # the code of a model may change the working directory
     release = contextlib.ExitStack()
-    if not path.parent.is_dir():  # FileLock would make it
+    if not path.parent.is_dir():  # FileLock would create the folder
         return release
-    # A soft lock would outlive a process that is killed.
+    # A soft lock would remain after its process is killed.
     lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(blocking=wait)
@@ -147,13 +156,13 @@ def _acquire(path: Path, *, wait: bool) -> contextlib.ExitStack | None:
             raise
         return release
     release.callback(lock.release)
-    # While it is locked: whoever waits for it notices that it is gone, and makes another one.
+    # Removed while locked: a waiting process notices that the file is gone, and creates another one.
     release.callback(path.unlink, missing_ok=True)
     return release
 
 
 def _make_draft(output: Path, locks: contextlib.ExitStack) -> Path:
-    """Makes a draft with a writer lock, and removes what a killed run left."""
+    """Creates a draft with a writer lock, and removes the remains of a killed run."""
     writer = output.with_name(f".{output.name}.partial.lock")
     if (writer_lock := _acquire(writer, wait=False)) is None:
         raise ConfigError(
@@ -184,7 +193,7 @@ def _make_draft(output: Path, locks: contextlib.ExitStack) -> Path:
 
 
 def _replace(draft: Path, output: Path) -> None:
-    """Gives a draft the name of the output, and removes what had the name before."""
+    """Renames a draft to the output, and removes the earlier folder."""
     if not output.exists():
         draft.rename(output)
         return
@@ -195,12 +204,12 @@ def _replace(draft: Path, output: Path) -> None:
     except BaseException:
         previous.rename(output)
         raise
-    previous.rename(draft)  # under this name it is never put back, since it is not complete from now on
+    previous.rename(draft)  # an incomplete folder must not be restored, so it gets another name first
     shutil.rmtree(draft)
 
 
 def _previous(output: Path) -> Path:
-    """Returns the name that an earlier folder has between the two renames."""
+    """Returns the name of an earlier folder between the two renames."""
     return output.with_name(f".{output.name}.previous")
 
 
@@ -210,10 +219,10 @@ def _put_back(output: Path) -> None:
 
 
 def _make_scratch(parent: Path, prefix: str, lock: contextlib.ExitStack) -> Path:
-    """Makes a temporary folder with a lock file in it."""
+    """Creates a temporary folder with a lock file in it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        # Another process may take it for an abandoned one, and remove it before it is locked.
+        # Another process may remove the folder as abandoned before it is locked.
         with contextlib.suppress(FileNotFoundError):
             own = _acquire(folder / ".lock", wait=False)
             if own is not None and folder.is_dir():
@@ -222,9 +231,9 @@ def _make_scratch(parent: Path, prefix: str, lock: contextlib.ExitStack) -> Path
 
 
 def _remove_scratch(parent: Path, prefix: str) -> None:
-    """Removes the temporary folders of programs that were killed."""
+    """Removes temporary folders of killed programs."""
     for folder in _with_prefix(parent, prefix):
-        with contextlib.suppress(OSError):  # it has just been removed, or belongs to another user
+        with contextlib.suppress(OSError):  # removed by another process, or not owned by this user
             lock = _acquire(folder / ".lock", wait=False)
             if lock is not None:
                 with lock, signals.deferred():

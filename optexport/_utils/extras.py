@@ -1,4 +1,4 @@
-"""Optional packages, by the extra that installs them, and the error if one is missing."""
+"""Optional packages of each extra, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from optexport.errors import ConfigError
 
 # Modules that show if an extra is installed. model_signing imports pyOpenSSL without requiring it. The extra `cuda` is
-# not here: it has the same modules as onnxruntime, so ONNX Runtime must be asked, see optexport.runtime.devices.
+# missing here: it has the same modules as onnxruntime, so optexport.runtime.devices asks ONNX Runtime.
 _MODULES = {
     "adapters": ("peft",),
     "images": ("PIL",),
@@ -18,7 +18,10 @@ _MODULES = {
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command to install an extra from a checkout; the package is in no registry."""
+    """Returns the command that installs an extra from a checkout.
+
+    The package is not in a registry.
+    """
     return f"In the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
 
 
@@ -26,8 +29,9 @@ def check_extra(extra: str, location: str, otherwise: str | None = None) -> None
     """Checks that the packages of an extra are installed, without importing them.
 
     Args:
+        extra: The name of the extra.
         location: The key or option that needs the extra.
-        otherwise: A hint for doing without the extra.
+        otherwise: A hint for an alternative without the extra.
 
     Raises:
         ConfigError: A package is missing.

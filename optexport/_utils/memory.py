@@ -1,4 +1,7 @@
-"""Gives memory of a large model back to the system. On systems other than Linux only Python's own memory is freed."""
+"""Returns memory of large models to the system.
+
+On systems other than Linux, only Python's own memory is freed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# From this size of the weights in bytes, saving a copy of them is worth the time.
+# Bytes of weights from which saving a copy of them is worth the time.
 LARGE_MODEL = 256 << 20
 
-# From <linux/mman.h>, since Linux 5.4. Pages that were written to are kept.
+# From <linux/mman.h>, since Linux 5.4. Modified pages are not discarded.
 _MADV_PAGEOUT = 21
-# To read smaller tensors again costs more than their memory is worth.
+# Reading smaller tensors again costs more than their memory is worth.
 _MIN_PAGED_OUT_BYTES = 1 << 20
 
 
@@ -28,14 +31,15 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Returns True if the model is large enough that saving a copy of its weights is worth the time."""
+    """Returns True if saving one copy of the model's weights is worth the time."""
     return weight_bytes(model) >= LARGE_MODEL
 
 
 def page_out(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives back the memory of tensors that are mapped from a file. What is used again is read from the file.
+    """Frees the memory of tensors that are mapped from a file.
 
-    Only Linux can do this (and psutil does not tell which addresses are mapped as fast as /proc does).
+    The system reads them from the file again when they are used. Works on Linux only. The ranges come from /proc,
+    because psutil is slower at listing mapped addresses.
     """
     mapped_files = _mapped_files()
     if not mapped_files:
@@ -50,7 +54,7 @@ def page_out(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Returns the address ranges at which files are mapped; none if the system is not Linux."""
+    """Returns the address ranges of mapped files; empty if the system is not Linux."""
     maps = Path("/proc/self/maps")
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -61,7 +65,7 @@ def _mapped_files() -> list[tuple[int, int]]:
 
 
 def collect() -> None:
-    """Frees objects that only refer to each other, such as modules and graphs, together with their weights."""
+    """Frees unreachable reference cycles, such as modules and graphs with their weights."""
     gc.collect()
     malloc_trim = _find_c_function("malloc_trim", ctypes.c_size_t)  # only in glibc
     if malloc_trim is not None:

@@ -1,4 +1,4 @@
-"""Facts about this machine: processor, cores and memory."""
+"""Properties of this machine: processor, cores and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-# Files of control groups, version 2 and version 1: the limit, the usage, and details of the usage.
+# Files of control groups, version 2 and version 1: limit, usage, and details of the usage.
 _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -19,7 +19,7 @@ _CONTAINERS = (
     ),
 )
 
-# Messages of the allocators of torch, ONNX Runtime and CUDA. The types of these errors are those of all other errors.
+# Messages of the allocators of torch, ONNX Runtime and CUDA, whose errors have no special type.
 _NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "bad allocation"),
     "out of memory",
@@ -32,9 +32,9 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Returns the processor's name, or an empty string if the system does not tell."""
+    """Returns the processor's name, or an empty string if it is unknown."""
     try:
-        # On Linux, neither platform nor psutil knows the model.
+        # On Linux, neither platform nor psutil reports the model.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
@@ -49,7 +49,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes of memory that programs can still use; in a container, within its limit."""
+    """Returns the bytes of memory that programs can still use, within a container's limit."""
     limits = [room for files in _CONTAINERS if (room := _container_memory(*files)) is not None]
     return min([*limits, int(psutil.virtual_memory().available)])
 
@@ -62,11 +62,11 @@ def _container_memory(*files: str) -> int | None:
         return None
     if not limit.isdecimal():  # "max"
         return None
-    # Cached pages of files are counted as used, but the system gives them back.
+    # The usage includes cached pages of files, but the system can free them.
     cached = next((int(line.split()[1]) for line in details.splitlines() if line.startswith("inactive_file ")), 0)
     return max(0, int(limit) - int(used) + cached)
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Returns True if an error says that no memory is left."""
+    """Returns True if an error means that no memory is left."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)

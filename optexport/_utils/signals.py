@@ -1,9 +1,9 @@
-"""Turns the signals that end the program into KeyboardInterrupt, so that every ``finally`` and ``with`` cleans up.
+"""Turns signals that end the program into KeyboardInterrupt, so that cleanups run.
 
-Python swallows an exception that is raised in a finaliser. So a signal is also remembered, and `check` raises again at
-the beginning and the end of every stage.
+Python swallows an exception in a finaliser. So the module also stores the signal, and `check` raises again at the
+beginning and the end of every stage.
 
-Python calls no handler while code in another language runs. A signal is handled when that code returns.
+Python calls no handler during code in another language. The handler runs when that code returns.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Windows has no SIGHUP.
+# SIGHUP does not exist on Windows.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-# A second signal in this time is the same request, for example of a shell and of a program that runs this one.
+# A second signal within this time is the same request, for example if a shell and a parent process both send it.
 _SAME_REQUEST_SECONDS = 1.0
 
 _received: list[int] = []
 _last_received = 0.0
-# The signal that interrupted the last command.
+# Signal that interrupted the last command.
 _ended_by: int | None = None
 _deferring = 0
 
@@ -58,19 +58,20 @@ def raising_on_signals() -> Iterator[None]:
             signal.signal(signum, handler)
         _received.clear()
         # After a KeyboardInterrupt in exec() of a text, as torch calls it, `python -m` ends by SIGINT instead of with
-        # the exit code. The next exec() undoes that.
+        # the exit code. The next exec() resets that.
         exec("")  # noqa: S102 - a constant
 
 
 def exit_on_signal() -> None:
-    """Ends the process by a signal outside of a command, without a traceback and with the exit code of the command.
+    """Installs handlers that end the process on a signal outside of a command.
 
-    That is while the program is imported, and after the command while Python ends.
+    They apply while the program is imported, and after a command while Python ends. The process ends without a
+    traceback and with the exit code of an interrupted command.
     """
     owner = os.getpid()
 
     def end(signum: int, frame: object) -> None:  # noqa: ARG001
-        if os.getpid() != owner:  # a process that was forked
+        if os.getpid() != owner:  # a forked process
             os._exit(128 + signum)
         if _ended_by is None:
             with contextlib.suppress(OSError):
@@ -90,34 +91,41 @@ def _ignore() -> None:
 
 
 def _handled() -> list[signal.Signals]:
-    """Returns the signals that the caller has not told the program to ignore, as a shell does for background jobs."""
+    """Returns the signals to handle: those that the caller does not ignore.
+
+    A shell ignores signals for background jobs.
+    """
     return [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def _is_importing_torch() -> bool:
-    """Returns True while torch is imported: an exception in its C++ code may abort the process."""
+    """Returns True during torch's import, because exceptions in its C++ code may abort."""
     return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def received() -> int | None:
-    """Returns the first signal that the running command has received."""
+    """Returns the first signal during the running command."""
     return _received[0] if _received else None
 
 
 def ended_by() -> int | None:
-    """Returns the first signal that the running or the last command has received."""
+    """Returns the first signal during the running or the last command."""
     return received() or _ended_by
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt if a signal was received, even if the exception was swallowed."""
+    """Raises KeyboardInterrupt after a signal, even if the exception was swallowed.
+
+    Raises:
+        KeyboardInterrupt: A signal arrived during the running command.
+    """
     if _received:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Delays signals until the next `check`: for short steps that must not be interrupted halfway."""
+    """Delays signals until the next `check`, for short steps that must be atomic."""
     global _deferring
     _deferring += 1
     try:
@@ -128,7 +136,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Gives a temporary folder, and removes it even if a signal is received meanwhile."""
+    """Yields a temporary folder, and removes it even if a signal arrives meanwhile."""
     folder = tempfile.TemporaryDirectory()
     try:
         yield Path(folder.name)

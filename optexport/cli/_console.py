@@ -1,4 +1,4 @@
-"""What the commands show: tables on standard output, and how far they are on standard error."""
+"""Console output of the commands: tables on stdout, progress and warnings on stderr."""
 
 from __future__ import annotations
 
@@ -21,30 +21,40 @@ if TYPE_CHECKING:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Prints text in which names of models, rules and files may stand: none of them steers a terminal."""
+    """Prints text, with control characters escaped.
+
+    Names of models, rules and files come from others and could otherwise steer the terminal.
+
+    Args:
+        text: The text.
+        err: Print to standard error.
+    """
     click.echo(printable(text), err=err)
 
 
 @contextlib.contextmanager
 def prints_aside() -> Iterator[None]:
-    """Within it, what is printed goes to standard error, from libraries in C too: a model's code may print anything."""
-    import ctypes  # not for --help
+    """Redirects standard output to standard error, including the output of C libraries.
+
+    The code of a model may print anything, and standard output is reserved for the result.
+    """
+    import ctypes  # keeps --help fast
 
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undone:
-        with contextlib.suppress(OSError):  # as where one of the two is closed
+        with contextlib.suppress(OSError):  # for instance if one of the two is closed
             output = os.dup(1)
             undone.callback(os.close, output)
             os.dup2(2, 1)
             undone.callback(os.dup2, output, 1)
-            undone.callback(ctypes.CDLL(None).fflush, None)  # or C would print the rest behind our result
+            undone.callback(ctypes.CDLL(None).fflush, None)  # otherwise C prints its buffer after the result
         yield
 
 
 def clean_warnings() -> None:
-    """Has warnings printed like all other text: a TorchScript program may warn of anything, in any words.
+    """Escapes control characters in warnings, and indents all lines after the first.
 
-    Only their first line begins at the margin: the others could be taken for what the program itself says. Where a user
-    has no home, matplotlib tells of it where it would keep its fonts, which is nothing to whoever wants a report.
+    A TorchScript program may warn in any words, so its later lines could pass for messages of optexport. Also silences
+    matplotlib, which logs the location of its font cache if a user has no home.
     """
     warnings.formatwarning = _printable_warning
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -58,16 +68,20 @@ def _printable_warning(*arguments: Any, **options: Any) -> str:
 
 
 def console() -> Console:
-    """Where tables go."""
+    """Returns a console for tables on standard output."""
     from optexport.cli._printable_console import PrintableConsole
 
-    # Outside a terminal a table is not cut to 80 columns.
+    # Outside a terminal, rich would cut tables to 80 columns.
     return PrintableConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
 
 
 @contextlib.contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
+    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere.
+
+    Args:
+        quiet: Show nothing.
+    """
     from optexport._utils.progress import Progress
 
     def plain(name: str, seconds: float | None) -> None:

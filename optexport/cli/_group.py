@@ -23,7 +23,7 @@ from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
 
-# Keys in the part of click's contexts that the group and its commands share.
+# Keys in the context data that click shares between the group and its commands.
 _AS_JSON = "optexport.json"
 _DEBUG = "optexport.debug"
 
@@ -78,12 +78,12 @@ def print_json(document: Any) -> None:
 
 
 def _as_json(document: Any) -> str:
-    # GitHub's runner executes "##[" wherever it is printed. In JSON it can only stand in strings.
+    # GitHub's runner executes "##[" anywhere in a line. In JSON, it can only occur inside strings.
     return f"{json.dumps(document, indent=2)}\n".replace("##[", "##\\u005b")
 
 
 def outcome(error: OptexportError | None) -> dict[str, Any]:
-    """Returns how a command ended, for a JSON document."""
+    """Returns the result of a command, for a JSON document."""
     return {
         "passed": error is None,
         "exit_code": 0 if error is None else error.exit_code,
@@ -109,7 +109,10 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Turns errors into one message and an exit code. Shows the traceback only with ``--debug``."""
+    """Turns errors into one message and an exit code.
+
+    Prints the traceback only with ``--debug``.
+    """
 
     command_class = Command
 
@@ -125,9 +128,9 @@ class Group(click.Group):
         try:
             with signals.raising_on_signals():
                 return self._invoke(ctx)
-        except KeyboardInterrupt:  # a signal before or after its handlers were set
+        except KeyboardInterrupt:  # a signal before its handlers were set, or after they were removed
             _fail(ctx, Failure(128 + (signals.ended_by() or signal.SIGINT), "interrupted"))
-        except MemoryError:  # there was no memory to describe an error
+        except MemoryError:  # the memory was not enough to describe an error
             gc.collect()
             _fail(ctx, OUT_OF_MEMORY)
 
@@ -150,7 +153,7 @@ class Group(click.Group):
 def _show_usage_error(ctx: click.Context, error: click.ClickException) -> NoReturn:
     error.message = printable(error.message)  # type: ignore[misc] # click quotes names of files as they are
     _print_document(ctx, Failure(error.exit_code, error.format_message()))
-    if sys.stderr is not None:  # else click would print to standard output
+    if sys.stderr is not None:  # without it, click would print to standard output
         with contextlib.suppress(OSError):
             error.show()
     ctx.exit(error.exit_code)
@@ -172,7 +175,7 @@ def _print_document(ctx: click.Context, failure: Failure) -> None:
 
 
 def _document(ctx: click.Context, failure: Failure) -> str:
-    """Returns a failure as JSON if the command was asked for JSON and has printed none, or else an empty text."""
+    """Returns a failure as JSON if --json was set and no JSON was printed, otherwise ""."""
     if not ctx.meta.get(_AS_JSON):
         return ""
     ctx.meta[_AS_JSON] = False

@@ -1,4 +1,4 @@
-"""A console of rich for text of others."""
+"""A rich console for text from untrusted sources."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from optexport.errors import printable
 
 
 class PrintableConsole(Console):
-    """Prints styles of its own, and as plain text whatever would steer a terminal in what it is given.
+    """Console that escapes control characters in everything except its own styles.
 
-    The name of a rule, ``python:fire:Mine``, is no picture of a fire either.
+    Emoji codes are off, because a rule name such as ``python:fire:Mine`` contains one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -25,5 +25,8 @@ class PrintableConsole(Console):
             yield Segment(text if control else printable(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Lets the command end as with any other output that nobody reads; rich itself would leave the program."""
+        """Raises the BrokenPipeError, so that the command handles it as for all other output.
+
+        rich itself would exit the program.
+        """
         raise

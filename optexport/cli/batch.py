@@ -1,4 +1,4 @@
-"""``optexport batch``: many configs, each in a process of its own."""
+"""The command ``optexport batch``, which runs many configs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optexport.batch.run import Engine
     from optexport.batch.tasks import Task
 
-# What --memory may be: less than a process takes that does nothing, or more than there is, is a slip.
+# Limits of --memory in GiB: less than an idle process needs, or more than any machine has, is a typing error.
 _GIB = (0.1, 2**20)
 
 
@@ -33,7 +33,7 @@ def _seconds(context: click.Context, option: click.Parameter, given: str) -> int
 def _bytes(context: click.Context, option: click.Parameter, given: float | None) -> int | None:  # noqa: ARG001 - click's
     if given is None:
         return None
-    if not _GIB[0] <= given <= _GIB[1]:  # nor what is no number
+    if not _GIB[0] <= given <= _GIB[1]:  # also false for NaN
         raise click.BadParameter(f"{given:g} is not in the range {_GIB[0]}<=x<={_GIB[1]}.")
     return int(given * 2**30)
 
@@ -114,11 +114,11 @@ def batch(
         if asked is not None:
             try:
                 asked.mark(ended)
-            except OptexportError as error:  # the others are run all the same
+            except OptexportError as error:  # the batch continues with the other configs
                 failures.append(error)
 
     chosen = _engine(engine, address, jobs or 1, memory, timeout, retries)
-    # What libraries print is none of our result.
+    # Standard output is reserved for the result.
     with _tracked(tasks) as parent, prints_aside():
         ended = run(tasks, chosen, folder, resume=resume, announce=tell)
         if asked is not None:
@@ -169,7 +169,7 @@ def _engine(engine: str, address: str | None, jobs: int, memory: int | None, sec
 
 
 def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
-    """The MLflow run of a batch, where all its configs track in one store."""
+    """Starts the MLflow run of a batch, if all its configs use the same store."""
     tracked = [task for task in tasks if task.config is not None and task.config.tracking.enabled]
     if not tracked:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""``optexport bench``: exported files, measured in turn."""
+"""The command ``optexport bench``, which compares the speed of exported files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optexport.errors import ConfigError
 
 
 def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
-    """Reads ``batch=8,sequence=128``."""
+    """Parses a shape such as ``batch=8,sequence=128``."""
     shapes = []
     for text in given:
         sizes: dict[str, int] = {}
@@ -30,7 +30,7 @@ def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ..
 
 
 def _finite(context: click.Context, option: click.Parameter, given: float) -> float:  # noqa: ARG001
-    """Refuses what is no number, which lies in every range."""
+    """Rejects NaN, which click accepts in every range."""
     if math.isnan(given):
         raise click.BadParameter("nan is no length of time.")
     return given

@@ -1,4 +1,4 @@
-"""The table of errors that end a command: exit code, message and hint of each."""
+"""Table of the errors that end a command: exit code, message and hint of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optexport.errors import ConfigError, OptexportError
 from optexport.redaction import redact_error
 
 _LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
-# The system's loader reports missing memory in these words.
+# Message of the system's dynamic loader if memory is missing.
 _UNMAPPED = "failed to map segment from shared object"
 _MORE_MEMORY = "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
 _REPORT = "This is a defect: please report it, with --debug."
@@ -28,7 +28,7 @@ class Failure:
 
     Attributes:
         exit_code: The exit code of the program.
-        message: The message, with a hint on its last line if there is one. It shows no secrets.
+        message: The message, with a hint on its last line if there is one. It contains no secrets.
         cause: The error of this package, if it is one.
     """
 
@@ -49,9 +49,9 @@ class _Row:
         kind: The type of exception.
         exit_code: The exit code.
         message: A template of {error}, {kind}, {file} and {reason}.
-        hint: The hint, or a function that makes it of the error.
-        numbers: The errors of the system that the row is for; of all if there are none.
-        condition: What else has to hold.
+        hint: The hint, or a function that returns it for an error.
+        numbers: The values of errno that the row is for; all if empty.
+        condition: A further condition on the error.
     """
 
     kind: type[BaseException]
@@ -77,7 +77,10 @@ class _Row:
 
 
 def describe(error: BaseException) -> Failure | None:
-    """Returns how a command ends after an error, or None for a closed pipe: click ends quietly then."""
+    """Returns the message and exit code for an error, or None for a closed pipe.
+
+    After a closed pipe, click ends the program without a message.
+    """
     # Some libraries turn an interrupt during their imports into another error.
     signum = signals.received()
     if isinstance(error, KeyboardInterrupt) or signum is not None:
@@ -91,7 +94,11 @@ def describe(error: BaseException) -> Failure | None:
 
 
 def check_working_directory() -> None:
-    """Raises an error if the working directory does not exist: the libraries of torch would end the program."""
+    """Checks that the working directory exists, because the libraries of torch would abort.
+
+    Raises:
+        FileNotFoundError: The working directory does not exist.
+    """
     if not _has_working_directory():
         raise FileNotFoundError
 
@@ -109,7 +116,7 @@ def _names_a_file(error: BaseException) -> bool:
 
 
 def _number(error: BaseException) -> int | None:
-    """Returns the number of an error of the system; libraries that are not written in Python only give its text."""
+    """Returns the errno of an error; libraries in C++ or Rust only give its text."""
     if isinstance(error, OSError):
         return error.errno
     if isinstance(error, MemoryError) or _UNMAPPED in str(error):
@@ -125,7 +132,7 @@ def _free_space_hint(error: BaseException) -> str:
 
 
 def _find_package_problem(error: BaseException) -> str | None:  # noqa: ARG001 - the table's
-    """Returns which installed packages do not fit together, or None."""
+    """Returns a description of incompatible packages, or None."""
     with contextlib.suppress(MemoryError):
         try:
             packages.check()
@@ -134,7 +141,7 @@ def _find_package_problem(error: BaseException) -> str | None:  # noqa: ARG001 -
     return None
 
 
-# The first row that matches counts.
+# The first row that matches an error applies.
 _TABLE = (
     _Row(BaseException, 1, "{error}", _MORE_MEMORY, (errno.ENOMEM,)),
     _Row(
@@ -158,7 +165,7 @@ _TABLE = (
         "Change to a folder that exists, and run again.",
         condition=lambda error: not _names_a_file(error) and not _has_working_directory(),
     ),
-    # Python 3.11 raises a RuntimeError of these words.
+    # Python 3.11 raises a RuntimeError with this message.
     _Row(
         RuntimeError,
         2,

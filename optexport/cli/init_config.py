@@ -1,4 +1,4 @@
-"""Writes the starter config of ``optexport init``, asking the model's folder for what it can tell."""
+"""Writes the starter config of ``optexport init``, using the files in the model's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, source_fol
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.transformations.registry import PRESET, RULES
 
-# What an architecture's class name ends with, and the task that loads it.
+# The end of an architecture's class name, and the task that loads it.
 _TASKS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
 _ENDINGS = {**_TASKS, "ForConditionalGeneration": "text2text-generation", "LMHeadModel": "text-generation"}
 _LENGTHS = ("max_position_embeddings", "n_positions")
@@ -18,7 +18,7 @@ _SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channe
 _TOKENIZER_LENGTH = "tokenizer's model_max_length"
 _NO_TOKENIZER = "no tokenizer"
 _SENTENCES = "modules of sentence-transformers"
-# Stands above inputs that nothing is known of.
+# Comment above inputs that nothing is known about.
 GUESS = "# These inputs are a guess: edit them, since the source could not be asked."
 GUESSED_SIZE = "# Its config names no size of images, so 224 is a guess: write what its image processor makes of them."
 _TOKENIZERS = (
@@ -32,20 +32,20 @@ _TOKENIZERS = (
 
 
 def starter_config(source: str, folder: Path) -> str:
-    """The text of a config for a model.
+    """Returns the text of a starter config for a model.
 
     Args:
-        source: As in ``model.source``; a folder is asked for its config.json.
-        folder: Where the config will lie, which a relative source starts from.
+        source: As in ``model.source``. For a folder, its config.json is read.
+        folder: The folder of the new config; a relative source starts there.
     """
     kind = source_kind(source, folder)
     known = _config_json(source, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
-    if kind is SourceKind.MLFLOW:  # of which the last part is a version
+    if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
         name = source.partition(":/")[2].strip("/").replace("/", "-") or name
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
-        name = name.removesuffix(suffix) or name  # which is a file, and the output a folder
+        name = name.removesuffix(suffix) or name  # the source is a file, and the output a folder
     lines = [
         "# What to export. A folder, a hub id, package:NAME/PATH, python:module:factory,",
         "# mlflow:models:/NAME@ALIAS, a .pt2 or a TorchScript file. Paths are relative to this file.",
@@ -93,7 +93,7 @@ def _config_json(source: str, folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():  # nor a pipe, which would be waited for
+    if not path.is_file():  # reading a pipe would block
         return {}
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -103,12 +103,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _quoted(text: str) -> str:
-    """A TOML string."""
+    """Returns a TOML string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _number(value: Any, least: int, default: int) -> int:
-    """A number of a file that may hold anything."""
+    """Returns a number from a file, or the default if it is not a valid size."""
     return value if type(value) is int and least <= value < 2**31 else default
 
 
@@ -137,7 +137,7 @@ def _generation(known: dict[str, Any]) -> str:
 
 
 def _longest(known: dict[str, Any]) -> int:
-    """The longest sequence that both the model and its tokenizer take."""
+    """Returns the longest sequence that both the model and its tokenizer accept."""
     positions = next((known[key] for key in _LENGTHS if key in known), None)
     longest = _number(positions, 2, 512)
     return min(longest, _number(known.get(_TOKENIZER_LENGTH), 2, longest))

@@ -1,4 +1,4 @@
-"""What a config can name: rules and passes, for people and for machines."""
+"""Lists the rules and format passes that a config can use, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optexport.transformations.registry import RULES, installed
 
 
 def rules() -> dict[str, Any]:
-    """The built-in rules by name, and where plugins are."""
+    """Returns the built-in rules by name, and the locations of plugins."""
     built_in = {
         name: {
             "summary": info.summary,
@@ -25,7 +25,7 @@ def rules() -> dict[str, Any]:
 
 
 def rules_as_text() -> str:
-    """One line for each rule."""
+    """Returns one line for each rule."""
     width = max(map(len, [*RULES, *installed()]))
     lines = []
     for name, info in RULES.items():
@@ -41,11 +41,11 @@ def rules_as_text() -> str:
 
 
 def passes() -> dict[str, Any]:
-    """The passes by name."""
+    """Returns the format passes by name."""
     return {known.name: {"summary": known.summary, "formats": list(known.formats)} for known in PASSES}
 
 
 def passes_as_text() -> str:
-    """One line for each lowering."""
+    """Returns one line for each format pass."""
     width = max(len(known.name) for known in PASSES)
     return "\n".join(f"{known.name:{width}}  {known.summary} ({', '.join(known.formats)})" for known in PASSES)

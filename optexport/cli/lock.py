@@ -1,4 +1,4 @@
-"""``optexport lock``: pins the inputs of a config."""
+"""The command ``optexport lock``, which pins the inputs of a config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lock(config: Path) -> None:
         from optexport.pipeline import lockfile, run
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = rules_of(read, folder, ())  # a run imports them too, with the modules of the config's folder
+            rules = rules_of(read, folder, ())  # as a run does, to import the rules' modules in the config's folder
             job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
             pins = lockfile.make(job, folder, packages.versions())
     path = lockfile.write(pins, config)

@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a command needs it, so that ``--help`` answers at once."""
+"""The command line. Each command imports its own libraries, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def run(
     from optexport.report import junit as report_junit
 
     try:
-        read = load_config(config, without)  # a mistake in the file is told before torch is imported
-        if locked and read.generation is None:  # and so is what transformers would refuse to be imported with
+        read = load_config(config, without)  # reports mistakes in the config before the slow import of torch
+        if locked and read.generation is None:  # reports packages that transformers would refuse at import
             lockfile.check_surroundings(lockfile.read(config), read, config, packages.versions())
         packages.check()
     except ConfigError as error:
@@ -111,7 +111,7 @@ def run(
             from optexport.pipeline import run as pipeline_run
             from optexport.report import terminal
 
-            # What a model's own code prints is none of our result.
+            # A model's own code may print; standard output is reserved for the result.
             with prints_aside():
                 result = pipeline_run.run(
                     config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
@@ -131,7 +131,7 @@ def run(
 
 
 def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], *, as_json: bool) -> None:
-    """Exports the parts of a generative model, and tells of each of them, and of the tokens."""
+    """Exports the parts of a generative model, and prints their results."""
     if refused:
         raise ConfigError("it does not go with [generation]", location=refused[0], hint="Leave it out.")
     with show_progress(quiet=as_json) as progress:
@@ -163,7 +163,7 @@ def check(configs: tuple[Path, ...]) -> None:
         try:
             read = load_config(config)
             check_here(read, config)
-        except ConfigError as error:  # the next one is checked all the same
+        except ConfigError as error:  # the other configs are checked too
             mistakes.append(error)
             continue
         echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
@@ -212,7 +212,7 @@ def init(source: str, output: Path, force: bool) -> None:
     if output.exists() and not output.is_file():
         raise click.UsageError(f"{output} is no file that can be replaced.")
     if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
-        source = os.path.relpath(source, output.parent)  # the caller's shell knows it from here, the config from there
+        source = os.path.relpath(source, output.parent)  # a config resolves it from its own folder
     text = starter_config(source, output.parent)
     config = parse_config(text, output)
     try:
@@ -227,7 +227,7 @@ def init(source: str, output: Path, force: bool) -> None:
         echo(f"{source} {missing[0]}: edit model.source. {missing[1]}")
     try:
         check_extras(config, output)
-    except ConfigError as error:  # which is no fault of what was written
+    except ConfigError as error:  # the written config is valid without the extras
         echo(str(error))
 
 
@@ -299,19 +299,22 @@ def diagnose(path: Path) -> None:
 
 
 def main() -> None:
-    """Runs the command that the arguments name."""
+    """Runs the command line."""
     _quieten()
     try:
         Path.home()
-    except RuntimeError:  # a user id that the system does not know, as containers give; libraries want a place
+    except RuntimeError:  # containers may use a user id that the system does not know, but libraries need a home
         os.environ["HOME"] = _private_folder()
-    # Imports and traces make many small objects that stay: looking for garbage among them was a tenth of a run's time.
+    # Imports and traces create many small, long-lived objects: garbage collection took a tenth of a run's time.
     gc.set_threshold(20_000, 50, 100)
     cli()
 
 
 def _private_folder() -> str:
-    """A home of this user's own, the same every time: of what others can write no model and no result is taken."""
+    """Returns a home that only this user can write, the same for every run if possible.
+
+    Models and results in a cache that others can write would not be trustworthy.
+    """
     location = Path(tempfile.gettempdir(), f"optexport-{os.getuid()}")
     with contextlib.suppress(OSError):
         location.mkdir(mode=0o700, exist_ok=True)
@@ -322,7 +325,7 @@ def _private_folder() -> str:
 
 
 def _quieten() -> None:
-    """Keeps the libraries' own chatter out of the way of ours; a user's own setting stays."""
+    """Silences messages of the libraries, unless the user has configured them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""Writes the three files that ``optexport new-rule`` starts a rule with: the rule, its test, and a config to run it."""
+"""Writes the files of ``optexport new-rule``: a rule, its test, and a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optexport.errors import ConfigError
 from optexport.transformations.registry import canonical_name
 
 _FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "config.toml.txt": "{module}.toml"}
-# In letters: file systems take names of 255 bytes.
+# In characters: file systems limit names to 255 bytes.
 _LONGEST = 100
 
 
@@ -23,13 +23,13 @@ def write_rule(name: str, folder: Path) -> list[Path]:
 
     Args:
         name: Such as ``drop-tanh``, which gives ``drop_tanh.py`` with the class ``DropTanh``.
+        folder: The folder for the files.
 
     Returns:
-        The files: the rule, its test, its config.
+        The paths of the rule, its test and its config.
 
     Raises:
-        ConfigError: The name cannot be a module's, is one already, or a built-in rule's, or that of something which
-            the files themselves use; or one of the files is there already.
+        ConfigError: The name is not a valid module name or is already used, or one of the files exists.
     """
     module = name.replace("-", "_")
     if keyword.iskeyword(module):

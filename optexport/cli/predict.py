@@ -1,4 +1,4 @@
-"""``optexport predict``: a bundle's answers on the command line."""
+"""The command ``optexport predict``, which runs a bundle on texts and files."""
 
 from __future__ import annotations
 

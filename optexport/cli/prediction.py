@@ -1,4 +1,4 @@
-"""Runs a bundle on what a person gives: texts, files of images or sounds, or a file of lines."""
+"""Runs a bundle on arguments of the command line, or on the lines of a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
 
 @dataclass(frozen=True)
 class Given:
-    """One thing to predict on: a text, a file, or the inputs themselves; and the line that it was read from."""
+    """One input of a prediction, which is a text, a file or arrays; and its line in a file."""
 
     shown: str
     text: str | None = None
@@ -32,7 +32,11 @@ class Given:
 
 
 def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
-    """Reads arguments as texts, or as files where the model takes images or sounds."""
+    """Reads arguments as texts, or as files if the model takes images or sounds.
+
+    Raises:
+        ConfigError: The model takes other inputs, or a file does not exist.
+    """
     kinds, names = bundle.application.preprocessors, [spec.name for spec in bundle.manifest.inputs]
     media = [what for kind, what in _MEDIA.items() if kind in kinds]
     if len(media) + ("tokenizer" in kinds and "input_ids" in names) > 1:
@@ -60,7 +64,13 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
 
 
 def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
-    """Reads a ``.jsonl`` file: ``{"text": ...}``, or inputs by name, one row of each a line."""
+    """Reads a ``.jsonl`` file with a text, or one row of each input, per line.
+
+    A line is ``{"text": ...}``, or an object of inputs by name.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or contains an invalid line.
+    """
     from optexport.inputs.data_lines import read_lines, texts_of
 
     try:
@@ -81,7 +91,7 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
 
 
 def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
-    """The inputs of a line, as a batch of one row; a mask that is not given hides nothing."""
+    """Returns the inputs of a line as a batch of one row; a missing mask is all ones."""
     specs = {spec.name: spec for spec in bundle.manifest.inputs}
     if not isinstance(record, dict):
         raise ConfigError('it is no object such as {"text": ...} or {"input_ids": [...]}', location=location)
@@ -107,20 +117,20 @@ def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
 
 
 def _check_held(held: Any, value: Any, location: str) -> None:
-    """Checks that a line gives what the file holds, or a row of it."""
+    """Checks that a line gives the value that is constant in the file, or a row of it."""
     rows = held if isinstance(held, list) and held else [held]
     if not (is_held(held, value) or all(is_held(row, value) for row in rows)):
         raise held_error(location, held)
 
 
 def _numbers(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:
-    """Numbers of JSON as an input holds them; null and texts are no numbers, and fractions no whole ones."""
+    """Converts JSON to an array of an input's dtype; rejects values that would change."""
     try:
         array = np.asarray(value)
         if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
             with np.errstate(over="ignore"):
                 held = array.astype(spec.dtype)
-            # Numbers beyond the dtype's would wrap around, or be infinity.
+            # Numbers outside the range of the dtype would wrap around or become infinite.
             is_same = np.isfinite(held) | ~np.isfinite(array) if held.dtype.kind == "f" else held == array
             if bool(is_same.all()):
                 return held
@@ -130,12 +140,12 @@ def _numbers(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:
 
 
 def predict(bundle: Bundle, given: Sequence[Given]) -> list[Answer]:
-    """Answers each thing that is given, in order.
+    """Returns an answer for each input, in order.
 
-    Texts and sounds go one at a time: some models let padding into their results, whatever the mask says.
+    Texts and sounds run one at a time, because padding changes the results of some models despite the mask.
 
     Raises:
-        ConfigError: Something given cannot be made an input of, or the model does not take it.
+        ConfigError: An input cannot be converted, or the model does not accept it.
     """
     found: list[Answer] = []
     for batch in _batches(bundle, given):

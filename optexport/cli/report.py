@@ -1,4 +1,4 @@
-"""``optexport report`` and ``optexport diff``: what bundles say of themselves, and how two of them differ."""
+"""The commands ``optexport report`` and ``optexport diff``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HTML = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGN
 
 
 def _write(path: Path, text: str, option: str) -> None:
-    """Writes a file that takes its name when it is whole, so that a full disk leaves an earlier one."""
-    whole = not path.is_relative_to("/dev") and (not path.exists() or path.is_file())  # and no pipe, or device
+    """Writes a file atomically, so that a full disk does not damage an earlier one."""
+    whole = not path.is_relative_to("/dev") and (not path.exists() or path.is_file())  # neither a pipe nor a device
     written = path.resolve().with_name(f".{path.name}.{os.getpid()}") if whole else path
     try:
         try:
@@ -63,7 +63,7 @@ def report(bundle: Path, output: Path | None) -> None:
     if output is not None:
         _write(output, page.render(bundle, manifest), "--output")
     else:
-        before = (bundle / MEASUREMENTS).read_bytes()  # which hold the report's digest
+        before = (bundle / MEASUREMENTS).read_bytes()  # contain the report's digest
         try:
             page.write(bundle)
         except OSError as error:

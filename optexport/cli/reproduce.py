@@ -1,4 +1,4 @@
-"""``optexport reproduce``: a bundle made again."""
+"""The command ``optexport reproduce``, which exports a bundle again and compares it."""
 
 from __future__ import annotations
 

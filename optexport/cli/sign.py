@@ -1,4 +1,4 @@
-"""``optexport sign``: a bundle that others can check without having made it."""
+"""The command ``optexport sign``, which signs a bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``optexport upload``, ``promote`` and ``rollback``: what is done with MLflow outside of a run."""
+"""The commands ``optexport upload``, ``promote`` and ``rollback``, which use MLflow."""
 
 from __future__ import annotations
 

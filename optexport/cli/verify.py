@@ -1,4 +1,4 @@
-"""``optexport verify``: whether a bundle is what it was, and still computes what it did."""
+"""The command ``optexport verify``, which checks files, signature and outputs of a bundle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
             bundles = signature.check(bundle, key)
         if junit is not None and len(bundles) > 1:
             raise ConfigError("it is of one bundle", location="--junit", hint="Verify each part, or leave it out.")
-        whole = bundle.resolve() in (target.resolve() for target in bundles)  # and not the parts of a model
+        whole = bundle.resolve() in (target.resolve() for target in bundles)  # not a generative model
         for target, manifest in bundles.items():
             found.append(_check(target, manifest, bundle if whole else bundle / target.name))
     except OptexportError as error:
@@ -79,14 +79,14 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
 
 @dataclass(frozen=True)
 class _Checked:
-    """What came of one bundle.
+    """Result of the checks of one bundle.
 
     Attributes:
-        shown: Its folder, as it was named.
-        unchecked: Gates that its files are not held against.
-        failures: Outputs that are not those that were stored.
-        gates: Decisions that are not as the gates demand.
-        fixed: The formats of files that work at the traced shape only.
+        shown: Its folder, as the user wrote it.
+        unchecked: Gates that were not checked.
+        failures: Outputs that differ from the stored outputs.
+        gates: Failed gates.
+        fixed: Formats of files that work at the traced shape only.
     """
 
     shown: Path
@@ -117,7 +117,7 @@ class _Checked:
         return " (at the traced shape alone)" if target.target.partition(",")[0] in self.fixed else ""
 
     def held(self) -> str:
-        """What was checked, where all of it held."""
+        """Returns a description of the checks that passed."""
         targets = self.proof.targets[1:]
         near = [p.target.replace(", ", " ") + self._where(p) for p in targets if p.precision is None]
         lowered = [p.title for p in targets if p.precision is not None]
