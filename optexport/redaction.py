@@ -1,4 +1,4 @@
-"""Hides secrets in texts that others may read: credentials in URIs, and secrets of this process."""
+"""Hides secrets in text for others: credentials in URIs, and secrets of this process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from base64 import b64encode
 from urllib.parse import quote, unquote, unquote_plus, urlsplit
 
 HIDDEN = "***"
-# A user name or password may hold an apostrophe.
+# A user name or password may contain an apostrophe.
 _URI = re.compile(r"(?<=://)(?:[^/\s\"<>@]*@)?[^\s\"'<>]+")
-# Ends of names, in small letters and without separators, whose values are secret. Neither "tokenizer" nor "max_tokens"
-# ends like this.
+# Endings of names with secret values, in lower case without separators. They do not match "tokenizer" and
+# "max_tokens".
 _SECRET_ENDINGS = (
     *("password", "passwd", "passphrase", "pwd", "secret", "token", "jwt", "credential", "credentials"),
     *("signature", "sig"),
     *(f"{kind}key{suffix}" for kind in ("api", "access", "account", "private", "secret") for suffix in ("", "id")),
     *(f"{kind}key" for kind in ("client", "encryption", "master", "service", "shared", "signing", "subscription")),
 )
-# Names of query parameters. ODBC keeps a whole connection string in odbc_connect.
+# Names of query parameters. ODBC stores a whole connection string in odbc_connect.
 _SECRET_NAMES = ("key", "auth", "authorization", "pass", "odbcconnect")
-# Assignments outside of URIs, as connection strings, JSON and Python write them.
+# Assignments outside of URIs, as in connection strings, JSON and Python.
 _ASSIGNMENT = re.compile(
     r"((?:password|passwd|passphrase|pwd|secret|(?:api|access|account|private|secret)[-_.]?key|sharedaccesssignature)"
     r"(?:\s*=(?!=)\s*|\\?[\"']\s*:\s*)|authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer)\s+)?)"
@@ -30,9 +30,9 @@ _ASSIGNMENT = re.compile(
 )
 # In characters. A shorter value could be an ordinary word of a message.
 _SHORTEST_SECRET = 6
-# In characters. Servers answer with whole pages.
+# In characters. Servers may answer with whole pages.
 _LONGEST_ERROR = 1 << 16
-# User names and passwords, and tokens without a user name, of the tracking URIs that this process uses.
+# User names, passwords and tokens without a user name in the tracking URIs of this process.
 _credentials: set[tuple[str, str]] = set()
 
 
@@ -42,14 +42,17 @@ def redact(text: str) -> str:
 
 
 def redact_error(text: str) -> str:
-    """Hides the same as `redact`, and the secrets of this process in any form in which a server may repeat them."""
+    """Hides the same as `redact`, and the secrets of this process.
+
+    A server may repeat the secrets in any encoding of URIs and headers.
+    """
     for value in _known_secrets():
         text = text.replace(value, HIDDEN)
     return redact(text)[:_LONGEST_ERROR]
 
 
 def keep_secret(uri: str) -> None:
-    """Makes `redact_error` hide the credentials of a URI wherever they stand in a message."""
+    """Makes `redact_error` hide the credentials of a URI anywhere in a message."""
     with contextlib.suppress(ValueError):  # not a URI
         parts = urlsplit(uri)
         if parts.password:
@@ -68,7 +71,7 @@ def _redact_uri(uri: str) -> str:
     if "@" in authority:
         authority = f"{HIDDEN}@{authority.rpartition('@')[2]}"
     elif "@" in path and colon and host and not authority.startswith("[") and not port.isdecimal():
-        # The "port" is the start of a password that holds a slash.
+        # The "port" is the start of a password that contains a slash.
         authority, slash, path = path.rpartition("@")[2].partition("/")
         authority = f"{HIDDEN}@{authority}"
     parameters = (_redact_parameter(parameter) for parameter in query.split("&"))
@@ -91,7 +94,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _known_secrets() -> list[str]:
-    """Returns the secrets of this process, also as URIs and headers encode them; longer ones first."""
+    """Returns the secrets of this process with their encodings, longest first."""
     environment = os.environ
     secrets = {value for name, value in environment.items() if _is_secret_name(name)}
     mlflow = (environment.get("MLFLOW_TRACKING_USERNAME", ""), environment.get("MLFLOW_TRACKING_PASSWORD", ""))

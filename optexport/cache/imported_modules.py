@@ -1,4 +1,4 @@
-"""Digests of imported modules that no version identifies: the code of configs and of plugins."""
+"""Digests of imported modules without a version: code of configs and plugins."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from pathlib import Path
 from optexport.bundle.digests import sha256
 
 _INSTALLED = {"site-packages", "dist-packages"}
-# Versions, or the package's own digest, identify the code of these packages.
+# These packages are identified by their versions, or by the package's own digest.
 KNOWN = {"torch", "transformers", "optexport", "builtins"}
 
 
 def imported_from(folder: Path) -> list[str]:
-    """Returns the modules that were imported from a folder, by their paths in it, without installed packages.
+    """Returns the paths of modules that were imported from a folder, relative to it.
 
-    A link in the folder counts as a module of the folder: in a mounted ConfigMap every file is a link.
+    Installed packages are excluded. A link in the folder counts as a module of the folder, because in a mounted
+    ConfigMap every file is a link.
     """
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "optexport"]
     names = [getattr(module, "__file__", None) for module in modules]
     # Some modules of torch name a file that does not exist.
     files = {os.path.abspath(name) for name in names if name and os.path.isabs(name) and os.path.isfile(name)}
     prefixes = [os.path.join(place, "") for place in (os.path.abspath(folder), os.path.realpath(folder))]
-    resolve = functools.cache(os.path.realpath)  # called for folders, which are fewer than files
+    resolve = functools.cache(os.path.realpath)  # called for folders, because they are fewer than files
     inside: set[Path] = set()
     for file in files:
         parent, name = os.path.split(file)
         target = os.path.realpath(file) if os.path.islink(file) else os.path.join(resolve(parent), name)
-        # The path of the import comes first, then the target of the link.
+        # The import path comes first, then the target of the link.
         paths = [path.removeprefix(prefix) for path in (file, target) for prefix in prefixes if path.startswith(prefix)]
         inside.update(Path(path) for path in paths[:1])
     return sorted(path.as_posix() for path in inside if not _INSTALLED.intersection(path.parts))
 
 
 def code_of(module: str) -> dict[str, str]:
-    """Returns the digests of a module's file and of every module that was imported from the same folder.
+    """Returns the digests of a module and of all modules imported from its folder.
 
-    For an installed package these are the modules of the package. A module without a file has none.
+    For an installed package, these are the modules of the package. A module without a file has no digest.
     """
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return {}
-    path = Path(os.path.abspath(file))  # not resolved: helpers are next to a link, not next to its target
+    path = Path(os.path.abspath(file))  # not resolved: helpers are next to the link, not next to its target
     depth = module.count(".") + (path.name == "__init__.py")
     folder = path.parents[min(depth, len(path.parents) - 1)]
     if _INSTALLED.intersection(folder.parts):
@@ -53,7 +54,7 @@ def code_of(module: str) -> dict[str, str]:
 
 
 def code_beside_packages() -> dict[str, str]:
-    """Returns the digests of all imported modules that belong to no installed package, by name.
+    """Returns the digests, by name, of all imported modules outside installed packages.
 
     A model may call any of them.
     """

@@ -13,20 +13,20 @@ from optexport.config.validation import Mistakes, dotted
 from optexport.errors import ConfigError
 from optexport.redaction import redact
 
-# A larger file is not a config: someone passed the path of a model, say.
+# A larger file is not a config. The path may be the path of a model.
 _BYTES = 1 << 20
-# Deeper tables end in a RecursionError of pydantic.
+# pydantic raises a RecursionError for deeper tables.
 _DEPTH = 64
-# The range of TOML's integers; Python reads larger ones, and torch and JSON do not take them.
+# Range of TOML's integers. Python reads larger ones, but torch and JSON do not accept them.
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
-# Names of secrets, in small letters and without "_" and "-".
+# Names of secrets, in lower case without "_" and "-".
 _SECRET = re.compile(
     r".*(?:password|passwd|passphrase|pwd|secret|credentials?|(?:api|access|private|secret)key)"
     r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer)"
 )
 
-# A comment behind a value that ends on the same line. The value may hold a "#" too.
+# A comment after a value on the same line. The value may contain a "#" too.
 _COMMENT = re.compile(r"""(?<=[\s\]}"'\w])#.*|^#.*""")
 
 _Place = tuple[int | str, ...]
@@ -35,14 +35,17 @@ _Place = tuple[int | str, ...]
 def read(path: Path) -> str:
     """Reads a config file.
 
+    Args:
+        path: The file.
+
     Raises:
-        ConfigError: The file cannot be read, is too large, or lies in a folder where torch cannot write.
+        ConfigError: The file cannot be read, is too large, or is in a folder where torch cannot write.
     """
     check_utf8(path.parent)
     try:
         if not path.exists():
             raise ConfigError("there is no such file", location=str(path), hint="Write one with: optexport init")
-        if not path.is_file():  # reading a pipe would wait
+        if not path.is_file():  # reading a pipe would block
             raise ConfigError("it is not a file", location=str(path))
         if path.stat().st_size > _BYTES:
             raise ConfigError(f"it is larger than {_BYTES} bytes", location=str(path))
@@ -52,14 +55,18 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
-    """Returns the tables of a config.
+    """Parses the text of a config into its tables.
+
+    Args:
+        text: The text.
+        path: The file, for error messages.
 
     Raises:
-        ConfigError: The text is not TOML, nested too deeply, or holds an integer of more than 64 bits.
+        ConfigError: The text is not TOML, nested too deeply, or contains an integer of more than 64 bits.
     """
     try:
         table = tomllib.loads(text)
-    except ValueError as error:  # also for numbers of too many digits
+    except ValueError as error:  # also for numbers with too many digits
         raise ConfigError(f"it is not TOML: {error}", location=str(path)) from error
     except RecursionError as error:
         raise ConfigError(f"it is nested deeper than {_DEPTH}", location=str(path)) from error
@@ -76,7 +83,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_secrets(path: Path) -> str:
-    """Returns the text of a config for copies of it, without passwords and tokens.
+    """Returns the text of a config without passwords and tokens, for copies of it.
 
     Raises:
         ConfigError: The config cannot be read, or is not TOML.
@@ -85,17 +92,22 @@ def without_secrets(path: Path) -> str:
     for _, value in _items(parse(text, path)):
         if isinstance(value, str) and (shown := redact(value)) != value:
             text = text.replace(value, shown)
-    # Other secrets can only stand in comments. A key that looks like a secret stays.
+    # Other secrets can only be in comments. A key that looks like a secret stays.
     lines = [_COMMENT.sub(lambda match: redact(match[0]), line) for line in text.splitlines(keepends=True)]
     redacted = "".join(lines)
     return redacted if parse(redacted, path) == parse(text, path) else text
 
 
 def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
-    """Checks that a config holds no secret that would stay in copies of it.
+    """Checks that a config contains no secret that would stay in its copies.
+
+    Args:
+        table: The tables of the config.
+        text: The text of the config without secrets.
+        name: The config, for error messages.
 
     Raises:
-        ConfigError: The config holds such a secret.
+        ConfigError: The config contains such a secret.
     """
     mistakes = Mistakes(name)
     for location, value in _items(table):
@@ -120,13 +132,16 @@ def _check_secret(location: _Place, value: Any, text: str, name: str) -> None:
 
 
 def _is_secret(key: int | str, value: Any) -> bool:
-    """True if a key names a secret. A token that is a number is one of a vocabulary."""
+    """Returns True if a key names a secret. A numeric token belongs to a vocabulary."""
     plain = re.sub(r"[\W_]", "", str(key)).lower()
     return _SECRET.fullmatch(plain) is not None and (isinstance(value, str) or not plain.endswith("token"))
 
 
 def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
-    """Yields every value of a table at any depth, with its place. Not recursive, so that no depth is too large."""
+    """Yields every value of a table at any depth, with its place.
+
+    The function is iterative, because deep tables would exceed Python's recursion limit.
+    """
     left: list[tuple[_Place, Any]] = [((), table)]
     while left:
         location, value = left.pop()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from optexport.errors import ConfigError, did_you_mean
 
 _VARIABLE = "MLFLOW_TRACKING_URI"
-# The stores of MLflow itself; packages may add others.
+# Stores of MLflow itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 _FILES = ("sqlite", "file")
 _WEB = ("http", "https")
@@ -30,13 +30,13 @@ _NO_ADDRESS = "its port is not a number up to 65535, or its brackets hold no IPv
 
 
 def check_uri(uri: str) -> str:
-    """Refuses a URI if MLflow has no such store, or if it is unclear where a password ends.
+    """Checks that MLflow has a store for a URI, and that the end of its password is clear.
 
     Returns:
         The URI.
 
     Raises:
-        ValueError: The URI is refused. The message holds no part of a password.
+        ValueError: The URI is refused. The message contains no part of a password.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
@@ -70,10 +70,10 @@ def of_environment() -> str | None:
 
 
 def _check_name(name: str) -> None:
-    """Refuses a text without ``://`` that could be a mistyped URI: a password in it would not be recognized.
+    """Refuses a text without ``://`` that may be a mistyped URI, with an unknown password.
 
     Raises:
-        ValueError: It is not clearly a folder or a name of MLflow's.
+        ValueError: The text is not clearly a folder or a name of MLflow's.
     """
     if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)|file:[^@:?]*$", name):
         return
@@ -82,7 +82,10 @@ def _check_name(name: str) -> None:
 
 
 def _check_sqlite(scheme: str, rest: str) -> None:
-    """Refuses other spellings than ``sqlite:///FILE``: MLflow, SQLAlchemy and SQLite resolve them differently."""
+    """Refuses other spellings than ``sqlite:///FILE``.
+
+    MLflow, SQLAlchemy and SQLite resolve them differently.
+    """
     file, _, query = rest.partition("?")
     if not file.strip("/"):
         raise ValueError("it names no file, and a database in memory would end with the program")
@@ -91,7 +94,7 @@ def _check_sqlite(scheme: str, rest: str) -> None:
 
 
 def _check_server(uri: str, *, is_web: bool) -> None:
-    """Refuses an address that no server can have, and a password that is not percent-encoded.
+    """Refuses an impossible address, and a password that is not percent-encoded.
 
     Raises:
         ValueError: The URI is refused.
@@ -100,9 +103,9 @@ def _check_server(uri: str, *, is_web: bool) -> None:
         raise ValueError(_ENCODE)
     try:
         parts = urlsplit(uri)
-    except ValueError:  # its message may hold a part of a password
+    except ValueError:  # its message may contain a part of a password
         raise ValueError(_NO_ADDRESS) from None
-    # SQLAlchemy takes a slash or a question mark before an "@" as a part of the password, urllib does not.
+    # SQLAlchemy takes a slash or a question mark before an "@" as a part of the password; urllib does not.
     behind = parts.path if is_web else f"{parts.path}?{parts.query}#{parts.fragment}"
     if parts.netloc.count("@") > 1 or ("@" in behind and "@" not in parts.netloc):
         raise ValueError(_ENCODE)
@@ -116,5 +119,5 @@ def _check_server(uri: str, *, is_web: bool) -> None:
 
 
 def _is_from_package(scheme: str) -> bool:
-    """True if an installed package adds stores of this kind to MLflow."""
+    """Returns True if an installed package adds stores of this scheme to MLflow."""
     return scheme in importlib.metadata.entry_points(group="mlflow.tracking_store").names

@@ -21,7 +21,7 @@ from optexport.tracing import transformers_exporter
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # peft puts it before weights that are not the adapter's own, such as a trained head
+_PREFIX = "base_model.model."  # peft's prefix of weights outside the adapter layers, such as a trained head
 
 
 def check_configs(name: str, options: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def saved_weights(folder: Path) -> Collection[str]:
     """Returns the names of an adapter's weights, without peft's prefix.
 
     Raises:
-        SourceError: The folder holds no adapter, or its weights are a pickle.
+        SourceError: The folder contains no adapter, or its weights are a pickle.
     """
     location = f"model.adapter: {folder.name}"
     if not (folder / CONFIG).is_file():
@@ -78,7 +78,7 @@ def saved_weights(folder: Path) -> Collection[str]:
         )
     try:
         with safe_open(folder / _WEIGHTS, "pt") as file:
-            return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118 - no mapping
+            return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{_WEIGHTS} cannot be read: {first_line(error)}", location=location) from error
 
@@ -108,7 +108,7 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
         with transformers_exporter.quiet():
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         expected = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
-    except Exception as error:  # peft raises many kinds
+    except Exception as error:  # peft raises many types
         raise SourceError(f"peft could not load it: {first_line(error)}", location=location) from error
     if wrong := sorted(expected ^ set(saved)):
         which = "is not in the folder" if wrong[0] in expected else f"has no place in {type(model).__name__}"
@@ -126,6 +126,6 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     try:
         with torch.no_grad(), transformers_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
-    except Exception as error:  # peft raises many kinds, for instance if a sum is NaN
+    except Exception as error:  # peft raises many types, for instance if a sum is NaN
         raise SourceError(f"peft could not merge it: {first_line(error)}", location=location) from error
     return merged

@@ -1,4 +1,4 @@
-"""Checks the sizes in a model's config before transformers builds layers and weights of these sizes."""
+"""Checks the sizes in a model's config before transformers allocates its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optexport.errors import SourceError
 from optexport.loading.pretrained_files import find_all
 
 _FILE = "config.json"
-# The deepest models have some hundreds of layers. transformers makes a name for each label, which takes longer than
+# The deepest models have some hundreds of layers. transformers creates a name for each label, which takes longer than
 # its weights.
 _LIMITS = {"layers": 4096, "labels": 2**20}
 _COUNT_KEYS = {
@@ -27,14 +27,14 @@ _ALLOWED_MISSING_WEIGHTS = 2**28  # 1 GiB in float32; the loader reports missing
 
 
 def check_counts(name: str, options: Mapping[str, Any]) -> None:
-    """Checks that a model's configs do not ask for more layers or labels than any model has.
+    """Checks that a model's configs have no implausible number of layers or labels.
 
     Args:
         name: A folder, or a hub id.
         options: As for ``from_pretrained``.
 
     Raises:
-        SourceError: A config asks for more.
+        SourceError: A number is implausible.
     """
     # Each part of a sentence-transformers model has a config in its own folder.
     for path in find_all(name, _FILE, options):
@@ -69,7 +69,7 @@ def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: boo
         with torch.device("meta"):
             model = make(copy.deepcopy(config), **options)
             expected = sum(parameter.numel() for parameter in model.parameters())
-    except Exception:  # of many kinds; loading the model reports it
+    except Exception:  # loading the model reports the error
         return
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if expected > _ALLOWED_MISSING_WEIGHTS + _WEIGHTS_PER_BYTE * size:
@@ -81,7 +81,7 @@ def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: boo
 
 
 def _counts(value: Any, key: str = "") -> Iterator[tuple[str, str, float]]:
-    """Yields the kind, key and value of every count in a config, including the configs of its parts."""
+    """Yields the kind, key and value of every count in a config and its parts."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _counts(item, name)

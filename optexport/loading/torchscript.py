@@ -1,6 +1,6 @@
-"""TorchScript programs as a source: turned into a graph that ``torch.export`` can trace, where that can be done.
+"""Loads TorchScript programs, and converts them for ``torch.export`` if possible.
 
-The original that everything is compared with stays the TorchScript program itself.
+The reference of all comparisons is the TorchScript program itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _MEND = "Export the model from its Python source, or a submodule of it that only
 
 
 def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
-    """Turns a TorchScript program into a module that takes the same arguments by the same names.
+    """Converts a TorchScript program into a module with the same argument names.
 
     Args:
-        args: Those to trace with that come first: tensors, constants, and tuples, lists and dicts of them.
-        kwargs: The others by name.
+        script: The program.
+        args: Positional arguments to trace with: tensors, constants, and tuples, lists and dicts of them.
+        kwargs: Keyword arguments to trace with.
 
     Raises:
-        SourceError: It does what has no counterpart in a graph: a loop over data, or a change of its own attributes.
+        SourceError: The program has no equivalent graph, because it loops over data or changes its attributes.
     """
     _refuse_state(script)
     signature = call_signature(script)
@@ -56,7 +57,7 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
                 attributes,
             ).convert()
             replace_quantized_ops_with_standard_ops(graph_module)
-    except Exception as error:  # the converter raises many kinds
+    except Exception as error:  # the converter raises many types
         raise SourceError(
             f"torch.export's converter cannot turn the program into a graph: {_reason(made, error)}",
             location=_name(script),
@@ -74,14 +75,14 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
 
 
 def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuses a graph that fails where its program does not: the converter has errors of its own."""
+    """Refuses a graph that fails although its program runs: a defect of the converter."""
     failures: list[Exception | None] = []
     for module in (converted, script):
         try:
             with torch.no_grad(), transformers_exporter.quiet():
                 module(*copy.deepcopy(args))
             failures.append(None)
-        except Exception as error:  # a program's own code may raise anything, and is called again when it is traced
+        except Exception as error:  # a program may raise any error, and tracing calls it again
             failures.append(error)
     ours, theirs = failures
     if ours is not None and theirs is None:
@@ -93,14 +94,16 @@ def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tupl
 
 
 def load(path: Path) -> torch.jit.ScriptModule:
-    """Loads a TorchScript file that may come from anywhere; see `optexport.runtime.untrusted.archives`.
+    """Loads an untrusted TorchScript file in eval mode.
+
+    See `optexport.runtime.untrusted.archives` for the checks.
 
     Raises:
-        SourceError: It could do more than compute, is damaged, holds no program, or one in train mode.
+        SourceError: The program could do more than compute, has no ``forward``, or is damaged.
     """
     script = archives.load_torchscript(path)
     call_signature(script)
-    return script.eval() if hasattr(script, "training") else script  # a frozen one is in eval mode for good
+    return script.eval() if hasattr(script, "training") else script  # frozen programs have no train mode
 
 
 def _name(script: torch.jit.ScriptModule) -> str:
@@ -115,7 +118,7 @@ def _nodes(block: Any) -> Iterator[Any]:
 
 
 def _refuse_state(script: torch.jit.ScriptModule) -> None:
-    """Refuses a program that keeps something from one call for the next: a graph would forget it."""
+    """Refuses a program that changes its attributes, because a graph has no state."""
     for node in _nodes(script.inlined_graph):
         if node.kind() == "prim::SetAttr":
             raise SourceError(
@@ -126,13 +129,13 @@ def _refuse_state(script: torch.jit.ScriptModule) -> None:
 
 
 def _line(node: str) -> str:
-    """Where in the program's source a node is from, as the text of the node says."""
+    """Returns the file and line of a node's source, from the text of the node."""
     found = re.search(r"# ([^\s\]]+?):(\d+):\d+", node)
     return f"{Path(found.group(1)).name}, line {found.group(2)}" if found else "no line known"
 
 
 def _reason(converter: _converter.TS2EPConverter | None, error: Exception) -> str:
-    """What the converter stopped at: the operators that it does not know, with their lines, or its own words."""
+    """Returns the unsupported operators with their lines, or the converter's own error."""
     told = "" if converter is None else str(converter.explain(print_output=False))
     unknown = [(kind, _line(node)) for kind, node in re.findall(r"^ *\d+\. (\S+) \[(.*)", told, re.MULTILINE)]
     return ", ".join(f"{kind} ({line})" for kind, line in dict.fromkeys(unknown)) or first_line(error)

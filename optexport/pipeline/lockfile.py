@@ -1,4 +1,4 @@
-"""The lock of a config: versions of packages, the model's revision and weights, and its files.
+"""Lock of a config: package versions, model revision, and digests of weights and files.
 
 ``optexport lock`` writes it next to the config, and ``optexport run --locked`` refuses to run if anything differs.
 """
@@ -56,7 +56,7 @@ def lock_path(config: Path) -> Path:
 
 
 def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
-    """Makes a lock of the current state.
+    """Returns a lock of the current state.
 
     Args:
         job: The loaded model with its config.
@@ -72,7 +72,14 @@ def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
 
 
 def write(lock: Lock, config: Path) -> Path:
-    """Writes a lock next to its config and replaces an older one.
+    """Writes a lock next to its config, and replaces an older one.
+
+    Args:
+        lock: The lock.
+        config: The path of the config.
+
+    Returns:
+        The path of the lock.
 
     Raises:
         ConfigError: The lock cannot be written; an older one stays unchanged.
@@ -97,7 +104,7 @@ def read(config: Path) -> Lock:
     """
     path = lock_path(config)
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise ValueError("it is not a file")
         return Lock.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
@@ -128,7 +135,7 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
         versions: Versions of the packages that write the files.
 
     Raises:
-        ConfigError: Some differ; the message names all of them.
+        ConfigError: Some differ; the message lists all of them.
     """
     files = _digests(config, path.parent, lock.files)
     now = {**_versions(lock.versions), **versions}
@@ -136,7 +143,7 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
 
 
 def check_model(lock: Lock, job: Job, path: Path) -> None:
-    """Checks a loaded model, and the modules imported from the config's folder, against the lock.
+    """Checks a loaded model and imported modules of the config's folder.
 
     Args:
         lock: The lock.
@@ -155,7 +162,10 @@ def check_model(lock: Lock, job: Job, path: Path) -> None:
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the name and path of every local file that a config names, and of every file in the folders it names."""
+    """Yields the name and path of every local file that a config names.
+
+    Folders yield all their files.
+    """
     for name in _named(config, folder):
         yield from _within(name, folder)
 
@@ -167,13 +177,7 @@ def _refuse(differences: list[str], path: Path) -> None:
 
 
 def _differences(locked: Mapping[str, str], now: Mapping[str, str], length: int | None = None) -> list[str]:
-    """Returns a line for each name whose value differs.
-
-    Args:
-        locked: Values by name, from the lock.
-        now: Values by name, as they are now.
-        length: How many characters of a value to show: the first ones of a digest are enough.
-    """
+    """Returns a line for each name whose value differs."""
     return [
         f"{name}: {locked.get(name, _ABSENT)[:length]} when it was locked, {now.get(name, _ABSENT)[:length]} now"
         for name in sorted({*locked, *now})
@@ -182,15 +186,12 @@ def _differences(locked: Mapping[str, str], now: Mapping[str, str], length: int 
 
 
 def _digests(config: Config, folder: Path, modules: Iterable[str]) -> dict[str, str]:
-    """Returns the digests of files, without weights in the model's own folder: the model's digest covers them.
+    """Returns the digests of files in the folder of a config.
 
-    Args:
-        config: The config.
-        folder: The folder of the config.
-        modules: Names of further files in the folder.
+    Weights in the model's own folder are excluded, because the model's digest covers them.
     """
     source, files = config.model.source, {name: folder / name for name in modules}
-    # Code in the model's folder may read any file there, so with such code the weights are included.
+    # Code in the model's folder may read any file there, so the weights are included if there is code.
     skips_weights = source_kind(source, folder) is SourceKind.FOLDER and not config.model.trust_remote_code
     for named in _named(config, folder):
         skips = skips_weights and named == source
@@ -199,7 +200,7 @@ def _digests(config: Config, folder: Path, modules: Iterable[str]) -> dict[str, 
 
 
 def _packages(job: Job) -> set[str]:
-    """Returns the installed packages that define the model, its rules and metrics, or read its texts and images."""
+    """Returns the packages of the model, its rules, metrics, tokenizer and processors."""
     objects = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
     references = [job.config.model.source, *(job.config.parity.metrics or ())]
     modules = {type(item).__module__ for item in objects}
@@ -212,7 +213,7 @@ def _packages(job: Job) -> set[str]:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of those packages that are installed."""
+    """Returns the versions of the packages that are installed."""
     versions = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -236,14 +237,17 @@ def _named(config: Config, folder: Path) -> list[str]:
 
 
 def _within(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields a file that a config names, or all files in a folder that it names."""
+    """Yields a file that a config names, or all files in a folder."""
     path = folder / Path(name).expanduser()
     for file in _files(path):
         yield str(Path(name) / file.relative_to(path)), file
 
 
 def _files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yields a file, or all files in a folder. Follows links, except to a folder that contains the link."""
+    """Yields a file, or all files in a folder.
+
+    Follows links, except to a folder that contains the link.
+    """
     if path.is_file():
         yield path
     elif path.is_dir() and (real := path.resolve()) not in parents:

@@ -1,4 +1,4 @@
-"""Opens ``.pt2`` and TorchScript files without running code that they may carry.
+"""Opens ``.pt2`` and TorchScript files without running code in them.
 
 ``torch.export.load`` can run code from a file: it unpickles tensors, falls back to plain pickle if the guarded
 unpickler refuses, evaluates sizes and guards as Python, and writes names into generated code. So the guarded unpickler
@@ -56,7 +56,7 @@ def load_pt2(path: Path) -> ExportedProgram:
         program = torch.export.load(path)
         _check_call(program)
         return program
-    except Exception as error:  # a damaged archive fails in as many ways as it has parts
+    except Exception as error:  # any part of an archive may be damaged
         cause = first_line(warned.error or error)
         raise SourceError(f"it is not an exported program: {cause}", location=str(path), hint=HINT) from error
     finally:
@@ -83,7 +83,9 @@ def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
 
 
 def _check_call(program: ExportedProgram) -> None:
-    """Refuses a call signature that does not fit the graph: the file stores the two separately.
+    """Refuses a call signature that does not fit the graph.
+
+    The file stores the two separately.
 
     Raises:
         ValueError: The numbers of inputs or outputs differ.
@@ -147,7 +149,9 @@ def check_pt2(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Archive:
-    """A zip archive, read by torch's own reader: other readers may see other members in a forged archive.
+    """Zip archive that torch's own reader opens.
+
+    Other readers may see other members in a forged archive.
 
     Attributes:
         sizes: Bytes of each member, by its name without the top folder.
@@ -186,7 +190,7 @@ class _Archive:
 
 
 def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuses a file that holds anything before or after the archive, or two end records.
+    """Refuses a file with data before or after the archive, or with two end records.
 
     Python's reader searches for the directory from the end; torch's goes to the offset in the end record. In a file
     made of two archives, the two readers would open different ones.
@@ -198,7 +202,7 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
     end = ends[-22:]
     length, offset = struct.unpack("<LL", end[12:20]) if len(end) == 22 else (0, 0)
     directory_end = size - 22
-    if ends[-42:-38] == b"PK\x06\x07":  # zip64 has two more records, which hold the offsets
+    if ends[-42:-38] == b"PK\x06\x07":  # zip64 has two more records, which contain the offsets
         wide_length, wide_offset = struct.unpack("<QQ", ends[-98:][40:56])
         (wide_end,) = struct.unpack("<Q", ends[-34:-26])
         directory_end = size - _ENDS_SIZE
@@ -214,12 +218,12 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _check_payloads(config: Any, archive: _Archive, location: str) -> None:
-    """Refuses weights and constants that are stored as anything but the raw bytes of tensors."""
+    """Refuses weights and constants in any format except the raw bytes of tensors."""
     empty = {name.rpartition("/")[2] for name, size in archive.sizes.items() if not size}
     for payload in config["config"].values():
         if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
             raise SourceError(f"{payload['path_name']} is a pickle that could run code", location=location, hint=HINT)
-        # The loader would read zeros instead.
+        # The loader would silently read zeros.
         if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
             raise SourceError(f"{payload['path_name']} is empty", location=location, hint=HINT)
 

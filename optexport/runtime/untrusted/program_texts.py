@@ -1,4 +1,4 @@
-"""Checks the texts of an exported program: names, calls of operators, arithmetic on sizes.
+"""Checks the texts of an exported program: names, calls of operators, and expressions.
 
 ``torch.export.load`` looks up operators as attributes of modules, evaluates sizes and guards as Python, and writes
 names into generated code. This module lists the texts that are allowed; it refuses every other text.
@@ -140,7 +140,7 @@ def _is_allowed(text: str, key: str) -> bool:
 
 
 def _check_tree(node: Any, location: str) -> None:
-    """Refuses a tree of arguments or outputs if torch would import what it names."""
+    """Refuses a tree of arguments or outputs that would make torch import a module."""
     kind, context = node["type"], node["context"]
     if set(node) != {"type", "context", "children_spec"} or not (kind is None or _CONTAINER.fullmatch(kind)):
         raise SourceError(f"its arguments or outputs use {kind}, not a plain container", location=location, hint=HINT)
@@ -157,7 +157,7 @@ def _check_tree(node: Any, location: str) -> None:
 
 
 def _check_operator(name: str, location: str) -> None:
-    """Refuses a called name unless it is an operator that only computes."""
+    """Refuses the name of a called function unless it is an operator that only computes."""
     if not _OPERATOR.fullmatch(name):
         raise SourceError(f"its graph calls {name}, which is not an operator", location=location, hint=HINT)
     parts = name.split(".")
@@ -168,9 +168,10 @@ def _check_operator(name: str, location: str) -> None:
 
 
 def _is_expression(text: str) -> bool:
-    """True if a text is arithmetic on sizes, such as ``Mul(Integer(2), Symbol('s0', integer=True))``.
+    """Returns True if a text is arithmetic on sizes.
 
-    It does not limit how large or slow an expression is: only what it may call.
+    An example is ``Mul(Integer(2), Symbol('s0', integer=True))``. The check covers calls only, not the size of an
+    expression or its running time.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")

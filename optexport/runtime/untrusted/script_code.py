@@ -1,4 +1,7 @@
-"""Checks that a TorchScript program only computes: by its text before it is loaded, and by its operators after."""
+"""Checks by text and by operators that a TorchScript program only computes.
+
+The text is checked before the program is loaded, and the operators afterwards.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from typing import Any
 _NAMESPACES = r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)"
 _NAMESPACE = re.compile(_NAMESPACES)
 _FILES = ("from_file", "save", "load_tensor")
-# They print, change what later calls in the process do, or return addresses in memory. A model may use these names for
-# its own methods, so only operators are checked against them, not words of the text.
+# They print, change the state of the process, or return memory addresses. A model may use these names for its own
+# methods, so only operators are checked against them, not words of the text.
 _EFFECTS = (
     "_print|manual_seed|seed|initial_seed|data_ptr|_cufft_(?:set_plan_cache_max_size|clear_plan_cache)"
     "|(?:read|write|\\w+_(?:from|to))_file"
 )
-# They do not check indices: a file could write to the memory of the process.
+# They do not check indices, so a file could write to the memory of the process.
 _UNCHECKED = r"_convert_indices_from_\w+|_sobol_engine_\w+|_?(?:cudnn_)?ctc_loss\w*"
 _OPERATORS = re.compile(
     rf"(?:{_NAMESPACES}|debug_mode_ops|streams|_dtensor)::\w+|\w+::(?:{'|'.join(_FILES)}|{_EFFECTS}|{_UNCHECKED})"
     r"|prim::(?:Print|id|rpc_\w+|PythonOp|IgnoredPythonOp|TimePoint|AddStatValue)"
 )
-# torch parses brackets, operators and blocks recursively. With a stack of 8 MB the process ended by SIGSEGV, without a
-# message, at 2,000 to 10,000 levels. torch itself writes fewer than a hundred.
+# torch parses brackets, operators and blocks recursively. With a stack of 8 MB, the process ended by SIGSEGV without a
+# message at 2,000 to 10,000 levels. torch itself writes fewer than a hundred.
 _DEEPEST = 500
-# torch runs it while it loads a file.
+# torch calls this method while it loads a file.
 _AT_LOADING = "__setstate__"
-# The tokens of torch's own lexer. Blanks and comments may stand between any two of them.
+# Tokens of torch's own lexer. Blanks and comments may occur between any two of them.
 _TOKEN = re.compile(
     r"""
     (?P<blank> (?: \s | \\\n | \#[^\n]* )+ )
@@ -55,14 +58,17 @@ def forbidden_name(name: str, after: str) -> str | None:
 
 
 def is_forbidden(operator: str) -> bool:
-    """True if an operator, such as ``aten::save``, does more than compute."""
+    """Returns True if an operator, such as ``aten::save``, does more than compute."""
     return _OPERATORS.fullmatch(operator) is not None
 
 
 def forbidden_text(code: str) -> str | None:
-    """Returns a name in a program that does more than compute, or a form that hides a name; None if there is none."""
+    """Returns a forbidden name in a program, or None.
+
+    A name is forbidden if it does more than compute. Text that could hide a name is forbidden too.
+    """
     words = (match["token"] for match in _TOKEN.finditer(code) if match["token"] is not None)
-    of_getattr: list[bool] = []  # of each bracket that is open
+    of_getattr: list[bool] = []  # for each open bracket: True if it belongs to getattr
     earlier = before = word = ""
     for after in itertools.chain(words, [""]):
         if name := forbidden_name(word, after):
@@ -75,7 +81,7 @@ def forbidden_text(code: str) -> str | None:
         if word in ("(", "[", "{"):
             of_getattr.append(before == "getattr")
         elif word in (")", "]", "}") and of_getattr and of_getattr.pop():
-            # Escapes and adjacent texts could spell any name.
+            # Escapes and adjacent texts could form any name.
             if earlier != "," or before[0] not in "\"'" or "\\" in before:
                 return "getattr of a name that is not written plainly"
             if name := forbidden_name(before.strip("\"'"), after):
@@ -135,7 +141,7 @@ def forbidden_operator(unit: Any) -> str | None:
 
 
 def _nodes(block: Any) -> Iterator[Any]:
-    """Yields the nodes of a graph, including those of its blocks and subgraphs."""
+    """Yields the nodes of a graph, including the nodes of its blocks and subgraphs."""
     for node in block.nodes():
         yield node
         for name in node.attributeNames():

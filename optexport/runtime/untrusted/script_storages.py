@@ -1,8 +1,8 @@
-"""Checks that the tensors of a TorchScript file lie within the bytes that the file holds.
+"""Checks that the tensors of a TorchScript file lie within the bytes of the file.
 
 ``torch.jit.load`` reads the sizes of storages and tensors from the pickles of an archive, and the bytes from its
-records, but does not compare them: behind a record that is too short, it reads other memory of the process as weights.
-So this module reads the pickles first, with classes that only record sizes.
+records, but does not compare them. If a record is too short, it reads other memory of the process as weights. So this
+module reads the pickles first, with classes that only record sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Self
 
 import torch
 
-# By the names of storages. Newer storages are named like their dtypes.
+# Dtypes by storage name. Newer storages are named like their dtypes.
 _DTYPES = {**torch.storage._storage_type_to_dtype_map(), "ComplexHalfStorage": torch.complex32}
-# torch frees nested values recursively: at millions of levels the process ended by SIGSEGV. Saved models are nested as
-# deeply as their modules.
+# torch frees nested values recursively: at millions of levels, the process ended by SIGSEGV. Saved models are nested
+# as deeply as their modules.
 _DEEPEST = 2000
 _REBUILDING = ("_rebuild_tensor_v2", "_rebuild_qtensor")
 
@@ -35,7 +35,7 @@ class _Storage:
 
 
 class _Inert:
-    """Stands for every class and function that a pickle names. It only stores its arguments."""
+    """Replaces every class and function that a pickle names, and only stores arguments."""
 
     content: list[object]
 
@@ -58,7 +58,10 @@ class _Inert:
 
 
 class _Tensor(_Inert):
-    """Stands for the functions that make a tensor of a storage, an offset, sizes and strides, in elements."""
+    """Replaces functions that create a tensor from a storage, offset, sizes and strides.
+
+    All numbers are in elements.
+    """
 
     def __new__(cls, *args: Any) -> Self:
         storage, offset, sizes, strides, *_ = args
@@ -115,7 +118,7 @@ def check(content: bytes, records: Mapping[str, int]) -> None:
         value = _Reader(content, records).load()
     except OutOfBoundsError:
         raise
-    except Exception as error:  # a damaged or foreign pickle raises any type
+    except Exception as error:  # a damaged or foreign pickle may raise any type
         raise ValueError(f"its pickle cannot be read: {error}") from error
     _check_depth(value)
 
