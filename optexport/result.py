@@ -50,7 +50,7 @@ class Result:
 
     @property
     def failure(self) -> OptexportError | None:
-        """The error of tracking or of the alias, neither of which damages the bundle."""
+        """The error of tracking or of the alias; the bundle is complete in both cases."""
         return self.tracking_failure or (None if self.registered is None else self.registered.failure)
 
     @property

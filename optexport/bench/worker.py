@@ -198,7 +198,10 @@ def _select_inputs(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
 
 
 def _memory(*, reset_peak: bool = False) -> dict[str, int] | None:
-    """Returns current and peak resident bytes, or None if the system has no /proc (psutil has no peak)."""
+    """Returns current and peak resident bytes, or None without /proc.
+
+    psutil does not report the peak.
+    """
     try:
         if reset_peak:
             Path("/proc/self/clear_refs").write_text("5")

@@ -32,7 +32,7 @@ def check_rule(rule: TransformationConfig, folder: Path, location: str) -> None:
         location: The path of the config, and the rule's index.
 
     Raises:
-        ConfigError: There is no such rule, or it has no such option.
+        ConfigError: The rule or one of its options does not exist.
     """
     registry.check(rule.use, rule.options, location)
     if rule.use.startswith(registry.PLUGIN):

@@ -1,7 +1,7 @@
 """Format passes: other ways to write the same graph to a file, some faster in a runtime.
 
 A rule changes the graph, and therefore all files. A format pass changes the file of one format. The fastest choice
-depends on the machine, so the default is no pass.
+depends on the machine, so no pass is on by default.
 """
 
 from __future__ import annotations

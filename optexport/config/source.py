@@ -106,7 +106,7 @@ def _check_folder_source(source: str, folder: Path, location: str) -> None:
 
 
 def _check_hub_source(source: str, folder: Path, location: str) -> None:
-    """Checks a source that is neither a file, a folder, nor marked with a kind: it can only be a hub id."""
+    """Checks that a source without prefix, file or folder is a valid hub id."""
     if _is_file(folder, source):
         if source.endswith(".py"):
             hint = f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'

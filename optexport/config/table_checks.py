@@ -53,7 +53,7 @@ def check_precision(config: Config, location: str) -> None:
     """Checks ``[precision]`` against the rest of the config.
 
     Raises:
-        ConfigError: It lowers no file, or a file that is not exported, or there is no gate for the lowered files.
+        ConfigError: It lowers no file or a file that is not exported, or the lowered files have no gate.
     """
     table = config.precision
     if table is None:

@@ -1,1 +1,1 @@
-"""Writes a traced graph to files that run without this package: ``.pt2``, TorchScript and ONNX."""
+"""Writes traced graphs to files that run without optexport: .pt2, TorchScript, ONNX."""

@@ -1,4 +1,7 @@
-"""Checks the disk space for a file: PyTorch's writer of archives ends the whole process if there is too little."""
+"""Checks the disk space for a file before PyTorch writes it.
+
+PyTorch's writer of archives ends the whole process if the disk is full.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _OVERHEAD = 1 << 20
 
 
 def check_room(path: Path, program: ExportedProgram) -> None:
-    """Checks that the disk has room for a program with its weights, and that a file may be so large.
+    """Checks that the disk and the file system have room for a program and its weights.
 
     Quotas are not taken into account.
 

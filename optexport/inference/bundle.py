@@ -84,7 +84,7 @@ class Bundle:
 
     @property
     def application(self) -> ApplicationRecord:
-        """The use of the model; without a record, there is no task, label, tokenizer or processor."""
+        """The use of the model; without a record, it has no task, labels or preprocessors."""
         return self.manifest.application or ApplicationRecord(
             task=None, labels=None, scores=None, preprocessors=[], prompt="", missing=[]
         )

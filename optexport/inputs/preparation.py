@@ -105,7 +105,7 @@ def _read_data(
 
 
 def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: ExportedProgram | None) -> Batch:
-    """Makes inputs from the config's specifications, from a program, or from a transformers config."""
+    """Makes inputs from the config's specifications, a program or a transformers config."""
     if config.tensors is not None:
         return _from_specs(config.tensors, config.dynamic or {}, seed)
     if program is not None:

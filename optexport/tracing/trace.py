@@ -148,7 +148,7 @@ def _settle(
 
 
 def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, list[int]]:
-    """Returns the dynamic axes of each input, without those of excluded dimensions."""
+    """Returns the dynamic axes of each input, without excluded dimensions."""
     return {
         spec.name: [axis for axis, size in enumerate(spec.shape) if isinstance(size, str) and size not in excluded]
         for spec in signature.inputs

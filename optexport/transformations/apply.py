@@ -121,7 +121,7 @@ def transform(
         GateError: A rule matched in fewer places than the config requires.
     """
     if not all(is_built_in(rule.transformation) for rule in rules):
-        graph_module = DeepCopy()(graph_module)  # because its weights are those of the caller's model
+        graph_module = DeepCopy()(graph_module)  # because it shares its weights with the caller's model
     applied: list[Applied] = []
     undoable: list[NamedRule] = []
     earlier = sharing_copy(graph_module)

@@ -41,7 +41,7 @@ class Attention(Match):
         key: The keys, with their last two axes transposed if `key_is_transposed`.
         value: The values.
         scale: The factor of the scores.
-        mask: Added to the scores, or a boolean mask that selects scores. None if there is no mask.
+        mask: Added to the scores, or a boolean mask that selects scores. None without a mask.
         keeps_true: True if the scores where a boolean mask is True are kept, False if they are dropped.
         fill: Number that is added to dropped scores; None if they become minus infinity.
     """

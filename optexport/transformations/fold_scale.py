@@ -34,7 +34,7 @@ class Fold(Match):
         x: The value that is multiplied.
         factor: The factor.
         layers: The calls of the layers.
-        after: True if the factor comes after the layer, so that it multiplies the bias too.
+        after: True if the factor comes after the layer, and so multiplies the bias too.
     """
 
     x: Node

@@ -33,7 +33,7 @@ class FuseAttention(Rule):
              return NaN, the call 0) or by a number that does not absorb the scores; a scale that is not a positive
              constant; an input that is changed in place in between; a result that is viewed in a shape that requires
              contiguous memory, or passed to code that is not PyTorch's own.
-    Exact:   to rounding, if all scores are finite, also where they are masked, and none is close to the masked ones
+    Exact:   to rounding, if all scores are finite, also where they are masked, and no score is close to a masked one
              (-1e4 or less). In half precision, the call rounds scores to more digits.
     Inverse: none, because the nodes are removed, with their names and positions.
     """

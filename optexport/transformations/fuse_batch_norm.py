@@ -159,7 +159,7 @@ def _find_problem(
 
 
 def _over_outputs(layer: nn.Linear | _ConvNd, factor: torch.Tensor) -> torch.Tensor:
-    """Reshapes a factor per output feature so that it multiplies the weight."""
+    """Reshapes a factor per output feature for multiplication with the weight."""
     ones = (1,) * len(layer.weight.shape[2:])
     if isinstance(layer, _ConvTransposeNd):  # its weight is (in, out / groups, ...)
         repeats = layer.in_channels // layer.groups
@@ -168,7 +168,7 @@ def _over_outputs(layer: nn.Linear | _ConvNd, factor: torch.Tensor) -> torch.Ten
 
 
 def _over_inputs(layer: nn.Linear | _ConvNd, factor: torch.Tensor) -> torch.Tensor:
-    """Reshapes a factor per input feature so that it multiplies the weight."""
+    """Reshapes a factor per input feature for multiplication with the weight."""
     ones = (1,) * len(layer.weight.shape[2:])
     if isinstance(layer, nn.Linear):
         return factor

@@ -24,7 +24,7 @@ class Chain(Match):
     Attributes:
         stays: The call of the linear that replaces all.
         path: The calls of the linears in a row, last first.
-        scale: Factor of the result of `path`, if it is added to that of `stays`.
+        scale: Factor of the result of `path`, if it is added to the result of `stays`.
     """
 
     stays: Node

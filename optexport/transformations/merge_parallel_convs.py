@@ -50,7 +50,7 @@ class MergeParallelConvs(Rule):
     folded. Smaller kernels are placed in the middle of the largest one. x itself is a kernel of size 1 with a 1 for
     each channel, and a norm one with its scale. Sums with other terms do not match, but parts in brackets may.
 
-    Skips:   a term with other users, or that occurs twice; kernels of which none covers all others, because that would
+    Skips:   a term with other users, or that occurs twice; kernels without one that covers all others, as that would
              be slower; kernels with other centres because of their padding; convolutions that differ in stride,
              dilation, groups, channels, dtype, device, requires_grad, mode or memory format; channels_last convolutions
              with other terms; convolutions that do not pad with zeros, or that are shared, tied, hooked, parametrized,

@@ -200,14 +200,14 @@ def _match_view(graph_module: GraphModule, node: Node, source: Node) -> NoOp | S
         squeeze for target in _SQUEEZES for squeeze in graph_module.graph.find_nodes(op="call_function", target=target)
     )
     if any(map(_may_squeeze, squeezes)):
-        return None  # after it, shapes may differ from those of the trace
+        return None  # after it, shapes may differ from the traced shapes
     if _changes_nothing(graph_module, node, source):
         result = NoOp((node,), source)
     elif isinstance(before, Node) and _cancels(node, source, before):
         result = NoOp((source, node) if len(source.users) == 1 else (node,), before)
     else:
         return None
-    # An in-place change may affect the shape of one view and not that of the other.
+    # An in-place change may affect the shape of one view only.
     return Skip(f"{node.name} is changed in place") if memory.changed_in_place(graph_module, node) else result
 
 

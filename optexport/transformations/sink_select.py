@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Region(Match):
-    """Nodes of which only one position is needed.
+    """Nodes that are only needed at one position.
 
     Attributes:
         nodes: The selections, and then the nodes up to the first that can compute this position alone.

@@ -188,7 +188,7 @@ class Search:
         return [candidate for candidate in new if candidate not in field]
 
     def _choose(self) -> Candidate:
-        """Returns the fastest of the last rung, or the start if none is certainly faster.
+        """Returns the fastest of the last rung, or the start if no other is certainly faster.
 
         Of equally fast candidates, the smallest change wins. No candidate that is slower than the plain export wins.
         """

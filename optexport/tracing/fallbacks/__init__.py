@@ -1,1 +1,1 @@
-"""What tracing tries when torch.export refuses a model."""
+"""Alternative ways to trace a model that torch.export refuses."""

@@ -275,7 +275,7 @@ class _Search:
         self._open: list[dict[str, int]] = []
 
     def add(self, conditions: Sequence[Any], around: Mapping[str, int]) -> None:
-        """Adds sizes, near those of a trace, at which conditions may change."""
+        """Adds sizes near the traced sizes at which conditions may change."""
         for condition in dict.fromkeys(condition for condition in conditions if condition not in self._conditions):
             self._conditions.add(condition)
             names = sorted(symbol.name for symbol in condition.free_symbols)

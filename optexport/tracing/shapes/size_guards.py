@@ -33,7 +33,7 @@ def within_assertions(
     """Narrows ranges to exclude sizes that break an assertion about a single dimension.
 
     For example, very small images are excluded, or sequences longer than a chunk, with which the model takes another
-    branch. A range that would shrink to a single size stays as it is; its other sizes are suspect.
+    branch. A range that would shrink to a single size does not change; its other sizes are suspect.
 
     Args:
         names: The dimension of each symbol of the program.
@@ -45,7 +45,7 @@ def within_assertions(
         if in_doubt is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
-                continue  # torch.export never traces a dynamic size of 1, so this says nothing about the range
+                continue  # torch.export never traces a dynamic size of 1, so this does not limit the range
             narrowed[name] = _narrow(narrowed[name], expression, symbol, traced[name])
     return narrowed
 

@@ -1,4 +1,4 @@
-"""Bounds of the values of a tensor, as far as the graph determines them.
+"""Bounds of the values of a tensor that follow from the graph.
 
 Mainly for attention masks.
 """
@@ -169,7 +169,7 @@ def _of_tensor(tensor: torch.Tensor | None, first: bool) -> Bounds | None:
 
 
 def _keeps_first(node: Node) -> bool:
-    """Returns True if the first position of a view's last axis is that of its input."""
+    """Returns True if a view keeps the first position of its input's last axis."""
     name, args, rank = modules.operator_name(node), node.args, node.meta["val"].dim()
     axis: Any = args[1] if len(args) > 1 else 0
     if name == "unsqueeze":

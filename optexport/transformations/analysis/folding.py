@@ -22,7 +22,7 @@ def find_plain_problem(module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Returns why a module may behave differently from a new one of its class, or None.
 
     Reasons are a subclass, hooks, parametrized weights, weights of another shape, and tensors that the class does not
-    have. Other attributes and hooks on loading are no reason, because a copy of the module keeps them.
+    have. Other attributes and hooks on loading are allowed, because a copy of the module keeps them.
     """
     return _find_code_problem(module, cls) or _find_tensor_problem(module, cls) or _find_shape_problem(module)
 
@@ -146,8 +146,8 @@ def find_range_problem(target: object, layer: Any, weight: torch.Tensor, bias: t
     """Returns why a new weight and bias (float64) do not fit the dtype of a layer, or None.
 
     They must be finite in that dtype. For each input and output feature, the rounding error of all weights together
-    may not exceed that of normal numbers. So a few weights that become subnormal among larger ones are allowed.
-    Every feature counts by itself, because a later norm may enlarge it, or its input may be large.
+    may not exceed the rounding error of normal numbers. So a few weights that become subnormal among larger ones are
+    allowed. Every feature is checked separately, because a later norm may enlarge it, or its input may be large.
     """
     value, dtype = weight.detach().double(), layer.weight.dtype
     groups = getattr(layer, "groups", 1)

@@ -133,13 +133,13 @@ def _of_getitem(call: _Call) -> Feeds:
 
 def _of_cat(call: _Call) -> Feeds:
     parts = call.args[0]
-    # An empty part may have a single axis, whatever the rank of the others.
+    # An empty part may have a single axis, even if the others have more.
     same_rank = all(modules.dims(part) == call.rank for part in parts)
     return dict.fromkeys(parts, call.axis) if same_rank and call.argument(1, 0) % call.rank != call.axis else None
 
 
 def _of_matmul(call: _Call) -> Feeds:
-    """The rows of the first factor are independent; those of the second are not."""
+    """The rows of the first factor are independent; the rows of the second are not."""
     x = call.args[0]
     is_row = call.axis == call.rank - 2 == x.meta["val"].dim() - 2
     return call.same_axis(is_row and x is not call.args[1])

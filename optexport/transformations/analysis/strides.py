@@ -15,7 +15,7 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     return strided and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
-# Operations that fail, or give other results, for a slice or for other strides than those of a whole result.
+# Operations that fail or give other results for a slice, or for other strides than a whole result has.
 _STRICT = (
     *("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "resize_as_", "set_", "unfold"),
     *("detach_", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous"),
