@@ -1,4 +1,4 @@
-"""Returns memory of large models to the system.
+"""Releases memory of large models to the system.
 
 On systems other than Linux, only Python's own memory is freed.
 """

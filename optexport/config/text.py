@@ -13,7 +13,7 @@ from optexport.config.validation import Mistakes, dotted
 from optexport.errors import ConfigError
 from optexport.redaction import redact
 
-# A larger file is not a config. The path may be the path of a model.
+# A larger file is not a config; the user may have passed a model.
 _BYTES = 1 << 20
 # pydantic raises a RecursionError for deeper tables.
 _DEPTH = 64
