@@ -131,14 +131,26 @@ def _free_space_hint(error: BaseException) -> str:
     return f"Free some space for standard output, the output folder, {places}, and run again."
 
 
-def _find_package_problem(error: BaseException) -> str | None:  # noqa: ARG001 - the table's
-    """Returns a description of incompatible packages, or None."""
-    with contextlib.suppress(MemoryError):
-        try:
-            packages.check()
-        except OptexportError as unmet:
-            return str(unmet)
+def _find_package_problem() -> str | None:
+    """Returns which installed packages do not fit together, or None."""
+    try:
+        packages.check()
+    except OptexportError as unmet:
+        return str(unmet)
     return None
+
+
+def _has_package_problem(error: BaseException) -> bool:  # noqa: ARG001 - the table's
+    with contextlib.suppress(MemoryError):
+        return _find_package_problem() is not None
+    return False
+
+
+def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table's
+    try:
+        return _find_package_problem() or _REPORT
+    except MemoryError:  # not enough memory to check the packages
+        return _MORE_MEMORY
 
 
 # The first row that matches an error applies.
@@ -180,13 +192,7 @@ _TABLE = (
         "code of a model or a plugin raised {kind}, which is not an Exception, so the work is not done: {error}",
         condition=lambda error: not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime",
     ),
-    _Row(
-        BaseException,
-        ConfigError.exit_code,
-        "{kind}: {error}",
-        lambda error: _find_package_problem(error) or _REPORT,
-        condition=lambda error: _find_package_problem(error) is not None,
-    ),
+    _Row(BaseException, ConfigError.exit_code, "{kind}: {error}", _defect_hint, condition=_has_package_problem),
     # A defect of this package or of a library.
-    _Row(BaseException, 1, "{kind}: {error}", _REPORT),
+    _Row(BaseException, 1, "{kind}: {error}", _defect_hint),
 )
