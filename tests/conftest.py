@@ -1,4 +1,4 @@
-"""What all tests share: no network, one thread, the same random numbers every time, one table of operators."""
+"""Common setup of all tests: no network, one thread, fixed random numbers, one table of operators."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import signal
 from collections.abc import Iterator
 
-# Read when transformers is imported, so it must stand before that.
+# transformers reads this on import.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What one test computes in float64 is not kept for another.
+# Float64 results of one test must not be reused in another.
 os.environ["OPTEXPORT_CACHE"] = ""
 
 import hypothesis
@@ -22,12 +22,12 @@ from torch._export import utils
 from tests import sharing
 from tests.tiers import mark_samples
 
-# A shell has its jobs in the background ignore these, and so would all programs that a test starts.
+# A shell makes its background jobs ignore these signals, and the programs that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)
-# As the program sets it; and what the imports have made stays, so that no collection looks at it.
+# The program sets the same; frozen objects of the imports are skipped by every collection.
 gc.set_threshold(20_000, 50, 100)
 gc.freeze()
 transformers.logging.set_verbosity_error()
@@ -37,12 +37,12 @@ _EVERY_PROFILE = hypothesis.settings(
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
-# Chosen by --hypothesis-profile; tests.tiers.examples() scales the numbers that tests ask for.
+# Selected by --hypothesis-profile; tests.tiers.examples() scales the numbers that tests ask for.
 hypothesis.settings.register_profile("quick", _EVERY_PROFILE, max_examples=20)
 hypothesis.settings.register_profile("full", _EVERY_PROFILE, max_examples=100)
 hypothesis.settings.load_profile("quick")
 
-# torch makes a Python object of each of its operators that are made of others, some thirty times an export.
+# torch creates a Python object for each of its composite operators, some thirty times per export.
 utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)  # type: ignore[assignment]
 
 

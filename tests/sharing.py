@@ -9,14 +9,14 @@ from typing import Any
 
 from filelock import FileLock
 
-# Set by conftest.py: a folder that the workers of one test run share, removed when the run ends.
+# conftest.py sets this to a folder that all workers of a run share, and removes it at the end.
 folder: Path | None = None
 
 
 def make_once(name: str, make: Callable[[Path], Any]) -> Any:
-    """Returns what `make` returned to the first worker that called this; `make` is given a new path of its own.
+    """Calls `make` with a new path in the first worker, and returns its result in all workers.
 
-    The result travels by pickle, so it holds paths and plain data, no modules.
+    The result is pickled, so it must hold paths and plain data, no modules.
     """
     assert folder is not None
     pickled = folder / f"{name}.pickle"

@@ -1,4 +1,4 @@
-"""Exporting a model that is in memory: what comes back, and that the caller's model stays as it was."""
+"""Exporting a model in memory: the result, and the caller's unchanged model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 
 
-def test_the_result_tells_what_was_proven_and_where_it_lies() -> None:
+def test_result_reports_the_verification_and_the_folder() -> None:
     result = exports.exported()
     assert result.passed is True
     assert [target.target for target in result.parity][:2] == ["original", "transformed graph"]
@@ -48,7 +48,7 @@ def test_the_result_tells_what_was_proven_and_where_it_lies() -> None:
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All that can be seen of a model: values and identities of its weights, attributes, hooks, modes, configs."""
+    """Returns all visible state of a model: values and identities of its weights, attributes, hooks, modes, configs."""
     seen: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -67,7 +67,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["block", "llama"])
-def test_the_callers_model_and_inputs_stay_as_they_were(name: str, tmp_path: Path) -> None:
+def test_callers_model_and_inputs_stay_unchanged(name: str, tmp_path: Path) -> None:
     model = exports.block() if name == "block" else models.model(name)
     inputs = exports.batch() if name == "block" else models.inputs(name, 2, 9)
     model.register_forward_hook(hook := lambda module, args, output: None)
@@ -86,7 +86,7 @@ def test_the_callers_model_and_inputs_stay_as_they_were(name: str, tmp_path: Pat
 
 
 class FoldingInPlace(Transformation):
-    """Halves one weight and doubles the next, in the very modules that the graph shares with the model."""
+    """Halves one weight and doubles the next, in the modules that the graph shares with the model."""
 
     preserves_computation = True
 
@@ -97,23 +97,23 @@ class FoldingInPlace(Transformation):
         return graph_module
 
 
-def test_a_rule_that_works_in_place_does_not_change_the_callers_model(tmp_path: Path) -> None:
+def test_rule_that_works_in_place_keeps_the_callers_model(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4, False), b=nn.Linear(4, 2)))
     before = copy.deepcopy(model.state_dict())
     try:
         quick(model, {"x": X}, tmp_path / "bundle", transformations=FoldingInPlace(), dynamic=BATCH)
     except OptexportError:
-        pass  # to refuse such a rule is as good
+        pass  # refusing such a rule is fine too
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_all_batches_that_are_given_are_checked_on(tmp_path: Path) -> None:
+def test_all_provided_batches_are_checked(tmp_path: Path) -> None:
     several = [exports.batch(2, 5), exports.batch(1, 9), exports.batch(3, 3)]
     result = quick(exports.block(), several, tmp_path / "bundle", dynamic=exports.DYNAMIC)
     assert {"traced", "data 1", "data 2"} <= set(result.manifest.parity.cases)
 
     class Trap(nn.Module):
-        """Right but for one value, which only the second batch holds."""
+        """Right except for one value, which only the second batch has."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.where(x == 5, x * 1.5, x)
@@ -135,7 +135,7 @@ def test_all_batches_that_are_given_are_checked_on(tmp_path: Path) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("formats", [["onnx"], ["pt2", "torchscript"], ("torchscript",)])
-def test_only_the_formats_asked_for_are_written(formats: Any, tmp_path: Path) -> None:
+def test_only_requested_formats_are_written(formats: Any, tmp_path: Path) -> None:
     result = export(exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=formats)
     assert list(result.files) == list(formats)
     models_there = {path.name for path in result.output.iterdir() if path.name.startswith("model.")}
@@ -158,7 +158,7 @@ def several_rules() -> Iterator[Transformation]:
         (lambda: None, list(PRESET)),
     ],
 )
-def test_transformations_may_be_one_several_none_or_the_preset(
+def test_transformations_may_be_one_several_empty_or_the_preset(
     make: Callable[[], Any], rules: Any, tmp_path: Path
 ) -> None:
     result = quick(
@@ -169,7 +169,7 @@ def test_transformations_may_be_one_several_none_or_the_preset(
 
 
 class Marking(Transformation):
-    """Marks one negation, and changes nothing."""
+    """Marks one negation and changes nothing."""
 
     preserves_computation = True
 
@@ -183,7 +183,7 @@ class Marking(Transformation):
 
 
 @pytest.mark.slow
-def test_a_rule_that_is_applied_twice_is_counted_twice(tmp_path: Path) -> None:
+def test_rule_that_is_applied_twice_is_counted_twice(tmp_path: Path) -> None:
     model = Program(lambda m, x: (-x, (-x).neg().exp()))
     result = quick(model, {"x": X}, tmp_path / "bundle", transformations=[Marking(0), Marking(1)], dynamic=BATCH)
     (nodes,) = result.transformed_nodes.values()
@@ -222,7 +222,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_an_argument_that_cannot_be_meant_is_one_clear_error(name: str, tmp_path: Path) -> None:
+def test_invalid_argument_is_one_clear_error(name: str, tmp_path: Path) -> None:
     given = {"inputs": {"input": X}, **MISTAKES[name]}
     with pytest.raises((ConfigError, TraceError)) as caught:
         export(randomise(nn.Linear(4, 2)), given.pop("inputs"), tmp_path / "bundle", **given)
@@ -231,12 +231,12 @@ def test_an_argument_that_cannot_be_meant_is_one_clear_error(name: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_model_that_is_no_module_is_one_clear_error(tmp_path: Path) -> None:
+def test_model_that_is_not_a_module_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a function, not a module"):
         export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
 
 
-def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -> None:
+def test_only_selected_outputs_are_verified_and_written(tmp_path: Path) -> None:
     rules = [KeepOutputs(outputs=("pooler_output",)), SinkSelect(), MergeLinears()]
     result = export(models.model("bert"), models.inputs("bert"), tmp_path / "bundle", transformations=rules)
     assert [output.name for output in result.manifest.outputs] == ["pooler_output"]
@@ -248,7 +248,7 @@ def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_may_be_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "halves.py").write_text(cli.MODULE, encoding="utf-8")
     (tmp_path / "mine.toml").write_text(cli.config(), encoding="utf-8")
@@ -262,7 +262,7 @@ def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 3, b"bundle", "a\0b"])
-def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
+def test_invalid_path_is_one_clear_error(given: Any) -> None:
     calls: list[Callable[[Any], Any]] = [
         optexport.run,
         optexport.run_generation,

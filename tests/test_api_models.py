@@ -1,4 +1,4 @@
-"""Models of many kinds through the Python API: what is exported, and what is refused."""
+"""Models of many kinds in the Python API: exported or refused."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hook_that_looks_for_positional_inputs_is_told_how_to_be_registered(tmp_path: Path) -> None:
-    """The inputs were to blame."""
+def test_hook_that_needs_positional_inputs_gets_a_hint(tmp_path: Path) -> None:
+    """The error blamed the inputs."""
     model = nn.Sequential(nn.Linear(4, 3)).eval()
     model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
     with pytest.raises(TraceError, match="Register its hooks with with_kwargs=True: all inputs are passed by name"):
@@ -49,7 +49,7 @@ def test_a_hook_that_looks_for_positional_inputs_is_told_how_to_be_registered(tm
 
 
 @pytest.mark.slow
-def test_outputs_as_large_as_float64_holds_are_recorded(tmp_path: Path) -> None:
+def test_outputs_as_large_as_float64_allows_are_recorded(tmp_path: Path) -> None:
     masked = Program(lambda m, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)).eval()
     made = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")
     assert made.manifest.parity.bounds["output"].largest == torch.finfo(torch.float64).max
@@ -67,7 +67,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_part_in_train_mode_is_refused_too(tmp_path: Path) -> None:
+def test_submodule_in_train_mode_is_refused_too(tmp_path: Path) -> None:
     model = Dropping().eval()
     model.dropout.train()
     with pytest.raises(OptexportError):
@@ -76,7 +76,7 @@ def test_a_part_in_train_mode_is_refused_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
+def test_rule_that_only_removes_nodes_names_them(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
     (change,) = result.manifest.transformations[0].changes
@@ -88,14 +88,14 @@ def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_size_among_the_outputs_keeps_no_rule_from_being_undone(tmp_path: Path) -> None:
+def test_size_among_the_outputs_does_not_prevent_undo(tmp_path: Path) -> None:
     model = Program(lambda m, x: (m.a(x) / 4 * m.b(x), x.shape[0]), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     result = quick(randomise(model), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=MergeLinears())
     assert result.manifest.undone == ["merge-linears"]
 
 
 @pytest.mark.slow
-def test_a_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
+def test_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
     block = randomise(Program(lambda m, x: m.a(x) / 4 * m.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
     graph_module = fx.symbolic_trace(block)
     before = graph_module.code
@@ -106,7 +106,7 @@ def test_a_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(run(result, x=x)["output"], block(x), rtol=1e-4, atol=1e-5)
 
 
-def test_an_exported_program_is_exported(tmp_path: Path) -> None:
+def test_exported_program_is_exported(tmp_path: Path) -> None:
     block = exports.block()
     dims = {name: torch.export.Dim(name, min=2, max=32) for name in ("batch", "sequence")}
     axes = {0: dims["batch"], 1: dims["sequence"]}
@@ -117,7 +117,7 @@ def test_an_exported_program_is_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(run(result, **batch)["hidden"], block(**batch)["hidden"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_plain_network_needs_nothing_but_an_input(tmp_path: Path) -> None:
+def test_plain_network_needs_only_an_input(tmp_path: Path) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     result = export(model, X, tmp_path / "bundle")
     assert result.manifest.inputs[0].shape == ["batch", 4]
@@ -146,7 +146,7 @@ def test_tied_weights_stay_tied_in_effect(tmp_path: Path) -> None:
 
 
 class Kinds(nn.Module):
-    """Outputs of every kind: booleans, integers, scalars, empty ones, sizes, nothing, repeats, nested ones."""
+    """Outputs of every kind: booleans, integers, scalars, empty tensors, sizes, None, repeats and nested containers."""
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         return {
@@ -174,8 +174,8 @@ def test_outputs_of_every_kind_go_into_every_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_path: Path) -> None:
-    """In float64 the sum is exact and every element zero; in float32 it is off, and so is every candidate."""
+def test_difference_from_an_exact_zero_can_be_recorded(tmp_path: Path) -> None:
+    """In float64 the sum is exact and every element zero; in float32 it is not, for any candidate."""
 
     class Cancelling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_other_precisions_are_exported(dtype: torch.dtype, formats: list[str], t
 
 
 @pytest.mark.slow
-def test_an_output_may_be_named_as_something_inside_the_graph(tmp_path: Path) -> None:
+def test_output_may_have_the_name_of_a_node_in_the_graph(tmp_path: Path) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +220,7 @@ def test_an_output_may_be_named_as_something_inside_the_graph(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rounding up a size", "a sparse weight"])
-def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
+def test_unsupported_part_of_a_pt2_file_is_reported(name: str, tmp_path: Path) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -237,8 +237,8 @@ def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inputs_of_a_graph_module_go_by_name(tmp_path: Path) -> None:
-    """In the graph's own order, whichever they are given in; equal values would hide a mistake."""
+def test_inputs_of_a_graph_module_are_matched_by_name(tmp_path: Path) -> None:
+    """Inputs in any order become the graph's order. Equal values would hide a mistake."""
 
     class Two(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,10 @@ def test_inputs_of_a_graph_module_go_by_name(tmp_path: Path) -> None:
 
 
 class MaskedOut(nn.Module):
-    """Adds -1e9 where the mask is zero: of a whole row float32 keeps nothing but that, and float64 the scores too."""
+    """Adds -1e9 where the mask is zero.
+
+    In a masked row, float32 keeps only this number; float64 keeps the scores too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +285,7 @@ class OnePercentMore(Transformation):
 
 
 @pytest.mark.slow
-def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> None:
+def test_masked_row_hides_no_fault_elsewhere(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MaskedOut().eval()
     given = {"input_ids": torch.randint(0, 99, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
@@ -294,7 +297,7 @@ def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_complex_output_is_refused(tmp_path: Path) -> None:
+def test_complex_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="complex"):
         quick(Program(lambda m, x: torch.fft.fft(x)), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
@@ -312,9 +315,7 @@ def detections(x: torch.Tensor, least: float) -> torch.Tensor:
         (Program(lambda m, x: (x * 2, x[:, :0])), True),
     ],
 )
-def test_an_output_that_holds_nothing_on_all_inputs_is_refused_unless_it_never_can(
-    model: nn.Module, is_proven: bool, tmp_path: Path
-) -> None:
+def test_output_that_is_always_empty_here_is_refused(model: nn.Module, is_proven: bool, tmp_path: Path) -> None:
     x = torch.tensor([[1.0, 2.0], [-3.0, 4.0], [5.0, 6.0]])
     if is_proven:
         assert quick(model, {"x": x}, tmp_path / "b", effort="quick").passed
@@ -335,7 +336,7 @@ class Masking(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_of_an_encoder_whose_padding_is_zero_outside_of_a_trace_the_way_out_is_told(tmp_path: Path) -> None:
+def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(tmp_path: Path) -> None:
     given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
     given["mask"][1, 3:] = 0
     with pytest.raises(ParityError, match=r"build it with enable_nested_tensor=False"):

@@ -1,4 +1,4 @@
-"""Sizes through the Python API: those that are declared, found, refused, and checked without having been traced."""
+"""Sizes in the Python API: declared, found, refused, and checked without a trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests._helpers.models import randomise
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:
+def test_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     result = quick(model, X[:1], tmp_path / "bundle")
     assert result.manifest.inputs[0].shape == ["batch", 4]
 
 
 @pytest.mark.slow
-def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -> None:
+def test_dynamic_axes_may_have_a_name_or_a_range(tmp_path: Path) -> None:
     by_name = quick(exports.block(), exports.batch(), tmp_path / "name", dynamic={
         "x": {0: "batch", 1: "sequence"}, "mask": {0: "batch", 1: "sequence"},
     })  # fmt: skip
@@ -39,7 +39,7 @@ def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -
     assert all(target.passed for target in verify(static.output).targets)
 
 
-def test_an_axis_that_the_model_fixes_against_the_declaration_is_an_error(tmp_path: Path) -> None:
+def test_declared_axis_that_the_model_fixes_is_an_error(tmp_path: Path) -> None:
     model = randomise(nn.Linear(4, 2))
     for width in ("width", Dim("width", 2, 64)):
         with pytest.raises(TraceError) as caught:
@@ -58,44 +58,44 @@ _BRANCHES: dict[str, tuple[Any, tuple[int, int], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _BRANCHES)
-def test_a_branch_on_sizes_far_from_the_traced_ones_is_found(name: str, tmp_path: Path) -> None:
+def test_branch_far_from_the_traced_sizes_is_found(name: str, tmp_path: Path) -> None:
     condition, shape, (h, w) = _BRANCHES[name]
     model = Program(lambda m, x: x * 2 if condition(*x.shape) else x + 1)
-    with pytest.raises((ParityError, TraceError)):  # of a declared range torch itself sees some
+    with pytest.raises((ParityError, TraceError)):  # torch finds some in a declared range
         quick(model, {"x": torch.rand(shape)}, tmp_path / "bundle", dynamic={"x": {0: h, 1: w}})
 
 
 @pytest.mark.slow
-def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(tmp_path: Path) -> None:
+def test_undeclared_range_ends_where_the_model_branches(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2 if x.shape[0] > 5000 else x + 1)
     result = quick(model, {"x": torch.rand(10, 3)}, tmp_path / "bundle", dynamic={"x": {0: "h", 1: "w"}})
     assert result.manifest.dims["h"].max == 5000
 
 
 @pytest.mark.slow
-def test_a_size_that_float32_rounds_otherwise_is_tried(tmp_path: Path) -> None:
+def test_size_that_float32_rounds_differently_is_tried(tmp_path: Path) -> None:
     model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=0.7, mode="bilinear"))
     dynamic = {"x": {2: Dim("h", 8, 256), 3: Dim("w", 8, 256)}}
-    with pytest.raises(ParityError, match="onnx: output, at h 90"):  # 0.7 * 90 is 62.99999 in float64 alone
+    with pytest.raises(ParityError, match="onnx: output, at h 90"):  # 0.7 * 90 is 62.99999 in float64 only
         quick(model, {"x": torch.rand(1, 2, 17, 20)}, tmp_path / "bundle", dynamic=dynamic, formats=["onnx"])
 
 
 @pytest.mark.slow
-def test_sizes_that_are_made_longer_hold_no_ties_that_the_data_did_not(tmp_path: Path) -> None:
+def test_lengthened_batches_have_no_ties_that_the_data_lacks(tmp_path: Path) -> None:
     sorts = Program(lambda m, x: x.sort(1))
     result = quick(sorts, {"x": torch.randn(3, 17)}, tmp_path / "bundle", dynamic={"x": {1: Dim("n", 8, 200)}})
     assert result.passed
 
 
 @pytest.mark.slow
-def test_the_end_of_a_huge_range_is_not_built(tmp_path: Path) -> None:
+def test_end_of_a_huge_range_is_not_built(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2)
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 2**31 - 1)}})
     assert result.passed
 
 
 class Branching(nn.Module):
-    """Goes another way at some sizes, which a trace does not."""
+    """Takes another branch at some sizes. A trace does not."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 100 if x.shape[0] % 11 == 0 else x * 2
@@ -103,13 +103,13 @@ class Branching(nn.Module):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [{"x": {0: Dim("batch", 1, 64)}}, {"x": {0: "batch"}}, None])
-def test_a_branch_on_a_size_is_found(dynamic: Any, tmp_path: Path) -> None:
+def test_branch_on_a_size_is_found(dynamic: Any, tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="batch 11"):
         quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic=dynamic)
 
 
 @pytest.mark.slow
-def test_a_branch_on_a_size_that_is_not_declared_does_no_harm(tmp_path: Path) -> None:
+def test_branch_on_an_undeclared_size_does_no_harm(tmp_path: Path) -> None:
     result = quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 10)}})
     assert result.passed
 
@@ -121,7 +121,7 @@ def test_both_ends_of_a_range_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
+def test_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
     dynamic = {"input": {0: Dim("batch", 1, 1)}}
     result = quick(nn.Linear(4, 3).eval(), torch.randn(1, 4), tmp_path / "one", dynamic=dynamic)
     assert result.manifest.dims == {}
@@ -141,6 +141,6 @@ def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
         ({0: Dim("batch", 1, 10**30)}, "no size that can be proven"),
     ],
 )
-def test_a_dimension_that_no_input_has_is_refused(axes: Any, words: str, tmp_path: Path) -> None:
+def test_unknown_dimension_is_refused(axes: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         quick(nn.Linear(4, 3).eval(), torch.randn(2, 4), tmp_path / "one", dynamic={"input": axes})

@@ -1,4 +1,4 @@
-"""Models whose results hang on more than their inputs, on state or on chance, through the Python API."""
+"""Models whose results depend on state or chance, in the Python API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Random(nn.Module):
 
 
 class Counting(nn.Module):
-    """Gives another result at each call."""
+    """Returns another result in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Counting(nn.Module):
 
 
 class Unsteady(nn.Module):
-    """Whose float64 self computes something else: no distance from it means anything."""
+    """Computes something else in float64, so that no distance from it is meaningful."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.dtype == torch.float32 else -x
 
 
 class Summing(nn.Module):
-    """Hands out a buffer that it writes anew in each call, whole or in part, and counts its calls."""
+    """Returns a buffer that it writes in each call, completely or partly, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Summing(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_buffer_that_is_written_in_each_call_is_handed_out_as_the_call_left_it(tmp_path: Path) -> None:
-    """Kept without a copy, what the original gave was what it gave to the inputs that came last."""
+def test_buffer_written_in_each_call_is_returned_unchanged(tmp_path: Path) -> None:
+    """Without a copy, the original's result was the result for the last inputs."""
     model = Summing()
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, formats=["onnx", "torchscript", "pt2"])
     assert all(not buffer.any() for buffer in model.buffers()), "the caller's model was changed"
@@ -75,13 +75,13 @@ class CountingAside(Counting):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Counting, CountingAside])
-def test_state_that_results_depend_on_is_refused_by_its_name(make: type[nn.Module], tmp_path: Path) -> None:
+def test_state_that_results_depend_on_is_refused_by_name(make: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"at the next call \(output\w* by 1\), by the state that it keeps in calls"):
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 
 @pytest.mark.slow
-def test_state_that_goes_with_the_outputs_that_are_left_out_is_none_to_refuse(tmp_path: Path) -> None:
+def test_state_of_outputs_that_are_left_out_is_accepted(tmp_path: Path) -> None:
     kept = KeepOutputs(outputs=("output_0",))
     result = quick(CountingAside(), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=kept)
     assert torch.equal(run(result, x=X)["output_0"], X * 2)
@@ -100,7 +100,7 @@ def test_randomness_is_not_blamed_on_state(tmp_path: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Random, Counting, Unsteady])
-def test_a_model_that_nothing_can_be_proven_of_is_refused(make: type[nn.Module], tmp_path: Path) -> None:
+def test_model_without_any_verifiable_output_is_refused(make: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(OptexportError) as caught:
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
     assert caught.value.exit_code in (3, 4)

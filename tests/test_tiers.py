@@ -1,4 +1,4 @@
-"""The two tiers of the tests: together they are all tests, and the first holds some of every parametrized test."""
+"""The two tiers of the tests: together all tests; the first samples every parametrized test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import tiers
 
 
 class Item(SimpleNamespace):
-    """As much of a `pytest.Item` as the choice of a tier needs."""
+    """The part of `pytest.Item` that the choice of a tier needs."""
 
     def get_closest_marker(self, name: str) -> Any:
         return self.sample if name == "sample" else None
@@ -37,7 +37,7 @@ def test_a_sample_is_spread_over_the_parameter_sets(sets: int, count: int, fast:
     assert not any(item.slow for item in other)
 
 
-def test_the_quick_profile_tries_fewer_examples_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_profile_tries_fewer_examples_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "settings", SimpleNamespace(default=SimpleNamespace(max_examples=20)))
     assert [tiers.examples(count) for count in (1, 8, 100, 600)] == [1, 5, 20, 120]
     monkeypatch.setattr(tiers, "settings", SimpleNamespace(default=SimpleNamespace(max_examples=100)))

@@ -1,4 +1,4 @@
-"""Splits the tests into two tiers: ``make test`` leaves out what is marked slow, ``make test-all`` runs everything."""
+"""Splits the tests into two tiers: ``make test`` skips slow tests, ``make test-all`` runs everything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import settings
 
 
 def mark_samples(items: Sequence[pytest.Item]) -> None:
-    """Marks as slow what ``sample(n)`` leaves out: all but `n` parameter sets of a test, evenly spread."""
+    """Marks the parameter sets that ``sample(n)`` leaves out as slow: all but `n` of a test, evenly spread."""
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         sets = [item for item in group if not any(map(item.get_closest_marker, ("nightly", "system")))]
         if not sets:
@@ -23,5 +23,8 @@ def mark_samples(items: Sequence[pytest.Item]) -> None:
 
 
 def examples(count: int) -> int:
-    """Returns how many examples a property test tries: `count` in the full hypothesis profile, a fifth in the quick."""
+    """Returns how many examples a property test tries:
+
+    `count` in the full hypothesis profile, a fifth in the quick one.
+    """
     return max(min(count, 5), count * settings.default.max_examples // 100)

@@ -1,4 +1,4 @@
-"""Any module goes through, whatever it takes and returns: each kind in all formats, at sizes that were not traced."""
+"""Modules with every kind of inputs and outputs, in all formats and at untraced sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ByKeyword(nn.Module):
 
 
 class States(nn.Module):
-    """A recurrent cell: a tuple of states in, and out again beside the result."""
+    """A recurrent cell: takes a tuple of states and returns it with the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Optional(nn.Module):
 
 
 class Switched(nn.Module):
-    """Constants that choose the way and the number of outputs."""
+    """Constants that choose the branch and the number of outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Named(NamedTuple):
 
 
 class Returning(nn.Module):
-    """Returns what it is told to."""
+    """Returns what its function returns."""
 
     def __init__(self, form: Callable[..., Any]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Returning(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers that are saved and some that are not, a tensor that is no buffer, and a parameter of its own."""
+    """Buffers that are saved and that are not, a plain tensor attribute, and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Buffers(nn.Module):
 
 
 class ReluFirst(nn.Module):
-    """A batch norm after a ReLU, which cannot be folded into the convolution before it, as in CREPE."""
+    """A batch norm after a ReLU, as in CREPE. It cannot be folded into the convolution before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def features(n: int) -> dict[str, Any]:
 
 Make = Callable[[int], Any]
 X: Make = lambda n: {"x": floats(n, 4)}  # noqa: E731
-# What goes in, at a number of rows; the names of the inputs and outputs, and what is fixed.
+# Inputs for a number of rows, names of inputs and outputs, and constants.
 TABLE: dict[str, tuple[Callable[[], nn.Module], Make, list[str], list[str], dict[str, Any]]] = {
     "a tuple of tensors": (Positional, pair, ["x", "y"], ["output"], {}),
     "tensors by name, in another order": (
@@ -275,7 +275,7 @@ def leaves(inputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
-# Which all tests run; the others need minutes.
+# All tests run these. The others take minutes.
 ALWAYS = (
     *("any tensors by keyword", "a tuple of states", "dicts in dicts, and a list", "constants", "a dataclass out"),
     "a graph of torch.fx with states",
@@ -285,9 +285,7 @@ KINDS = [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.nightl
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_traced(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_kind_of_module_is_right_at_untraced_sizes(kind: str, tmp_path: Path) -> None:
     make, given, inputs, outputs, constants = TABLE[kind]
     model = make().eval() if kind.startswith("a graph") else randomise(make())
     before = vars(model).copy()
@@ -308,7 +306,7 @@ def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_t
 
 
 def sorted_like(names: list[str], inputs: Any) -> Any:
-    """Arguments by name in the order of the names; others as they are."""
+    """Sorts keyword arguments by the order of the names."""
     if not isinstance(inputs, dict):
         return inputs
     order = list(dict.fromkeys(name.partition(".")[0] for name in names))
@@ -317,7 +315,7 @@ def sorted_like(names: list[str], inputs: Any) -> Any:
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [kind for kind in TABLE if kind != "a dataclass out"])
-def test_arguments_get_flat_names_and_the_model_computes_the_same_with_them(kind: str) -> None:
+def test_arguments_get_flat_names_and_results_stay_equal(kind: str) -> None:
     make, given, inputs, _, constants = TABLE[kind]
     model = make().eval() if kind.startswith("a graph") else randomise(make())
     tensors, arguments = flat_inputs(model, given(3))
@@ -337,7 +335,7 @@ def test_arguments_get_flat_names_and_the_model_computes_the_same_with_them(kind
     assert any(tensor.dtype == torch.float64 for tensor in exact.values())
 
 
-def test_names_that_python_would_take_for_one_are_told_apart() -> None:
+def test_names_that_are_equal_in_python_stay_distinct() -> None:
     model = ByKeyword()
     tensors, _ = flat_inputs(model, {"x": floats(2, 4), "a": {"b": floats(2, 1)}, "a_b": floats(3)})
     assert list(tensors) == ["x", "a.b", "a_b_2"]
@@ -352,13 +350,13 @@ def test_names_that_python_would_take_for_one_are_told_apart() -> None:
         ({"y": floats(2, 4)}, "cannot be called so: missing a required argument: 'x'"),
     ],
 )
-def test_arguments_that_cannot_be_meant_are_one_clear_error(given: Any, told: str) -> None:
+def test_invalid_arguments_are_one_clear_error(given: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         flat_inputs(Optional(), given)
 
 
-def test_a_dataclass_that_every_call_makes_anew_is_refused() -> None:
-    """It was told to torch and traced again, without end."""
+def test_dataclass_created_in_every_call_is_refused() -> None:
+    """It was registered with torch and traced again, without end."""
 
     def returned(m: Any, x: torch.Tensor) -> Any:
         return make_dataclass("Anew", ["y"])(x * 2)

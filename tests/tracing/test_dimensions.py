@@ -1,4 +1,4 @@
-"""Dimensions of a trace: named, tied and bounded as declared, or fixed and told so."""
+"""Dimensions of a trace: named, tied and bounded as declared, or fixed and reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tracing.test_trace import Two, X
 
 
 class Fixed(nn.Module):
-    """A table of seven positions, added as it stands: the second axis can have no other size."""
+    """Adds a table of seven positions, so the second axis can have no other size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Fixed(nn.Module):
         return (x + self.table).reshape(-1, 28)
 
 
-def test_a_declared_dimension_that_the_model_fixes_is_an_error_that_names_it() -> None:
+def test_declared_dimension_fixed_by_the_model_is_named() -> None:
     x = torch.randn(2, 7, 4)
     with pytest.raises(TraceError, match=r"input x, axis 1: the model fixes sequence to 7") as raised:
         symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: "sequence"}})
@@ -41,7 +41,7 @@ def test_a_declared_dimension_that_the_model_fixes_is_an_error_that_names_it() -
         symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: Dim("sequence", 2, 16)}})
 
 
-def test_a_dimension_that_the_model_fixes_and_nobody_declared_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_undeclared_dimension_fixed_by_the_model_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="optexport"):
         graph_module = symbolic_trace(Fixed(), example_inputs={"x": torch.randn(2, 7, 4)})
     assert "x[1] = 7" in caplog.text
@@ -49,7 +49,7 @@ def test_a_dimension_that_the_model_fixes_and_nobody_declared_is_reported(caplog
     assert outputs(graph_module, torch.randn(5, 7, 4))[0].shape == (5, 28)
 
 
-def test_a_range_that_the_model_does_not_take_is_an_error_that_names_the_dimension() -> None:
+def test_declared_range_refused_by_the_model_is_named() -> None:
     model = Program(lambda m, x: x + m.table[: x.shape[1]], table=nn.Parameter(torch.randn(7, 4)))
     x = torch.randn(2, 5, 4)
     batch = Dim("batch", 1, 8)
@@ -72,7 +72,7 @@ def test_declared_dimensions_are_named_tied_and_bounded() -> None:
     assert not traced.fixed
 
 
-def test_axes_that_are_not_declared_stay_as_they_are() -> None:
+def test_undeclared_axes_stay_static() -> None:
     traced = trace(randomise(Two()), {"first": X}, {"first": {0: "rows"}})
     assert traced.signature.inputs[0].shape == ("rows", 4)
     traced = trace(randomise(Two()), {"first": X}, {})
@@ -80,7 +80,7 @@ def test_axes_that_are_not_declared_stay_as_they_are() -> None:
 
 
 @pytest.mark.slow
-def test_the_dimensions_of_a_transformers_model_have_their_usual_names() -> None:
+def test_dimensions_of_a_transformers_model_have_usual_names() -> None:
     traced = trace(models.model("bart"), models.inputs("bart", 2, 6))
     shapes = {spec.name: spec.shape for spec in traced.signature.inputs}
     assert shapes == {
@@ -93,14 +93,14 @@ def test_the_dimensions_of_a_transformers_model_have_their_usual_names() -> None
     assert named["encoder_last_hidden_state"] == ("batch", "sequence", 16)
 
 
-def test_two_axes_that_must_be_equal_have_one_name() -> None:
+def test_axes_that_must_be_equal_share_one_name() -> None:
     x = {"first": X, "second": torch.randn(5, 3)}
     traced = trace(randomise(Two()), x)
     assert traced.signature.inputs[0].shape[0] == traced.signature.inputs[1].shape[0]
 
 
 @pytest.mark.slow
-def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
+def test_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
 
@@ -111,7 +111,7 @@ def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
 
 
 @pytest.mark.slow
-def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the_trace_asserts() -> None:
+def test_undeclared_range_starts_above_sizes_that_break_it() -> None:
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     model = randomise(ResNetModel(config))
     traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
@@ -126,7 +126,7 @@ def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the
 
 
 class Shuffled(nn.Module):
-    """Asks whether half of a size is whole in floats, of which torch.export knows no answer for a dynamic one."""
+    """Checks in floats if half of a size is whole. torch.export has no answer for a dynamic size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] % 0.5 != 0:
@@ -134,7 +134,7 @@ class Shuffled(nn.Module):
         return x.reshape(x.shape[0], int(x.shape[1] * 0.5), 2).sum(1)
 
 
-def test_a_size_that_torch_export_cannot_have_dynamic_is_fixed_with_the_reason_unless_it_is_declared() -> None:
+def test_size_that_cannot_be_dynamic_is_fixed_unless_declared() -> None:
     traced = trace(Shuffled(), {"x": torch.randn(3, 8)})
     assert traced.signature.inputs[0].shape == ("batch", 8)
     (fixed,) = traced.fixed

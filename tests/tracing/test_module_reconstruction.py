@@ -1,4 +1,4 @@
-"""Raising: ATen calls become the modules and operators that they came from, and compute the same to the bit."""
+"""Reconstruction: ATen calls become modules and operators again, and stay bit-exact."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", _LAYERS)
-def test_a_layer_comes_back_under_its_name_and_equal_to_the_bit(name: str) -> None:
+def test_layer_keeps_its_name_and_is_bit_exact(name: str) -> None:
     make, x = _LAYERS[name]
     model = randomise(Program(lambda m, x: m.outer[0](x), outer=nn.Sequential(make())))
     graph_module = symbolic_trace(model, example_inputs={"x": x})
@@ -67,7 +67,7 @@ def test_a_layer_comes_back_under_its_name_and_equal_to_the_bit(name: str) -> No
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["Linear", "Conv2d", "BatchNorm2d", "LayerNorm"])
-def test_layers_of_every_floating_dtype_come_back(name: str, dtype: torch.dtype) -> None:
+def test_layers_of_every_floating_dtype_are_reconstructed(name: str, dtype: torch.dtype) -> None:
     make, x = _LAYERS[name]
     model = randomise(Program(lambda m, x: m.layer(x), layer=make())).to(dtype)
     graph_module = symbolic_trace(model, example_inputs={"x": x.to(dtype)})
@@ -77,7 +77,7 @@ def test_layers_of_every_floating_dtype_come_back(name: str, dtype: torch.dtype)
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 2), nn.Embedding(7, 3)])
-def test_layers_of_whole_numbers_come_back(layer: Any) -> None:
+def test_integer_layers_are_reconstructed(layer: Any) -> None:
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter((parameter * 9).long(), requires_grad=False))
     x = torch.arange(24).reshape(2, 4, 3) % 7
@@ -101,7 +101,7 @@ _ARITHMETIC: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", _ARITHMETIC)
-def test_tensor_arithmetic_becomes_operators_and_stays_equal_to_the_bit(name: str) -> None:
+def test_tensor_arithmetic_becomes_operators_and_is_bit_exact(name: str) -> None:
     body, target = _ARITHMETIC[name]
     x = torch.randn(50, 7)
     model = Program(lambda _, x: body(x))
@@ -130,7 +130,7 @@ def test_arithmetic_with_options_keeps_them(body: Callable[[Any], Any]) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
-def test_models_are_equal_to_the_bit_at_sizes_that_were_not_traced(name: str) -> None:
+def test_models_are_bit_exact_at_untraced_sizes(name: str) -> None:
     model, graph_module = models.model(name), models.traced(name)
     inputs = models.inputs(name)
     options = {"use_cache": False} if name in ("bart", "llama", "t5") else {}
@@ -144,13 +144,13 @@ def test_models_are_equal_to_the_bit_at_sizes_that_were_not_traced(name: str) ->
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
-def test_no_layer_of_a_model_is_left_unraised(name: str) -> None:
+def test_every_layer_of_a_model_is_reconstructed(name: str) -> None:
     kinds = ("linear", "conv2d", "batch_norm", "layer_norm", "embedding")
     targets = [str(node.target) for node in models.traced(name).graph.nodes]
     assert not [target for target in targets if target.startswith(tuple(f"aten.{kind}." for kind in kinds))]
 
 
-def test_a_module_that_is_called_twice_is_one_module_called_twice() -> None:
+def test_module_called_twice_is_one_module_with_two_calls() -> None:
     x = torch.randn(3, 4)
     model = randomise(Program(lambda m, x: m.layer(m.norm(m.layer(x))), layer=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
     graph_module = symbolic_trace(model, example_inputs={"x": x})
@@ -158,7 +158,7 @@ def test_a_module_that_is_called_twice_is_one_module_called_twice() -> None:
     assert torch.equal(outputs(graph_module, x)[0], outputs(model, x)[0])
 
 
-def test_a_module_under_two_names_is_raised_once() -> None:
+def test_module_under_two_names_is_reconstructed_once() -> None:
     x = torch.randn(3, 4)
     shared = nn.Linear(4, 4)
     model = randomise(Program(lambda m, x: m.b(m.a(x)), a=shared, b=shared))
@@ -168,7 +168,7 @@ def test_a_module_under_two_names_is_raised_once() -> None:
 
 
 @pytest.mark.parametrize("first", ["embed", "head"])
-def test_a_tied_weight_is_raised_under_the_module_that_made_the_call(first: str) -> None:
+def test_tied_weight_belongs_to_the_module_that_made_the_call(first: str) -> None:
     parts: dict[str, nn.Module] = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9)}
     parts["head"].weight = parts["embed"].weight
     model = randomise(Program(lambda m, x: m.head(m.embed(x)), **dict(sorted(parts.items(), reverse=first == "head"))))
@@ -180,7 +180,7 @@ def test_a_tied_weight_is_raised_under_the_module_that_made_the_call(first: str)
     assert torch.equal(outputs(graph_module, x)[0], outputs(model, x)[0])
 
 
-def test_parameters_are_those_of_the_model_and_not_copies() -> None:
+def test_parameters_are_shared_with_the_model() -> None:
     graph_module, model = models.traced("bert"), models.model("bert")
     own = dict(model.named_parameters())
     raised = dict(graph_module.named_parameters())
@@ -188,7 +188,7 @@ def test_parameters_are_those_of_the_model_and_not_copies() -> None:
     assert all(raised[name] is own[name] for name in own)
 
 
-def test_the_state_dict_keeps_the_order_of_the_model() -> None:
+def test_state_dict_keeps_the_order_of_the_model() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.a(m.b(m.c(x) * m.scale) + m.shift)
 
@@ -201,14 +201,14 @@ def test_the_state_dict_keeps_the_order_of_the_model() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
-def test_a_state_dict_holds_nothing_that_the_model_would_not_save(name: str) -> None:
+def test_state_dict_omits_tensors_that_the_model_does_not_save(name: str) -> None:
     own = models.model(name).state_dict()
     extra = [key for key in models.traced(name).state_dict() if key not in own and "lifted_tensor" not in key]
     assert not extra
 
 
 class _Adapted(nn.Linear):
-    """As low-rank adapters are written: the base call is the subclass's own, the others are children's."""
+    """A low-rank adapter: the subclass makes the base call, its children the others."""
 
     def __init__(self, own_first: bool) -> None:
         super().__init__(4, 4)
@@ -221,7 +221,7 @@ class _Adapted(nn.Linear):
 
 
 class _Scaled(nn.Linear):
-    """As some embeddings and quantised layers are written: a tensor of its own beside the weight."""
+    """A scaled layer: the subclass has one more tensor than its layer."""
 
     def __init__(self, buffer: bool) -> None:
         super().__init__(4, 4)
@@ -253,7 +253,7 @@ class _Twice(nn.Linear):
     ],
     ids=["adapted, own call first", "adapted, children first", "scaled by a buffer", "scaled by a parameter", "twice"],
 )
-def test_subclasses_that_do_more_than_their_layer_compute_the_same(make: Callable[[], nn.Module]) -> None:
+def test_subclasses_that_extend_a_layer_compute_the_same(make: Callable[[], nn.Module]) -> None:
     x = torch.randn(3, 4)
     model = randomise(Program(lambda m, x: m.layer(x), layer=make()))
     graph_module = symbolic_trace(model, example_inputs={"x": x})
@@ -270,13 +270,13 @@ def test_hooks_and_parametrizations_are_computed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element:UserWarning:torch.nn.modules.linear")
-def test_a_layer_without_features_is_no_obstacle() -> None:
+def test_layer_without_features_is_accepted() -> None:
     x = torch.randn(3, 4)
     model = randomise(Program(lambda m, x: m.layer(x), layer=nn.Linear(4, 0)))
     assert outputs(symbolic_trace(model, example_inputs={"x": x}), x)[0].shape == (3, 0)
 
 
-def test_a_weight_that_is_computed_stays_an_aten_call() -> None:
+def test_computed_weight_stays_an_aten_call() -> None:
     x = torch.randn(3, 4)
     model = randomise(Program(lambda m, x: F.linear(x, m.layer.weight * 2) + m.layer(x), layer=nn.Linear(4, 4)))
     graph_module = symbolic_trace(model, example_inputs={"x": x})
@@ -285,14 +285,14 @@ def test_a_weight_that_is_computed_stays_an_aten_call() -> None:
     assert torch.equal(outputs(graph_module, x)[0], outputs(model, x)[0])
 
 
-def test_a_norm_in_train_mode_stays_an_aten_call() -> None:
+def test_norm_in_train_mode_stays_an_aten_call() -> None:
     x = torch.randn(3, 4)
     model = Program(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(4)).train()
     graph_module = symbolic_trace(model, example_inputs={"x": x})
     assert not calls(graph_module, nn.BatchNorm1d)
 
 
-def test_the_program_that_is_raised_stays_as_it_is() -> None:
+def test_reconstruction_does_not_change_the_program() -> None:
     model = randomise(Program(lambda m, x: m.layer(x) / 3, layer=nn.Linear(4, 4)))
     program = torch.export.export(model, (torch.randn(3, 4),))
     text, metas = str(program.graph), [dict(node.meta) for node in program.graph.nodes]

@@ -1,4 +1,4 @@
-"""Random numbers: a model whose outputs hang on some is refused, however seldom they show; others are let through."""
+"""A model is refused if its outputs depend on random numbers, even rarely."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def on_one_way(_: nn.Module, x: torch.Tensor) -> object:
         lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=1e-6),
     ],
 )
-def test_outputs_that_depend_on_random_numbers_are_refused_with_the_line(function: Function) -> None:
+def test_random_outputs_are_refused_with_the_line(function: Function) -> None:
     with pytest.raises(
         TraceError, match=r"outputs depend on random numbers, which \S+ draws, at (graphs|test_randomness).py:\d+: \w+"
     ):
@@ -53,7 +53,7 @@ def test_outputs_that_depend_on_random_numbers_are_refused_with_the_line(functio
 
 
 @pytest.mark.slow
-def test_numbers_that_are_drawn_on_one_way_alone_are_seen() -> None:
+def test_random_numbers_in_a_single_branch_are_found() -> None:
     with pytest.raises(TraceError, match="outputs depend on random numbers, which cond draws"):
         check(on_one_way)
 
@@ -68,7 +68,7 @@ def test_numbers_that_are_drawn_on_one_way_alone_are_seen() -> None:
         lambda m, x: (torch.rand(()), x * 2)[1],
     ],
 )
-def test_what_draws_nothing_or_has_no_say_is_let_through(function: Function) -> None:
+def test_model_without_random_outputs_is_accepted(function: Function) -> None:
     check(function)
 
 

@@ -1,4 +1,4 @@
-"""Tracing: signatures, dynamic axes that hold at sizes never traced, and a model that stays as it was."""
+"""Tracing: signatures, dynamic axes at untraced sizes, and unchanged models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.linspace(-2, 2, 20).reshape(5, 4)
 
 
 class Two(nn.Module):
-    """Two inputs of which the second may be left out, and two outputs."""
+    """Two inputs, the second of them optional, and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_input_names_choose_the_inputs_and_their_order() -> None:
 
 
 @pytest.mark.slow
-def test_a_single_input_is_enough_where_the_model_needs_no_more() -> None:
+def test_single_input_is_enough_if_the_model_needs_no_more() -> None:
     model = models.model("bert")
     graph_module = symbolic_trace(model, input_names=["input_ids"], disable_check=True)
     ids = _bert_inputs(3, 7)["input_ids"]
@@ -64,7 +64,7 @@ def test_a_single_input_is_enough_where_the_model_needs_no_more() -> None:
         assert torch.equal(graph_module(input_ids=ids).last_hidden_state, model(input_ids=ids).last_hidden_state)
 
 
-def test_names_of_parameters_and_modules_are_the_models_own() -> None:
+def test_names_of_parameters_and_modules_match_the_model() -> None:
     model, graph_module = models.model("bert"), models.traced("bert")
     assert {n for n, _ in graph_module.named_parameters()} == {n for n, _ in model.named_parameters()}
     own = dict(model.named_modules())
@@ -74,7 +74,7 @@ def test_names_of_parameters_and_modules_are_the_models_own() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in models.NAMES if name not in ("resnet", "vit", "groupvit")])
-def test_every_batch_and_sequence_works_whatever_was_traced(name: str) -> None:
+def test_every_batch_and_sequence_size_works(name: str) -> None:
     model, graph_module = models.model(name), models.traced(name)
     options = {"use_cache": False} if name in ("bart", "llama", "t5") else {}
     for batch, sequence in itertools.product((1, 2, 5), (2, 3, 33)):
@@ -84,7 +84,7 @@ def test_every_batch_and_sequence_works_whatever_was_traced(name: str) -> None:
         torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
 
 
-def test_images_of_another_size_work_where_the_model_takes_them() -> None:
+def test_images_of_another_size_work_if_the_model_takes_them() -> None:
     model, graph_module = models.model("resnet"), models.traced("resnet")
     for batch, height, width in ((1, 32, 32), (3, 48, 64), (2, 96, 33)):
         pixels = torch.randn(batch, 3, height, width)
@@ -92,13 +92,13 @@ def test_images_of_another_size_work_where_the_model_takes_them() -> None:
             torch.testing.assert_close(graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
 
 
-def test_a_plain_module_without_inputs_goes_through_torch_fx() -> None:
+def test_plain_module_without_inputs_goes_through_torch_fx() -> None:
     graph_module = symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     assert [node.op for node in graph_module.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
     assert "val" not in next(iter(graph_module.graph.nodes)).meta
 
 
-def test_a_plain_module_with_inputs_is_exported() -> None:
+def test_plain_module_with_inputs_is_exported() -> None:
     model = randomise(Two())
     both = {"first": X, "second": torch.randn(5, 3)}
     graph_module = symbolic_trace(model, example_inputs=both)
@@ -116,31 +116,31 @@ def test_input_names_choose_among_the_example_inputs() -> None:
     assert [node.target for node in graph_module.graph.find_nodes(op="placeholder")] == ["first"]
 
 
-def test_a_name_without_a_tensor_is_an_error_that_names_it() -> None:
+def test_name_without_a_tensor_is_an_error_with_the_name() -> None:
     with pytest.raises(TraceError, match="example_inputs: the tensors for third are missing"):
         symbolic_trace(Two(), input_names=["first", "third"], example_inputs={"first": X})
 
 
-def test_an_input_that_a_transformers_model_does_not_take_is_an_error_that_names_it() -> None:
+def test_unknown_input_of_a_transformers_model_is_named() -> None:
     with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
         symbolic_trace(models.model("bert"), input_names=["pixel_values"])
 
 
-def test_an_input_that_is_no_tensor_is_an_error_that_names_it() -> None:
+def test_input_that_is_not_a_tensor_is_named() -> None:
     with pytest.raises(TraceError, match=r"input second: not a tensor \(found int\)"):
         trace(Two(), {"first": X, "second": 3})  # type: ignore[dict-item]
     with pytest.raises(OptexportError, match=r"tensors by input name.*\n.*Two takes first, second"):
         symbolic_trace(Two(), example_inputs={"first": X, "second": 3})  # type: ignore[dict-item]
 
 
-def test_example_inputs_may_be_given_in_order() -> None:
+def test_example_inputs_may_be_positional() -> None:
     model, second = randomise(Two()), torch.randn(5, 3)
     graph_module = symbolic_trace(model, example_inputs=(X, second))
     assert [node.target for node in graph_module.graph.find_nodes(op="placeholder")] == ["first", "second"]
     assert torch.equal(graph_module(X, second)["sum"], model(X, second)["sum"])
 
 
-def test_what_torch_fx_cannot_trace_asks_for_inputs() -> None:
+def test_untraceable_module_asks_for_inputs() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
@@ -153,12 +153,12 @@ def test_what_torch_fx_cannot_trace_asks_for_inputs() -> None:
         symbolic_trace(Branches(), example_inputs={"x": X})
 
 
-def test_inputs_that_the_model_itself_refuses_are_said_to_be_the_cause() -> None:
+def test_inputs_refused_by_the_model_are_named_as_the_cause() -> None:
     with pytest.raises(TraceError, match=r"the model itself fails on the inputs first \[5, 7\]"):
         symbolic_trace(Two(), example_inputs={"first": torch.randn(5, 7)})
 
 
-def test_a_graph_module_is_copied_as_it_is() -> None:
+def test_graph_module_is_copied_unchanged() -> None:
     given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))))
     before, own = written(given), owned(given)
     copied = symbolic_trace(given)
@@ -170,7 +170,7 @@ def test_a_graph_module_is_copied_as_it_is() -> None:
     assert copied.graph is not given.graph
 
 
-def test_a_copied_graph_module_can_be_undone() -> None:
+def test_copied_graph_module_can_be_undone() -> None:
     layers = {name: nn.Linear(4, 3) for name in "qkv"}
     given = fx.symbolic_trace(randomise(Program(lambda m, x: m.k(x) * m.q(x) * m.v(x), **layers)))
     before = written(given)
@@ -178,7 +178,7 @@ def test_a_copied_graph_module_can_be_undone() -> None:
     assert written(MergeLinears()(copied, reverse=True)) == before
 
 
-def test_a_graph_module_with_inputs_is_kept_and_learns_its_shapes() -> None:
+def test_graph_module_with_inputs_is_kept_and_gets_shapes() -> None:
     layers = {name: nn.Linear(4, 3) for name in "qk"}
     given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x) / 3, **layers)))
     text = str(given.graph)
@@ -188,7 +188,7 @@ def test_a_graph_module_with_inputs_is_kept_and_learns_its_shapes() -> None:
     assert torch.equal(outputs(copied, X)[0], outputs(given, X)[0])
 
 
-def test_an_exported_program_is_raised() -> None:
+def test_exported_program_is_reconstructed() -> None:
     model = randomise(Program(lambda m, x: m.layer(x), layer=nn.Linear(4, 3)))
     program = torch.export.export(model, (), {"x": X}, dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
     traced = trace(program, {"x": X})
@@ -199,7 +199,7 @@ def test_an_exported_program_is_raised() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
-def test_the_callers_transformers_model_is_not_changed(name: str) -> None:
+def test_callers_transformers_model_is_not_changed(name: str) -> None:
     model = models.model(name)
     before, config = owned(model), copy.deepcopy(model.config.to_dict())
     random_state, grad = torch.get_rng_state(), torch.is_grad_enabled()
@@ -213,7 +213,7 @@ def test_the_callers_transformers_model_is_not_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_callers_plain_module_is_not_changed(training: bool) -> None:
+def test_callers_plain_module_is_not_changed(training: bool) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))).train(training)
     before, x = owned(model), X.clone()
     symbolic_trace(model)
@@ -223,7 +223,7 @@ def test_the_callers_plain_module_is_not_changed(training: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_trace_of_a_transformers_model_changes_nothing_either() -> None:
+def test_failed_trace_of_a_transformers_model_changes_nothing() -> None:
     model = models.model("llama")
     before, config = owned(model), copy.deepcopy(model.config.to_dict())
     with pytest.raises(TraceError, match=r"the model itself fails on the inputs input_ids \[2, 3, 4\]"):
@@ -233,7 +233,7 @@ def test_a_failed_trace_of_a_transformers_model_changes_nothing_either() -> None
 
 
 @pytest.mark.slow
-def test_a_failed_trace_of_a_module_in_train_mode_changes_nothing_either() -> None:
+def test_failed_trace_of_a_module_in_train_mode_changes_nothing() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = m.dropout(m.norm(x))
         return x if x.sum() > 0 else -x
@@ -246,14 +246,14 @@ def test_a_failed_trace_of_a_module_in_train_mode_changes_nothing_either() -> No
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_an_input_that_the_model_changes_in_place_is_not_changed_by_tracing() -> None:
+def test_input_changed_in_place_by_the_model_keeps_its_values() -> None:
     x = X.clone()
     symbolic_trace(Program(lambda _, x: x.add_(1) * 2), example_inputs={"x": x})
     assert torch.equal(x, X)
 
 
 @pytest.mark.slow
-def test_tracing_the_same_model_twice_gives_the_same_graph() -> None:
+def test_tracing_a_model_twice_gives_the_same_graph() -> None:
     first = symbolic_trace(models.model("albert"))
     assert str(first.graph) == str(models.traced("albert").graph)
     assert list(first.state_dict()) == list(models.traced("albert").state_dict())
@@ -261,7 +261,7 @@ def test_tracing_the_same_model_twice_gives_the_same_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_of_another_dtype_gets_inputs_of_it(dtype: torch.dtype) -> None:
+def test_inputs_get_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     model = copy.deepcopy(models.model("vit")).to(dtype)
     graph_module: Any = symbolic_trace(model)
     pixels = models.inputs("vit")["pixel_values"].to(dtype)
@@ -274,14 +274,14 @@ class Branching(nn.Module):
         return x if x.sum() > 3 else x + 1
 
 
-def test_a_way_that_depends_on_values_is_an_error_that_names_its_line() -> None:
+def test_branch_on_values_is_an_error_with_the_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+: return x if x\.sum\(\) > 3") as raised:
         trace(Branching(), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.hint
 
 
-def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
+def test_module_moved_to_its_own_device_is_traced() -> None:
     class Moved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
         torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))
 
 
-def test_what_is_no_module_and_inputs_that_it_does_not_take_are_told() -> None:
+def test_non_modules_and_unknown_inputs_are_refused() -> None:
     with pytest.raises(TraceError, match="not a module"):
         symbolic_trace("bert-base-uncased")  # type: ignore[arg-type]
     with pytest.raises(TraceError, match=r"forward takes other inputs \(found x, expected input\)"):
@@ -306,8 +306,8 @@ def test_what_is_no_module_and_inputs_that_it_does_not_take_are_told() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
-def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> None:
-    """Of a keyword torch itself wrote code that Python does not take, which was called a defect."""
+def test_name_that_generated_code_cannot_use_is_refused(name: str) -> None:
+    """torch generated invalid Python for a keyword, and the failure was reported as a defect."""
     model = nn.Sequential()
     model.add_module(name, nn.Linear(4, 4))
     with pytest.raises(TraceError, match="cannot stand in the code of a graph"):
@@ -315,7 +315,7 @@ def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> No
 
 
 @pytest.mark.slow
-def test_a_program_with_a_keyword_for_a_name_is_refused() -> None:
+def test_program_with_a_keyword_as_a_name_is_refused() -> None:
     model = nn.Sequential()
     model.add_module("in", nn.Linear(4, 4))
     program = torch.export.export(model, (torch.randn(2, 4),))
@@ -324,7 +324,7 @@ def test_a_program_with_a_keyword_for_a_name_is_refused() -> None:
 
 
 class Remembers(nn.Module):
-    """Keeps, for longer inputs than it has seen, a table that it computes anew."""
+    """Caches a table, and computes it again for longer inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,8 +337,8 @@ class Remembers(nn.Module):
         return x * 2
 
 
-def test_what_a_model_keeps_as_it_is_traced_is_not_kept_in_it() -> None:
-    """A model of transformers with two tables of positions could not be run or traced again."""
+def test_state_cached_during_the_trace_is_not_kept() -> None:
+    """A transformers model with two tables of positions could not be run or traced again."""
     model = Remembers().eval()
     for _ in range(2):
         trace(model, {"x": torch.randn(2, 5)})
@@ -346,7 +346,7 @@ def test_what_a_model_keeps_as_it_is_traced_is_not_kept_in_it() -> None:
         assert not hasattr(model, "beside")
 
 
-def test_a_choice_among_sizes_that_files_would_not_hold_is_refused() -> None:
+def test_choice_among_sizes_that_files_cannot_express_is_refused() -> None:
     model = Program(lambda m, x: x[:, torch.sym_ite(x.shape[0] == 1, 1, 0) :]).eval()
     traced = trace(model, {"x": torch.randn(3, 5)})
     with pytest.raises(TraceError, match="torch.sym_ite"):

@@ -1,4 +1,4 @@
-"""What is patched of transformers while a model of it is traced."""
+"""Patches of transformers during the trace of one of its models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zoo import stages
 
 
 class Halving(PreTrainedModel):
-    """As Informer's encoder: of the mask that is made for all layers those after the first take none but no mask."""
+    """Like Informer's encoder: one mask for all layers, and the layers after the first accept only None."""
 
     config_class = PreTrainedConfig
     _supports_sdpa = True
@@ -32,7 +32,7 @@ class Halving(PreTrainedModel):
 
 
 @pytest.mark.slow
-def test_where_nothing_is_padded_no_mask_is_made() -> None:
+def test_no_mask_is_made_without_padding() -> None:
     model = Halving().eval()
     traced = trace(model, {"x": torch.randn(3, 9, 4)})
     given = torch.randn(2, 14, 4)
@@ -41,7 +41,7 @@ def test_where_nothing_is_padded_no_mask_is_made() -> None:
 
 
 @pytest.mark.slow
-def test_attention_within_segments_norms_its_queries_and_keys() -> None:
+def test_attention_within_segments_normalizes_queries_and_keys() -> None:
     built = stages.build(stages.Outcome("glm_ocr_vision"))
     assert built is not None
     model, inputs = built

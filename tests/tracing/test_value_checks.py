@@ -1,4 +1,4 @@
-"""Checks of values, which raise or do nothing: a trace goes on behind them."""
+"""Checks of values, which raise or do nothing: the trace continues after them."""
 
 import contextlib
 from typing import Any
@@ -12,7 +12,7 @@ from optexport.tracing import trace
 
 
 class Checks(nn.Module):
-    """Raises where its inputs do not fit together, in several ways of saying so."""
+    """Raises if its inputs do not fit together, in several ways."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if x is not None and x[mask].numel() != 2 * mask.sum():
@@ -25,7 +25,7 @@ class Checks(nn.Module):
 
 
 class Branches(nn.Module):
-    """Raises beside a condition on which something else hangs."""
+    """Raises, and has other code that depends on the same condition."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
@@ -36,7 +36,7 @@ class Branches(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A condition of which nobody can say what makes it pass."""
+    """A condition that has no known way to pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0 and not x.max() > 1e9:
@@ -44,7 +44,7 @@ class Mixed(nn.Module):
         return x * 2
 
 
-def test_a_trace_goes_on_behind_checks_of_values():
+def test_trace_continues_after_checks_of_values():
     model = Checks()
     example = {"x": torch.randn(5, 2), "mask": torch.tensor([True, False, True, True, False])}
     traced = trace.trace(model, example)
@@ -53,7 +53,7 @@ def test_a_trace_goes_on_behind_checks_of_values():
 
 
 class Kept(nn.Module):
-    """Keeps what it asked, and raises for another reason."""
+    """Stores the condition and raises for another reason."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if (is_large := bool(x.max() > 1e5)) and self.training:
@@ -79,7 +79,7 @@ class OneLine(nn.Module):
 
 
 class Caught(nn.Module):
-    """Goes on another way where a check raises."""
+    """Takes another branch if a check raises."""
 
     def check(self, x: torch.Tensor) -> torch.Tensor:
         if x.max() > 1e5:
@@ -94,7 +94,7 @@ class Caught(nn.Module):
 
 
 class Suppressed(nn.Module):
-    """Suppresses what a check raises."""
+    """Suppresses the error of a check."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with contextlib.suppress(AssertionError):
@@ -104,7 +104,7 @@ class Suppressed(nn.Module):
 
 
 class Swallowing:
-    """A context manager that goes on behind a check that fails within it."""
+    """A context manager that continues after a check within it fails."""
 
     def __enter__(self) -> None: ...
 
@@ -113,7 +113,7 @@ class Swallowing:
 
 
 class Swallowed(nn.Module):
-    """Swallows what a check raises."""
+    """Swallows the error of a check."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), Swallowing():
@@ -149,7 +149,7 @@ exec("def note(x, found):\n    if x.max() > 1e5:\n        found.append(x)\n    r
 
 
 class Generated(nn.Module):
-    """Branches in code that is in no file."""
+    """Branches in code without a file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: list[torch.Tensor] = []
@@ -158,7 +158,7 @@ class Generated(nn.Module):
 
 
 class RaisedAgain(nn.Module):
-    """Catches what a check raises to raise something else."""
+    """Catches the error of a check and raises another one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -178,7 +178,7 @@ class RaisedAgain(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_check_whose_error_becomes_another_is_passed_over():
+def test_check_whose_error_becomes_another_is_skipped():
     model = RaisedAgain().eval()
     traced = trace.trace(model, {"x": torch.rand(5, 2)})
     x = torch.rand(7, 2)
@@ -191,6 +191,6 @@ def test_a_check_whose_error_becomes_another_is_passed_over():
     [Branches(), Mixed(), Kept(), Chosen(), OneLine(), Caught(), Suppressed(), Swallowed(), Ends(), Generated()],
     ids=lambda model: type(model).__name__,
 )
-def test_a_condition_that_decides_something_else_is_no_check(model):
+def test_condition_with_another_effect_is_not_a_check(model):
     with pytest.raises(TraceError, match="could not trace it, and stopped at test_value_checks.py"):
         trace.trace(model.eval(), {"x": -torch.rand(5, 2)})

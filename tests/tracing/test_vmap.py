@@ -1,4 +1,4 @@
-"""``torch.vmap``: in the masks of transformers it is written out, anywhere else refused."""
+"""``torch.vmap`` is expanded in the masks of transformers and refused elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests._helpers.models import randomise
 
 
 class Masked(PreTrainedModel):
-    """A model whose mask is joined with a function of its own, as those that see images whole do."""
+    """A model whose mask is joined with its own function, like image models with bidirectional parts."""
 
     config_class = LlamaConfig
     _supports_sdpa = True
@@ -35,7 +35,7 @@ class Masked(PreTrainedModel):
         return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask)
 
 
-def test_a_mask_that_transformers_makes_under_vmap_is_traced() -> None:
+def test_mask_made_by_transformers_under_vmap_is_traced() -> None:
     config = LlamaConfig(vocab_size=12, hidden_size=4, num_attention_heads=1, attn_implementation="sdpa")
     model: Any = randomise(Masked(config))
     ids = torch.arange(10).reshape(2, 5)
@@ -53,7 +53,7 @@ class Mapped(nn.Module):
 
 
 @pytest.mark.slow
-def test_vmap_in_a_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_vmap_in_the_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"torch\.vmap") as raised:
         export(Mapped().eval(), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
     assert raised.value.exit_code == 3

@@ -1,4 +1,4 @@
-"""Inputs that are held, of models of transformers: also where the exporter would compute them anew."""
+"""Constant inputs of transformers models that the exporter could compute itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optexport.tracing import trace
 
 
 @pytest.mark.slow
-def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
+def test_constant_input_is_not_recomputed_from_other_inputs() -> None:
     config = VideoLlama3VisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4
     )
@@ -29,7 +29,7 @@ def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
 
 
 @pytest.mark.nightly
-def test_an_input_that_is_too_long_to_be_held_is_refused() -> None:
+def test_input_too_long_to_be_a_constant_is_refused() -> None:
     class Cut(nn.Module):
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             return torch.cat([x[:length] for length in lengths.tolist() if length > 1])

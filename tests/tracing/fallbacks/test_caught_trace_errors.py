@@ -1,4 +1,4 @@
-"""A model that catches what a trace alone raises, and goes on another way, is refused by the line."""
+"""A model that catches an error raised only by the trace is refused with the line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Body = Callable[[object, torch.Tensor], torch.Tensor]
 
 
 class Everything:
-    """A context manager that swallows whatever is raised."""
+    """A context manager that swallows every exception."""
 
     def __enter__(self) -> None:
         return None
@@ -84,14 +84,14 @@ def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )
-def test_a_model_that_goes_on_where_the_trace_raises_is_refused_by_the_line(body: Body) -> None:
+def test_caught_trace_error_is_refused_with_the_line(body: Body) -> None:
     with pytest.raises(TraceError, match=r"catches the error, at test_caught_trace_errors\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.hint
 
 
-def test_code_of_no_file_is_the_models_own() -> None:
+def test_code_without_a_file_belongs_to_the_model() -> None:
     body: dict[str, Body] = {}
     exec(
         "def body(_, x):\n    try:\n        big = bool(x.max() > 1e30)\n    except Exception:\n        big = False\n"
@@ -102,7 +102,7 @@ def test_code_of_no_file_is_the_models_own() -> None:
         trace(Program(body["body"]), {"x": X})
 
 
-def test_what_the_model_itself_raises_and_catches_is_its_own_business() -> None:
+def test_models_own_caught_error_is_allowed() -> None:
     def body(_: object, x: torch.Tensor) -> torch.Tensor:
         try:
             raise ValueError

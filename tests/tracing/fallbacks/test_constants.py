@@ -1,4 +1,4 @@
-"""Models that ask for values while they are traced: of buffers, of constants, and of inputs that are held."""
+"""Models that read values of buffers, constants and constant inputs during the trace."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from optexport.tracing.fallbacks.constants import KnownValues
 
 
 class Switched(nn.Module):
-    """Asks a buffer, at every step, whether to take it."""
+    """Reads a buffer in every step to decide whether to apply the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Switched(nn.Module):
 
 
 class Grids(nn.Module):
-    """Goes over the images of a batch, whose heights and widths are values."""
+    """Iterates over the images of a batch, whose heights and widths are input values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _grids() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_model_that_asks_a_buffer_is_traced_with_all_sizes_dynamic():
+def test_model_that_reads_a_buffer_has_only_dynamic_sizes():
     model = Switched().eval()
     traced = trace.trace(model, {"x": torch.randn(3, 4)})
     assert traced.held == {}
@@ -67,7 +67,7 @@ def test_a_model_that_asks_a_buffer_is_traced_with_all_sizes_dynamic():
 
 
 @pytest.mark.slow
-def test_an_input_whose_values_decide_sizes_is_held_and_the_text_beside_it_stays_dynamic():
+def test_input_with_sizes_is_constant_and_text_stays_dynamic():
     model = Grids().eval()
     traced = trace.trace(model, _grids())
     assert list(traced.held) == ["grid"]
@@ -79,7 +79,7 @@ def test_an_input_whose_values_decide_sizes_is_held_and_the_text_beside_it_stays
         assert torch.equal(got, want[name])
 
 
-def test_a_bundle_holds_the_values_and_its_files_take_the_other_inputs(tmp_path):
+def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
     model = Grids().eval()
     result = optexport.export(model, _grids(), tmp_path / "bundle")
     assert result.manifest.constants == {"grid": GRID.tolist()}
@@ -94,14 +94,14 @@ def test_a_bundle_holds_the_values_and_its_files_take_the_other_inputs(tmp_path)
 
 
 @pytest.mark.slow
-def test_where_sizes_are_declared_the_message_says_how_to_hold_the_input():
+def test_declared_sizes_error_explains_how_to_fix_the_input():
     with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_constants.py") as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
 
 
 @pytest.mark.slow
-def test_constants_of_a_config_may_be_lists_and_sizes_be_declared_beside_them(tmp_path):
+def test_config_constants_may_be_lists_beside_declared_sizes(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(
         """
@@ -132,7 +132,7 @@ def make_grids() -> nn.Module:
 
 
 class Overwritten(nn.Module):
-    """Overwrites numbers that were known with ones that are not, through a view."""
+    """Overwrites constant numbers with computed ones, through a view."""
 
     def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         numbers = torch.zeros(3)
@@ -143,7 +143,7 @@ class Overwritten(nn.Module):
         return x + numbers
 
 
-def test_what_is_overwritten_is_known_no_longer():
+def test_overwritten_values_are_not_constants():
     model, n = Overwritten(), torch.tensor(2)
     traced = trace.trace(model, {"x": torch.randn(4, 3), "n": n})
     x = torch.randn(6, 3)
@@ -152,7 +152,7 @@ def test_what_is_overwritten_is_known_no_longer():
 
 
 class Asking(nn.Module):
-    """Asks for the overwritten number itself."""
+    """Reads the overwritten number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers = torch.zeros(3)
@@ -161,28 +161,28 @@ class Asking(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Asks for a random number."""
+    """Reads a random number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if torch.rand_like(torch.ones(2))[0] > 0.5 else x
 
 
 class OfText(nn.Module):
-    """Asks for tokens, which are others in every call."""
+    """Reads tokens, which differ in every call."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return input_ids * 2 if input_ids[0, 0] > 3 else input_ids
 
 
 class OfNumbers(nn.Module):
-    """Asks for what is computed from an input that may not be held and one that may."""
+    """Reads a value computed from one input that cannot be constant and one that can."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x * 2 if (x.sum() * scale).item() > 0 else x
 
 
 class WrittenTo(nn.Module):
-    """Asks for a number that is written to in a way that names no tensor first."""
+    """Reads a number that is overwritten by a call whose first argument is not a tensor."""
 
     def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ WRITES = [
 
 
 class Counting(nn.Module):
-    """Goes another way from the eleventh call on."""
+    """Takes another branch from the eleventh call on."""
 
     def __init__(self, count: torch.Tensor, *, is_buffer: bool = True) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class CountingAnew(Counting):
 
 
 class DrawnInPython(nn.Module):
-    """Asks for a number that a function of Python draws."""
+    """Reads a random number that a Python function draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,20 +258,20 @@ class DrawnInPython(nn.Module):
         (OfNumbers(), {"x": torch.randn(4, 3), "scale": torch.tensor(2)}),
     ],
 )
-def test_values_that_hang_on_what_is_not_held_are_refused(model, example):
+def test_values_that_depend_on_variable_inputs_are_refused(model, example):
     with pytest.raises(TraceError, match="could not trace it"):
         trace.trace(model, example)
 
 
 class Nested(nn.Module):
-    """Takes what it asks for in a dict, beside a constant."""
+    """Reads a value from a dict, next to a constant."""
 
     def forward(self, x: torch.Tensor, sizes: dict[str, torch.Tensor], twice: bool) -> torch.Tensor:
         x = x[: int(sizes["rows"])]
         return x * 2 if twice else x
 
 
-def test_a_nested_input_is_held_beside_other_constants():
+def test_nested_input_may_be_constant_beside_others():
     model = Nested()
     example, arguments = flat_inputs(model, {"x": torch.randn(6, 3), "sizes": {"rows": torch.tensor(4)}, "twice": True})
     loaded = Loaded(model).called_with(example, arguments)
@@ -285,7 +285,7 @@ def test_a_nested_input_is_held_beside_other_constants():
 
 
 class WritesToHeld(nn.Module):
-    """Writes to an input that is held."""
+    """Writes to a constant input."""
 
     def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         x = x[: int(n)]
@@ -293,7 +293,7 @@ class WritesToHeld(nn.Module):
         return x
 
 
-def test_what_is_held_is_the_same_in_every_call_of_a_model_that_writes_to_it():
+def test_constant_input_is_the_same_in_every_call_despite_writes():
     example = {"x": torch.randn(4, 3), "n": torch.tensor(2)}
     traced = trace.trace(WritesToHeld(), example)
     assert torch.equal(example["n"], torch.tensor(2))
@@ -302,7 +302,7 @@ def test_what_is_held_is_the_same_in_every_call_of_a_model_that_writes_to_it():
 
 
 class Interrupted(nn.Module):
-    """Ends in what is no ordinary error where it is traced."""
+    """Raises a BaseException during the trace."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_exporting():
@@ -310,7 +310,7 @@ class Interrupted(nn.Module):
         return x
 
 
-def test_a_call_that_is_interrupted_leaves_no_mode_behind() -> None:
+def test_interrupted_call_leaves_no_mode_active() -> None:
     model = Interrupted()
     before = torch._C._len_torch_function_stack()
     with pytest.raises(KeyboardInterrupt), KnownValues({}).of(model):

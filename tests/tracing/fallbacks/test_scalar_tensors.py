@@ -1,4 +1,4 @@
-"""Sizes that a model computes in tensors: traced as the expressions of sizes and constants that they are."""
+"""Sizes that a model computes in tensors are traced as expressions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optexport.tracing.trace import trace
 
 
 class Chunks(nn.Module):
-    """As Longformer's: the number of chunks is a tensor, though it is computed of sizes alone."""
+    """Computes the number of chunks in a tensor, from sizes alone, like Longformer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count = torch.div(x.shape[1], 4, rounding_mode="trunc")
@@ -19,7 +19,7 @@ class Chunks(nn.Module):
 
 
 class Padded(nn.Module):
-    """As EnCodec's convolutions: the padding is computed of a stride that is kept as a buffer."""
+    """Computes the padding from a stride in a buffer, like EnCodec's convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Padded(nn.Module):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("module", [Chunks, Padded])
-def test_a_size_that_is_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None:
+def test_size_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None:
     model = module().eval()
     traced = trace(model, {"x": torch.randn(3, 14)})
     assert traced.signature.inputs[0].shape[0] == "batch"
@@ -48,7 +48,7 @@ def test_a_size_that_is_computed_in_tensors_stays_dynamic(module: type[nn.Module
         assert torch.equal(traced.graph_module(given), model(given)), length
 
 
-def test_a_buffer_that_the_model_itself_changes_is_not_known() -> None:
+def test_buffer_changed_by_the_model_is_not_a_constant() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -62,7 +62,7 @@ def test_a_buffer_that_the_model_itself_changes_is_not_known() -> None:
         trace(Counting(), {"x": torch.randn(3, 14)})
 
 
-def test_a_number_of_the_inputs_values_is_not_known() -> None:
+def test_number_from_input_values_is_not_a_constant() -> None:
     class Cut(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if x.sum().long() > 3 else x
@@ -72,14 +72,14 @@ def test_a_number_of_the_inputs_values_is_not_known() -> None:
 
 
 class Rounded(nn.Module):
-    """Multiplies a fraction that float32 does not hold: 31 / 7 * 7 is less than 31."""
+    """Multiplies a fraction that float32 cannot represent: 31 / 7 * 7 is less than 31."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[: (torch.tensor(x.shape[0]) / 7 * 7).floor().long().item()]
 
 
 class Overflowing(nn.Module):
-    """Computes a size in a type that is too small for it."""
+    """Computes a size in a dtype that is too small for it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[: torch.tensor(x.shape[0]).to(torch.uint8).item()]
@@ -87,14 +87,14 @@ class Overflowing(nn.Module):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "size"), [(Rounded(), 31), (Overflowing(), 300)])
-def test_a_size_that_a_tensor_does_not_hold_is_what_the_tensor_holds(model: nn.Module, size: int) -> None:
+def test_overflowing_size_is_computed_as_the_tensor_does(model: nn.Module, size: int) -> None:
     traced = trace(model, {"x": torch.randn(20, 3)})
     x = torch.randn(size, 3)
     assert torch.equal(traced.graph_module(x), model(x))
 
 
 class Replaced(nn.Module):
-    """Puts another number where it kept one."""
+    """Overwrites a number that it stored before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class Replaced(nn.Module):
         return x * self.factor.item()
 
 
-def test_what_a_model_puts_in_the_place_of_a_number_is_not_that_number() -> None:
+def test_overwritten_number_is_not_a_constant() -> None:
     traced = trace(Replaced(), {"x": torch.randn(3, 4)})
     x = torch.full((2, 4), 1e6)
     assert torch.equal(traced.graph_module(x), x * 3)
 
 
 class Later(nn.Module):
-    """Asks for a number, and changes it then."""
+    """Reads a number and changes it afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +125,6 @@ class Later(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_number_that_the_model_changes_after_it_asked_is_not_known() -> None:
+def test_number_changed_after_it_was_read_is_not_a_constant() -> None:
     with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: x = x \* 2 if self\.count"):
         trace(Later(), {"x": torch.randn(3, 4)})

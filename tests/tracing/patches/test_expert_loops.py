@@ -1,4 +1,4 @@
-"""Loops over the experts that some token chose: one graph for all choices, the same at every size."""
+"""Loops over the experts that tokens chose: one graph for all choices and sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPERTS, WIDTH = 4, 3
 
 
 class LoopExperts(nn.ModuleDict):
-    """As those of transformers without another implementation; three ways to ask for the number of an expert."""
+    """Like transformers models without another implementation; three ways to get an expert's number."""
 
     def __init__(self) -> None:
         super().__init__({f"expert_{index}": nn.Linear(WIDTH, WIDTH) for index in range(EXPERTS)})
@@ -43,7 +43,7 @@ class Mixture(PreTrainedModel):
 
 
 @pytest.mark.slow
-def test_a_loop_over_the_experts_that_were_chosen_is_traced_and_holds_for_every_choice() -> None:
+def test_loop_over_chosen_experts_holds_for_every_choice() -> None:
     torch.manual_seed(0)
     model = Mixture(LoopExperts()).eval()
     traced = trace(model, {"x": torch.randn(5, WIDTH), "chosen": torch.tensor([0, 1, 1, 3, 0])})
@@ -54,8 +54,8 @@ def test_a_loop_over_the_experts_that_were_chosen_is_traced_and_holds_for_every_
 
 
 @pytest.mark.slow
-def test_a_loop_over_what_was_found_anywhere_else_is_refused() -> None:
-    """It may do something where there are no tokens."""
+def test_other_loop_over_nonzero_results_is_refused() -> None:
+    """Such a loop may have an effect without tokens."""
 
     class Loop(LoopExperts):
         pass

@@ -1,4 +1,4 @@
-"""What stands in for functions of transformers in a trace computes what the model does when it is not traced."""
+"""Replacements of transformers functions in a trace compute what the originals compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests._helpers.models import randomise
 
 
 class Attends(PreTrainedModel):
-    """A model that makes a mask, by a function of transformers, for attention that is not causal by itself."""
+    """A model that makes a mask with a transformers function for attention without a causal default."""
 
     config_class = LlamaConfig
     _supports_sdpa = True
@@ -40,7 +40,7 @@ def _traced(model: nn.Module, *inputs: torch.Tensor) -> Traced:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_causal_mask_that_the_model_leaves_out_of_attention_that_is_not_causal_is_left_out(masked: bool) -> None:
+def test_causal_mask_left_out_by_the_model_is_left_out(masked: bool) -> None:
     model: Any = randomise(Attends(masking_utils.create_causal_mask))
     x = torch.linspace(-1, 2, 40).reshape(2, 5, 4)
     whole = torch.ones(2, 5, dtype=torch.int64)
@@ -54,14 +54,14 @@ def test_a_causal_mask_that_the_model_leaves_out_of_attention_that_is_not_causal
 
 
 class AttendsOfTwo(Attends):
-    """Takes batches of two alone."""
+    """Takes batches of two only."""
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x + torch.ones(2, 1, 1), attention_mask)
 
 
 @pytest.mark.slow
-def test_a_mask_has_as_many_rows_as_the_batch_though_a_model_does_not_look_at_one_that_hides_nothing() -> None:
+def test_mask_has_the_batch_size_even_if_it_hides_nothing() -> None:
     model = randomise(AttendsOfTwo(masking_utils.create_bidirectional_mask))
     traced = _traced(model, torch.rand(2, 5, 4), torch.ones(2, 5, dtype=torch.int64))
     assert {"x[0] = 2", "attention_mask[0] = 2"} <= set(traced.fixed)

@@ -1,4 +1,4 @@
-"""Models that switch gradients on for a part of what they compute, as for forces."""
+"""Models that enable gradients for a part of their computation, for example for forces."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _for_all(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", [_in_part, _for_all])
-def test_what_is_computed_with_gradients_goes_into_every_file(forward: Any, tmp_path: Path) -> None:
-    """torch.onnx ended with an index that is out of range."""
+def test_values_computed_with_gradients_go_into_every_file(forward: Any, tmp_path: Path) -> None:
+    """torch.onnx failed with an index that is out of range."""
     model, x = Program(forward, linear=nn.Linear(4, 4)).eval(), torch.randn(3, 4)
     result = export(model, {"x": x}, tmp_path / "out", dynamic={"x": {0: Dim("batch", 1, 8)}})
     assert result.passed

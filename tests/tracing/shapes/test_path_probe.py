@@ -1,4 +1,4 @@
-"""What the second export of a graph asserts: it goes where the program computes the same without."""
+"""Assertions of the second export are removed if the program computes the same without them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def writer(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> Writer:
 
 
 def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
-    """As many as there are in whole groups of four, which is fewer than there were, or as many."""
+    """Returns the number of elements in whole groups of four, or all of them."""
     return m.up(m.down(x))[..., : x.shape[-1]]
 
 
-def test_an_export_holds_at_sizes_that_only_it_excludes() -> None:
+def test_export_holds_at_sizes_that_only_it_excludes() -> None:
     model = Program(whole_parts, down=nn.Conv1d(1, 1, 4, 4), up=nn.ConvTranspose1d(1, 1, 4, 4))
     made = writer(model, torch.randn(2, 1, 10))
     program = exported_program.to_program(made.flat, made.signature, made.example)
@@ -41,7 +41,7 @@ def test_an_export_holds_at_sizes_that_only_it_excludes() -> None:
         torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
 
 
-def test_what_the_graph_asserts_itself_stays() -> None:
+def test_assertions_of_the_graph_stay() -> None:
     model = Program(lambda m, x: (torch._check(x.shape[1] % 4 != 0), x * 2)[1])
     module = writer(model, torch.randn(2, 10)).program.module()
     module(x=torch.randn(2, 13))
@@ -50,7 +50,7 @@ def test_what_the_graph_asserts_itself_stays() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
+def test_padding_to_a_multiple_is_exported_again() -> None:
     model = Program(lambda m, x: nn.functional.pad(x, (0, -x.shape[1] % 4)).reshape(x.shape[0], -1, 4).sum(1))
     made = writer(model, torch.randn(2, 10))
     for x in (torch.randn(3, 11), torch.randn(1, 8)):
@@ -58,8 +58,8 @@ def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_that_torch_takes_for_excluded_where_a_result_has_one_row_is_exported(tmp_path: Path) -> None:
-    """The export of the cast graph ended with "Constraints violated (w)"."""
+def test_size_excluded_by_torch_for_a_single_row_is_exported(tmp_path: Path) -> None:
+    """The export of the cast graph failed with "Constraints violated (w)"."""
     model = Program(lambda m, x: m.conv(x).amax((2, 3)), conv=nn.Conv2d(3, 4, 3, stride=2))
     dynamic = {"x": {0: Dim("batch", 1, 8), 2: Dim("h", 4, 40), 3: Dim("w", 4, 40)}}
     x = torch.rand(2, 3, 8, 9)
@@ -70,7 +70,7 @@ def test_a_size_that_torch_takes_for_excluded_where_a_result_has_one_row_is_expo
 
 
 def in_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """Attention within windows of 4 by 4, of an image that is padded to whole ones."""
+    """Attention within windows of 4 by 4, of an image that is padded to whole windows."""
     batch, height, width, channels = x.shape
     padded = nn.functional.pad(x, (0, 0, 0, -width % 4, 0, -height % 4))
     rows, columns = padded.shape[1] // 4, padded.shape[2] // 4
@@ -82,8 +82,8 @@ def in_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-def test_attention_in_windows_of_two_dynamic_axes_is_exported_in_a_minute_or_so(tmp_path: Path) -> None:
-    """It took more than five: sympy looked for the symbols of every condition at every size."""
+def test_attention_in_windows_of_two_axes_is_exported_quickly(tmp_path: Path) -> None:
+    """It took more than five minutes: sympy searched every condition for symbols at every size."""
     model = Program(in_windows, qkv=nn.Linear(8, 24))
     dynamic = {"x": {0: Dim("batch", 1, 8), 1: Dim("h", 5, 64), 2: Dim("w", 5, 64)}}
     result = export(model.eval(), {"x": torch.randn(2, 8, 12, 8)}, tmp_path / "out", dynamic=dynamic, formats=["onnx"])

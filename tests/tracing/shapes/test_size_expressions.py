@@ -1,4 +1,4 @@
-"""Sizes that are computed of sizes without end: fixed where nobody asked for them, and refused where somebody did."""
+"""Sizes computed from unbounded sizes: fixed if undeclared, refused if declared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = {"x": torch.zeros(3, 2, 40)}
 
 
 class Windows(nn.Module):
-    """Pads to whole windows, mixes them, and cuts the padding off but for an end that is left to the next layer."""
+    """Pads to whole windows, mixes them, and cuts the padding except for an end that the next layer cuts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for window in (3, 5, 7, 11, 13, 17, 19, 23):
@@ -25,7 +25,7 @@ class Windows(nn.Module):
 
 
 @pytest.mark.slow
-def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
+def test_undeclared_axes_except_the_first_are_fixed() -> None:
     model = Windows().eval()
     traced = trace(model, EXAMPLE)
     assert list(traced.signature.dims) == ["batch"]
@@ -36,7 +36,7 @@ def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
 
 
 @pytest.mark.slow
-def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None:
+def test_declared_axis_is_refused_with_the_line_of_the_model() -> None:
     dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
     with pytest.raises(
         TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_size_expressions"

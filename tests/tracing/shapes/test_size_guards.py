@@ -1,4 +1,4 @@
-"""Sizes at which a model goes another way than it was traced are fixed, or refused where they were declared."""
+"""Sizes at which a model takes another branch are fixed, or refused if declared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests._helpers.models import randomise
 
 
 def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
-    """Adds positions as vision transformers do: as they are where there are as many, else interpolated."""
+    """Adds positions like vision transformers: unchanged if there are as many, otherwise interpolated."""
     height, width = image.shape[-2:]
     patches = m.patches(image)
     if (height // 4) * (width // 4) == 16 and (m.careless or height == width):
@@ -36,7 +36,7 @@ def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
 
 
 def _model(*, careless: bool = False) -> nn.Module:
-    """A model that adds positions; a careless one takes any image of as many patches for one of the usual shape."""
+    """A model that adds positions. The careless one compares only the number of patches."""
     patches, table = nn.Conv2d(3, 3, 4, 4), nn.Parameter(torch.randn(1, 3, 4, 4))
     model = randomise(Program(_positions, patches=patches, table=table))
     model.careless = careless  # type: ignore[assignment]
@@ -46,13 +46,13 @@ def _model(*, careless: bool = False) -> nn.Module:
 NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
 
 
-def test_a_size_at_which_the_model_does_go_another_way_fails_the_proof(tmp_path: Path) -> None:
+def test_size_with_another_branch_fails_verification(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="x_2"):
         quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
 
 
 @pytest.mark.slow
-def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
+def test_sizes_fixed_by_an_equation_become_static() -> None:
     traced = trace(_model(), {"x": NATIVE})
     (image,) = traced.signature.inputs
     assert image.shape[2:] == (16, 16)
@@ -62,7 +62,7 @@ def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_that_size_too() -> None:
+def test_model_traced_beside_a_branch_holds_at_that_size_too() -> None:
     model = _model()
     traced = trace(model, {"x": OTHER})
     (image,) = traced.signature.inputs
@@ -77,7 +77,7 @@ def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_th
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])
-def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_the_equation(height: str | Dim) -> None:
+def test_declared_sizes_fixed_by_an_equation_are_named_with_it(height: str | Dim) -> None:
     with pytest.raises(TraceError, match="height") as raised:
         trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: height, 3: "width"}})
     assert raised.value.exit_code == 3
@@ -86,8 +86,8 @@ def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_
 
 
 @pytest.mark.slow
-def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_at_one() -> None:
-    """Padding to a multiple of 8 is computed from the size, which the trace fixes and the model does not."""
+def test_error_blames_the_trace_if_the_model_takes_every_size() -> None:
+    """Padding to a multiple of 8 is computed from the size. The trace fixes this size, but the model does not."""
 
     def padded(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8)).reshape(x.shape[0], -1, 8, 4).sum(2)
@@ -101,13 +101,13 @@ def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_a
 
 
 @pytest.mark.slow
-def test_a_divisor_of_a_size_does_not_fix_it() -> None:
+def test_divisor_of_a_size_does_not_fix_it() -> None:
     model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
     traced = trace(randomise(model), {"x": torch.randn(2, 16)})
     assert traced.signature.inputs[0].shape == ("batch", "x_1")
 
 
-def test_a_function_that_is_no_arithmetic_is_never_called() -> None:
+def test_function_that_is_not_arithmetic_is_never_called() -> None:
     rows = sympy.Symbol("rows", integer=True, positive=True)
     for name in ("exit", "open", "eval", "__import__"):
         assert size_conditions._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)).evaluate is None
@@ -133,7 +133,7 @@ BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("bat
     ],
     ids=str,
 )
-def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None:
+def test_condition_on_sizes_changes_where_sympy_says(condition: Any) -> None:
     def by_sympy(sizes: dict[sympy.Symbol, int]) -> bool:
         try:
             return bool(condition.xreplace({k: sympy.Integer(v) for k, v in sizes.items()}) == sympy.false)
@@ -146,7 +146,7 @@ def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None
 
 
 def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
-    """A model that goes another way at some sizes."""
+    """A model that takes another branch at some sizes."""
     return randomise(Program(lambda m, x: m.norm(x) * (2 if condition(*x.shape[:2]) else 1), norm=nn.LayerNorm(4)))
 
 
@@ -161,7 +161,7 @@ def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
     ],
     ids=["quotient", "remainder", "product", "product of quotients"],
 )
-def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however_few_they_are(
+def test_few_declared_sizes_with_another_branch_are_in_doubt(
     condition: Callable[[int, int], bool],
 ) -> None:
     dynamic = {"x": {0: Dim("batch", 1, 64), 1: Dim("rows", 1, 4096)}}
@@ -172,16 +172,16 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("condition", [lambda x: x.numel() > 9000, lambda x: x.numel() * x.element_size() > 30_000])
-def test_a_bound_on_all_numbers_that_only_large_sizes_of_three_pass_is_told(condition: Callable[..., bool]) -> None:
-    """No size that was tried passed it, and the files were wrong at the largest of each."""
+def test_bound_exceeded_only_by_three_large_sizes_is_reported(condition: Callable[..., bool]) -> None:
+    """No tried size exceeded it, and the files were wrong at the largest size of each axis."""
     dynamic = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
     model = Program(lambda m, x: x * (2 if condition(x) else 1)).eval()
     with pytest.raises(TraceError, match=r"is valid only if batch\*columns\*rows <= "):
         trace(model, {"x": torch.randn(3, 7, 5)}, dynamic)
 
 
-def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
-    """Of a graph without operators torch.export asserts nothing."""
+def test_conditions_of_a_model_that_returns_its_input_are_seen() -> None:
+    """torch.export asserts nothing for a graph without operators."""
     model = Program(lambda m, x: x / 2 if x.shape[0] * x.shape[1] > 1024 else x).eval()
     dynamic = {"x": {0: Dim("batch", 1, 32), 1: Dim("rows", 1, 256)}}
     with pytest.raises(TraceError, match=r"is valid only if batch\*rows <= 1024"):
@@ -189,7 +189,7 @@ def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
 
 
 @pytest.mark.slow
-def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
+def test_product_of_three_declared_sizes_is_in_doubt() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * (2 if x.shape[0] * x.shape[1] * x.shape[2] == 1001 else 1)
 
@@ -200,9 +200,7 @@ def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
 
 
 @pytest.mark.parametrize(("traced_at", "ends"), [(20, (2, 40)), (50, (41, 90)), (100, (91, None))])
-def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
-    traced_at: int, ends: tuple[int, int | None]
-) -> None:
+def test_undeclared_range_ends_at_another_branch(traced_at: int, ends: tuple[int, int | None]) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[1] <= 40 else x * 3 if x.shape[1] <= 90 else x * 4
 
@@ -212,7 +210,7 @@ def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
 
 
 @pytest.mark.slow
-def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
+def test_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
 
@@ -223,14 +221,14 @@ def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
 
 
 def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """Pads to a multiple of four, as models of images do, and does so only where there is something to pad."""
+    """Pads to a multiple of four, like image models, and only if padding is necessary."""
     if x.shape[1] % 4 != 0:
         x = nn.functional.pad(x, (0, 4 - x.shape[1] % 4))
     return x.reshape(x.shape[0], -1, 4).sum(1)
 
 
 @pytest.mark.slow
-def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
+def test_size_without_padding_is_fixed_if_others_are_padded() -> None:
     found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
     assert found.signature.inputs[0].shape == ("batch", 16)
     with pytest.raises(TraceError, match=r"takes at width 16 .* only if"):
@@ -238,7 +236,7 @@ def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
 
 
 def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """Takes the mean of pairs and fills up what is short of the input, which is nothing at even sizes."""
+    """Takes the mean of pairs and fills up to the input's size, by nothing at even sizes."""
     pairs = nn.functional.avg_pool1d(x, 2, 1 + m.careless, padding=0)
     missing = x.shape[2] - 2 * (x.shape[2] // 2)
     x = x[..., : 2 * (x.shape[2] // 2)]
@@ -250,7 +248,7 @@ def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_computes_something_else() -> None:
+def test_assertion_is_removed_if_every_branch_computes_the_same() -> None:
     model = Program(_filled_up).eval()
     x, dynamic = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9), {"x": {0: "batch", 2: Dim("length", 2, 64)}}
     model.careless = False  # type: ignore[assignment]
@@ -265,14 +263,14 @@ def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_comput
 
 
 def _doubled_by_turns(rows: int) -> int:
-    """Goes the same way by three conditions, and another by the fourth."""
+    """Takes the same branch for three conditions, and another for the fourth."""
     if rows % 2 == 0 or rows % 3 == 0:
         return 1
     return 2 if rows % 5 == 0 else 1
 
 
 def _loops(rows: int) -> int:
-    """Counts in Python where the size is odd, so that each odd size has a trace of its own."""
+    """Loops in Python if the size is odd, so that each odd size has a trace for itself."""
     return 1 if rows % 2 == 0 else 1 + (sum(1 for _ in range(rows)) == 15)
 
 
@@ -287,7 +285,7 @@ def _loops(rows: int) -> int:
     ],
     ids=["beyond three conditions", "within what is excluded", "a trace for each size", "at large sizes"],
 )
-def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
+def test_assertion_stays_or_is_refused_if_a_branch_is_unknown(
     times: Callable[[int], int], traced_at: int, tmp_path: Path
 ) -> None:
     model = randomise(Program(lambda m, x: m.norm(x) * times(x.shape[1]), norm=nn.LayerNorm(4)))
@@ -299,7 +297,7 @@ def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
 @pytest.mark.parametrize(
     "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
 )
-def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[torch.Tensor], Any]) -> None:
+def test_another_kind_of_result_at_other_sizes_is_another_branch(other: Callable[[torch.Tensor], Any]) -> None:
     model = randomise(
         Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
     )
@@ -308,13 +306,13 @@ def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[t
     assert trace(model, {"x": torch.randn(2, 8, 4)}).signature.inputs[0].shape == ("batch", 8, 4)
 
 
-def test_a_range_that_nobody_declared_ends_just_before_what_no_tried_size_is_next_to() -> None:
+def test_undeclared_range_ends_at_a_branch_between_tried_sizes() -> None:
     traced = trace(_doubled_at(lambda _, rows: 3 * rows > 2000), {"x": torch.randn(3, 20, 4)})
     assert traced.signature.dims["x_1"].max == 666
 
 
 @pytest.mark.slow
-def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path: Path) -> None:
+def test_size_refused_by_the_model_is_refused_by_the_file(tmp_path: Path) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         torch._check(x.shape[1] != 16)
         return m.norm(x)
@@ -334,7 +332,7 @@ def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
+def test_branches_on_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
     class Attention(nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
             keys = torch.cat([past, x], 1)
@@ -358,7 +356,7 @@ def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_too(tmp_path: Path) -> None:
+def test_model_with_padding_is_exported_for_sizes_without_too(tmp_path: Path) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         missing = (8 - x.shape[1] % 8) % 8
         y = nn.functional.pad(m.norm(x), (0, 0, 0, missing)) if missing else m.norm(x)
@@ -372,7 +370,7 @@ def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_t
 
 
 @pytest.mark.slow
-def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_path: Path) -> None:
+def test_branch_with_random_numbers_differs_from_the_traced_one(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
     with pytest.raises(ParityError, match="rows"):
         quick(model, {"x": torch.randn(2, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 20)}})
@@ -384,10 +382,8 @@ def _at_forty(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was halved, to a size in no doubt: wrong files passed where a batch held 16 million numbers."""
+def test_size_in_doubt_is_tried_with_the_other_sizes_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was halved, to a size that was not in doubt: wrong files passed if a batch had 16 million numbers."""
     model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
     monkeypatch.setattr(path_probe, "_MAX_TRACED_ELEMENTS", 40 * 6)

@@ -1,4 +1,4 @@
-"""Ways that a model goes at a size of 1, which torch.export takes no size for, and asserts nothing of."""
+"""Branches at a size of 1, which torch.export does not use as an example and asserts nothing about."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def doubled_where(condition: Where) -> Program:
     ],
     ids=["and", "behind another", "less than 2", "two of them", "truth", "the smaller", "an axis gone", "axes gone"],
 )
-def test_what_is_asked_of_other_sizes_behind_a_size_of_one_is_in_doubt(condition: Where) -> None:
+def test_question_about_other_sizes_after_size_one_is_in_doubt(condition: Where) -> None:
     traced = trace(doubled_where(condition), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
     usual = {"batch": 3, "rows": 7, "columns": 5}
     tried = [torch.zeros(list({**usual, **sizes}.values())) for sizes in traced.suspect_sizes]
     assert any(condition(x) for x in tried)
 
 
-def test_sizes_that_no_line_asks_about_cost_no_second_trace() -> None:
+def test_sizes_without_a_branch_need_no_second_trace() -> None:
     traced = trace(Program(lambda m, x: x.softmax(-1) @ x.mT).eval(), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
     assert traced.suspect_sizes == ()
 
 
 class Attends(torch.nn.Module):
-    """A single new token sees the last 16 alone."""
+    """A single new token attends to the last 16 only."""
 
     def forward(self, query: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
         keys = torch.cat([past, query], 1)
@@ -61,8 +61,8 @@ class Attends(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_a_step_of_decoding_that_cuts_its_cache_is_refused(tmp_path: Path) -> None:
-    """It was proven, and every file was wrong from sixteen tokens on."""
+def test_decoding_step_that_cuts_its_cache_is_refused(tmp_path: Path) -> None:
+    """It passed verification, and every file was wrong from sixteen tokens on."""
     batch, new, old = Dim("batch", 1, 8), Dim("new", 1, 16), Dim("old", 1, 64)
     with pytest.raises(ParityError, match="new 1, old 16"):
         quick(
