@@ -61,9 +61,7 @@ def test_input_with_a_gradient_is_used_without_it(tmp_path: Path) -> None:
     [(torch.eye(4).to_sparse(), "sparse_coo tensor"), (torch.ones(3, 4, device="meta"), "on the device meta")],
     ids=["sparse", "meta"],
 )
-def test_tensor_that_no_file_supports_is_an_error_with_its_name(
-    tensor: torch.Tensor, told: str, tmp_path: Path
-) -> None:
+def test_tensor_that_no_file_supports_is_refused_by_name(tensor: torch.Tensor, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"inputs: input: it is a .*{told}"):
         quick(randomise(nn.Linear(4, 3)), {"input": tensor}, tmp_path / "bundle")
 

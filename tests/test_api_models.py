@@ -175,7 +175,7 @@ def test_outputs_of_every_kind_go_into_every_format(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_difference_from_an_exact_zero_can_be_recorded(tmp_path: Path) -> None:
-    """In float64 the sum is exact and every element zero; in float32 it is not, for any candidate."""
+    """The sum is exact in float64, so that every element is zero. In float32 it is not, for any candidate."""
 
     class Cancelling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the tests of the pipeline share: a project for each."""
+"""Provides a project for each test of the pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.pipeline.projects import write_modules
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the models and rules of these tests, which are forgotten afterwards."""
+    """Returns a folder with the models and rules of these tests, and unloads them after the test."""
     write_modules(tmp_path)
     yield tmp_path
     for name in ("pipeline_models", "wrong_rules"):

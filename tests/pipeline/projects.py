@@ -1,4 +1,4 @@
-"""A project for a run of the pipeline: models, rules that are wrong in one way each, and a config that names them."""
+"""A project for the pipeline: models, rules with one mistake each, and a config."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def write_modules(folder: Path) -> None:
 
 
 def config(project: Path, *rules: str, factory: str = "block", formats: tuple[str, ...] = ("pt2",)) -> Path:
-    """Writes a config that names these rules; to the format that is written fastest, unless others are named."""
+    """Writes a config with these rules, by default for the format that is fastest to write."""
     tables = "\n".join(f'[[transformations]]\nuse = "{rule}"' for rule in rules)
     text = CONFIG.format(factory=factory, rules=tables, formats=json.dumps(formats))
     (project / "config.toml").write_text(text)
@@ -158,7 +158,7 @@ def config(project: Path, *rules: str, factory: str = "block", formats: tuple[st
 
 
 def nothing_is_left(project: Path) -> bool:
-    """No bundle, and no part of one; what shows a failure again is meant to be left."""
+    """Returns True if no bundle or draft is left. A reproduction of a failure may stay."""
     return not (project / "out").exists() or {path.name for path in (project / "out").iterdir()} <= {"block-failure"}
 
 
@@ -167,7 +167,7 @@ def wrong(name: str) -> str:
 
 
 def at(stage: str, act: Callable[[], object]) -> Progress:
-    """Does something as a stage begins."""
+    """Calls a function when a stage begins."""
 
     def announce(name: str, seconds: float | None) -> None:
         if name == stage and seconds is None:

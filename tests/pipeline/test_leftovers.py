@@ -1,4 +1,4 @@
-"""What a run leaves: one whole bundle, or the one that was there before; and what it tells on the way."""
+"""A run leaves one complete bundle, or the earlier one, and reports its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pipeline.projects import at, config, nothing_is_left, wrong
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", ["trace", "check graph", "export onnx", "bundle"])
-def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> None:
+def test_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -27,7 +27,7 @@ def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> 
     assert nothing_is_left(project)
 
 
-def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succeeds(project: Path) -> None:
+def test_earlier_bundle_is_replaced_only_by_a_successful_run(project: Path) -> None:
     earlier = Path(shutil.copytree(exports.exported().output, project / "out" / "block"))
     before = {path.name: path.read_bytes() for path in earlier.iterdir()}
     with pytest.raises(ParityError) as failed:
@@ -44,7 +44,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succe
 
 
 @pytest.mark.slow
-def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) -> None:
+def test_output_that_is_not_a_bundle_is_refused_before_loading(project: Path) -> None:
     (project / "out" / "block").mkdir(parents=True)
     (project / "out" / "block" / "letter.txt").write_text("mine")
     loaded: list[str] = []
@@ -56,7 +56,7 @@ def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) 
 
 
 @pytest.mark.slow
-def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
+def test_baseline_is_the_untransformed_export_next_to_the_bundle(project: Path) -> None:
     result = run.run(config(project, "merge-linears", formats=("onnx",)), baseline=True)
     plain = project / "out" / "block-baseline"
     assert all(place.passed for folder in (result.output, plain) for place in verify(folder).targets)
@@ -68,7 +68,7 @@ def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dump_holds_the_graph_before_and_after_every_transformation(project: Path, tmp_path: Path) -> None:
+def test_dump_has_the_graph_before_and_after_each_transformation(project: Path, tmp_path: Path) -> None:
     rules = ("merge-linears", wrong("ReluForGelu"), "change-true-div-to-mul-by-inverse")
     with pytest.raises(ParityError):
         run.run(config(project, *rules), dump=tmp_path / "dump")
@@ -81,7 +81,7 @@ def test_a_dump_holds_the_graph_before_and_after_every_transformation(project: P
 
 
 @pytest.mark.slow
-def test_the_bundle_holds_the_config_as_it_was_written(project: Path) -> None:
+def test_bundle_contains_the_config_unchanged(project: Path) -> None:
     path = config(project, "merge-linears")
     result = run.run(path)
     assert (result.output / "config.toml").read_text() == path.read_text()
@@ -91,7 +91,7 @@ def test_the_bundle_holds_the_config_as_it_was_written(project: Path) -> None:
     assert result.tracking_failure is None
 
 
-def test_every_stage_is_announced_as_it_starts_and_as_it_ends(project: Path) -> None:
+def test_every_stage_is_announced_at_its_start_and_end(project: Path) -> None:
     told: list[tuple[str, bool]] = []
     progress = Progress(lambda name, seconds: told.append((name, seconds is None)))
     run.run(config(project, formats=("torchscript",)), progress=progress)

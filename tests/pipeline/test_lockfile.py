@@ -46,7 +46,7 @@ enabled = false
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Path:
-    """A config that was locked."""
+    """Returns a config with a lock."""
     (tmp_path / "locked_model.py").write_text(MODULE)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input": [[1.0, 2.0, 3.0, 4.0]]}) + "\n")
     config = tmp_path / "mine.toml"
@@ -129,7 +129,7 @@ def test_module_imported_by_the_model_is_locked(locked: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_data_file_named_like_weights_is_locked(locked: Path, suffix: str) -> None:
-    """Only weights in the model's folder are left out: no other digest covers a data file."""
+    """The lock omits only weights in the model's folder. No other digest covers a data file."""
     data = locked.with_name(f"data{suffix}")
 
     def write(value: float) -> None:
@@ -184,7 +184,7 @@ def test_files_behind_links_are_listed_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["..2025_01_01_00_00_00.1", "../shared"])
 def test_module_that_is_a_link_is_locked_under_its_name(locked: Path, place: str) -> None:
-    """The target of the link is not beside the config, so it would be missed under its own path."""
+    """The target of the link is in another folder than the config, so it would be missed under its own path."""
     code, scale = locked.with_name("locked_model.py"), locked.parent / place / "locked_scale.py"
     scale.parent.mkdir()
     scale.write_text("SCALE = 1.0\n")

@@ -1,4 +1,4 @@
-"""A bundle made again is the same to the byte, or what differs is named."""
+"""A reproduced bundle is the same to the byte, or the differences are named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ enabled = false
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a config and of its bundle."""
+    """Returns the folder of a config and of its bundle."""
     folder = tmp_path_factory.mktemp("reproduced")
     (folder / "reproduced.py").write_text(MODULE)
     (folder / "config.toml").write_text(CONFIG)
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(whole: Path, tmp_path: Path) -> Path:
-    """A copy, to change."""
+    """Returns a copy that a test may change."""
     sys.modules.pop("reproduced", None)
     return Path(shutil.copytree(whole, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
 
@@ -80,7 +80,7 @@ def reproduce(project: Path) -> Any:
     return CliRunner().invoke(cli, ["reproduce", str(project / "build" / "model"), "--folder", str(project)])
 
 
-def test_a_bundle_made_again_elsewhere_is_the_same_to_the_byte(project: Path) -> None:
+def test_reproduction_in_another_folder_is_equal_to_the_byte(project: Path) -> None:
     before = {path: path.read_bytes() for path in (project / "build" / "model").rglob("*") if path.is_file()}
     done = reproduce(project)
     assert done.exit_code == 0, done.stderr
@@ -88,10 +88,10 @@ def test_a_bundle_made_again_elsewhere_is_the_same_to_the_byte(project: Path) ->
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_bundle_that_names_code_of_others_is_not_made_again_where_that_is_forbidden(
+def test_bundle_with_custom_code_is_refused_if_that_is_forbidden(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config was not checked as one that is run, so that the module was imported all the same."""
+    """Its config was not checked before the run, so the module was imported."""
     monkeypatch.setenv(custom_code.VARIABLE, "1")
     (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
     assert "forbids to run any" in message(reproduce(project), 2)
@@ -108,7 +108,7 @@ FORGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_what_makes_no_model_and_no_rule_is_not_called(project: Path, forged: str) -> None:
+def test_callable_that_makes_no_model_or_rule_is_not_called(project: Path, forged: str) -> None:
     def forge(manifest: dict[str, Any]) -> None:
         for key, value in json.loads(json.dumps(FORGED[forged]).replace("RAN", str(project / "ran"))).items():
             manifest["config"][key] = {**manifest["config"][key], **value} if isinstance(value, dict) else value
@@ -128,13 +128,13 @@ def test_forged_inputs_are_one_clear_error(project: Path, inputs: Any) -> None:
     assert "inputs" in message(reproduce(project), 2)
 
 
-def test_a_forged_config_of_nothing_is_one_clear_error(project: Path) -> None:
+def test_forged_empty_config_is_one_clear_error(project: Path) -> None:
     exports.edit_json(project / "build" / "model" / MANIFEST, lambda manifest: manifest.update(config={}))
     assert "model" in message(reproduce(project), 2)
 
 
 @pytest.mark.slow
-def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path, tmp_path: Path) -> None:
+def test_signature_is_checked_before_anything_runs(project: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     bundle = project / "build" / "model"
     (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
@@ -147,7 +147,7 @@ def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path
     assert (project / "ran").exists()
 
 
-def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: Path) -> None:
+def test_changed_model_is_named_with_its_weights_in_every_file(project: Path) -> None:
     (project / "reproduced.py").write_text(MODULE.replace("SCALE = 1.0", "SCALE = 1.25"))
     told = message(reproduce(project), 4)
     assert "the model's weights had the digest" in told
@@ -157,7 +157,7 @@ def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: P
     assert "is off by" in told
 
 
-def test_a_graph_that_changed_is_named_by_its_node(project: Path) -> None:
+def test_changed_graph_is_named_by_its_node(project: Path) -> None:
     (project / "reproduced.py").write_text(
         MODULE.replace("        model.down", "        model.act = nn.ReLU()\n        model.down")
     )
@@ -167,7 +167,7 @@ def test_a_graph_that_changed_is_named_by_its_node(project: Path) -> None:
     assert "relu" in told
 
 
-def test_versions_that_changed_are_named(project: Path) -> None:
+def test_changed_versions_are_named(project: Path) -> None:
     exports.edit_json(
         project / "build" / "model" / MANIFEST, lambda manifest: manifest["versions"].update(torch="2.11.0")
     )
@@ -175,8 +175,8 @@ def test_versions_that_changed_are_named(project: Path) -> None:
     assert "torch was 2.11.0, and is 2" in told
 
 
-def test_another_machine_and_other_threads_are_named_where_something_came_out_otherwise(project: Path) -> None:
-    """Of the manifest alone the proof differed, for which no reason was told."""
+def test_other_machine_and_threads_are_named_if_results_differ(project: Path) -> None:
+    """Only the verification result in the manifest differed, without a reason."""
     was = read_measured(project / "build" / "model")
     assert list(pipeline_reproduce._surroundings(was)) == []
     other = was.model_copy(update={"threads": torch.get_num_threads() + 1, "processor": "i8080"})
@@ -192,21 +192,21 @@ def test_another_machine_and_other_threads_are_named_where_something_came_out_ot
     assert "manifest.json differs: parity" in told
 
 
-def test_a_bundle_of_a_model_in_python_cannot_be_made_again_and_says_why(tmp_path: Path) -> None:
+def test_bundle_of_a_python_model_cannot_be_reproduced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it was made of a model in Python, and not by a config"):
         pipeline_reproduce.reproduce(exports.exported().output, tmp_path, Progress())
 
 
-def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None:
+def test_bundle_without_its_source_is_one_clear_error(project: Path) -> None:
     (project / "reproduced.py").unlink()
     sys.modules.pop("reproduced", None)
     assert "reproduced" in message(reproduce(project), 2)
 
 
-def test_a_bundle_made_again_from_another_folder_than_its_configs_is_told_of_folder(
+def test_error_in_another_folder_suggests_the_folder_option(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said to put the file beside the config, where it lies; it was looked for in the working directory."""
+    """The hint asked for a file in the config's folder, where it was. The search was in the working directory."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     bundle = project / "build" / "model"
@@ -217,18 +217,18 @@ def test_a_bundle_made_again_from_another_folder_than_its_configs_is_told_of_fol
 
 
 @pytest.mark.parametrize("damage", [lambda folder: (folder / "model.onnx").write_bytes(b"x"), shutil.rmtree])
-def test_a_damaged_bundle_is_not_made_again(project: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_bundle_is_not_reproduced(project: Path, damage: Callable[[Path], object]) -> None:
     damage(project / "build" / "model")
     assert reproduce(project).exit_code in (2, 4)
 
 
-def test_a_part_of_a_generative_model_is_not_made_alone(project: Path) -> None:
+def test_part_of_a_generative_model_is_not_reproduced_alone(project: Path) -> None:
     manifest = project / "build" / "model" / MANIFEST
     exports.edit_json(manifest, lambda document: document["config"].update(generation={"new_tokens": 4}))
     assert "made as a whole" in message(reproduce(project), 2)
 
 
-def test_parts_of_other_shapes_and_names_are_told() -> None:
+def test_parts_with_other_shapes_and_names_are_reported() -> None:
     import torch
 
     was = {"a": torch.zeros(2), "b": "x\ny", "c": torch.zeros(1)}
@@ -242,7 +242,7 @@ def test_parts_of_other_shapes_and_names_are_told() -> None:
 
 
 def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:
-    """A bundle that says that its model is one of MLflow's."""
+    """Returns a bundle whose manifest names an MLflow model as its source."""
     made = folder / "forged"
     shutil.copytree(project / "build" / "model", made, dirs_exist_ok=True)
     document = json.loads((made / MANIFEST).read_text())
@@ -255,11 +255,11 @@ def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///{folder}/mine.db"])
-def test_a_store_that_a_bundle_names_is_not_asked_for_a_model(
+def test_store_named_by_a_bundle_is_not_asked_for_a_model(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:
-    """A server was sent the credentials of the machine, and MLflow made its tables in any database."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which mlflow itself sets where it was told of a store
+    """A server received the credentials of the machine, and MLflow created its tables in any database."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # mlflow sets this if it has a store
     made = _from_mlflow(whole, tmp_path, uri.format(folder=tmp_path))
     with pytest.raises(ConfigError, match="a bundle does not say which MLflow may be asked for it"):
         pipeline_reproduce.reproduce(made, tmp_path, Progress())

@@ -1,4 +1,4 @@
-"""A model repository for Triton: its configurations follow the published definition, and say of files what holds."""
+"""Triton model repositories: valid configurations that match the files."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def configuration(result: Result, file_format: str) -> Any:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "file_format"), [*BATCHED, *NOT_BATCHED])
-def test_the_file_answers_to_what_its_configuration_says_with_the_originals_results(
-    name: str, file_format: str
-) -> None:
+def test_file_matches_its_configuration_and_the_reference(name: str, file_format: str) -> None:
     result = served(name)
     config, manifest = configuration(result, file_format), result.manifest
     run = repository.open_model(config, result.files[file_format])
@@ -67,7 +65,7 @@ def test_the_file_answers_to_what_its_configuration_says_with_the_originals_resu
         for output, answer in answers.items():
             expected = stored[f"{number}.outputs.{output}"]
             assert answer.dtype == expected.dtype
-            if name.startswith("int8"):  # held to its gate on the cosine alone; processors round such products apart
+            if name.startswith("int8"):  # only its gate on the cosine applies; processors round products differently
                 assert (answer * expected).sum() >= 0.9 * np.linalg.norm(answer) * np.linalg.norm(expected), case
             else:
                 np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5, err_msg=f"{case}: {output}")
@@ -75,7 +73,7 @@ def test_the_file_answers_to_what_its_configuration_says_with_the_originals_resu
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), BATCHED)
-def test_where_all_tensors_share_a_batch_triton_adds_it(name: str, file_format: str) -> None:
+def test_triton_adds_the_batch_if_all_tensors_share_one(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)
     assert config.max_batch_size > 0
     assert config.HasField("dynamic_batching") == (name in ("rows", "int8-blocks")), "rows know of each other"
@@ -83,7 +81,7 @@ def test_where_all_tensors_share_a_batch_triton_adds_it(name: str, file_format: 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), NOT_BATCHED)
-def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> None:
+def test_every_axis_is_configured_if_tensors_share_no_batch(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)
     assert config.max_batch_size == 0
     assert not config.HasField("dynamic_batching")
@@ -91,7 +89,7 @@ def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [[[1, 1]] * 4, [[1, 2], [3, 4], [1, 2], [3, 4]]], ids=str)
-def test_rows_that_are_alike_do_not_show_that_no_other_has_a_say(rows: list[list[float]], tmp_path: Path) -> None:
+def test_equal_rows_do_not_prove_that_rows_are_independent(rows: list[list[float]], tmp_path: Path) -> None:
     x = torch.tensor(rows, dtype=torch.float32)
     options: dict[str, Any] = {"dynamic": exports.BATCH, "formats": ["onnx"], "layout": "triton"}
     result = export(Mixed().eval(), {"x": x}, tmp_path / "mixed", transformations=[], **options)
@@ -101,14 +99,14 @@ def test_rows_that_are_alike_do_not_show_that_no_other_has_a_say(rows: list[list
     assert not config.HasField("dynamic_batching")
 
 
-def test_the_batch_ends_where_it_was_declared_to_or_was_proven() -> None:
+def test_largest_batch_is_the_declared_or_the_verified_one() -> None:
     assert configuration(served("rows"), "onnx").max_batch_size == 16
     stored = load_file(served("mixed").output / "reference.safetensors")
     largest = max(len(array) for name, array in stored.items() if name.endswith(".inputs.x"))
     assert configuration(served("mixed"), "onnx").max_batch_size == largest
 
 
-def test_names_and_types_are_the_models_own() -> None:
+def test_names_and_types_match_the_model() -> None:
     onnx_config, torch_config = (configuration(served("rows"), name) for name in ("onnx", "torchscript"))
     names = ["x", "flag", "ids", "states.0", "states.1"]
     types = ["TYPE_FP32", "TYPE_BOOL", "TYPE_INT64", "TYPE_FP16", "TYPE_FP16"]
@@ -118,12 +116,12 @@ def test_names_and_types_are_the_models_own() -> None:
     assert [io.name for io in torch_config.output] == [f"OUTPUT__{place}" for place in range(4)]
 
 
-def test_a_file_of_fixed_shape_says_its_sizes() -> None:
+def test_file_of_fixed_shape_has_its_sizes_in_the_configuration() -> None:
     config = configuration(served("fixed"), "torchscript")
     assert [list(io.dims) for io in config.input] == [[4, 4]]
 
 
-def test_each_file_is_stored_once_and_the_manifest_tells_where() -> None:
+def test_each_file_is_stored_once_at_the_path_in_the_manifest() -> None:
     result = served("rows")
     assert {name: path.relative_to(result.output).as_posix() for name, path in result.files.items()} == {
         "onnx": "model_repository/rows_onnx/1/model.onnx",
@@ -138,7 +136,7 @@ def test_each_file_is_stored_once_and_the_manifest_tells_where() -> None:
     }
 
 
-def test_the_bundle_verifies_and_runs_as_any_other() -> None:
+def test_bundle_verifies_and_runs_like_any_other() -> None:
     result = served("rows")
     proof = verify(result.output)
     assert [place.target for place in proof.targets] == ["original", "torchscript", "onnx", "onnx, optimised", "pt2"]
@@ -151,15 +149,15 @@ def test_the_bundle_verifies_and_runs_as_any_other() -> None:
 
 
 @pytest.mark.slow
-def test_python_that_is_started_in_the_bundle_takes_no_folder_for_a_package() -> None:
-    code = "import torch; torch.export.load('model.pt2')"  # which asks whether there is a package named triton
+def test_python_started_in_the_bundle_ignores_its_folders() -> None:
+    code = "import torch; torch.export.load('model.pt2')"  # it checks if there is a package named triton
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=served("rows").output, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
+def test_file_is_benchmarked_like_in_other_bundles(tmp_path: Path) -> None:
     path = served("rows").files["torchscript"]
     target = open_artifacts(path)
     assert target.bundle == served("rows").output
@@ -167,7 +165,7 @@ def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
     assert [artifact.proven for artifact in target.artifacts] == [True]
 
 
-def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
+def test_changed_configuration_is_found(tmp_path: Path) -> None:
     bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
     path = bundle / "model_repository" / "rows_onnx" / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 16", "max_batch_size: 64"))
@@ -176,7 +174,7 @@ def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     assert "model_repository/rows_onnx/config.pbtxt: it was changed" in done.stderr
 
 
-def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: Path) -> None:
+def test_diagnose_finds_a_wrong_file_and_overwrites_its_output(tmp_path: Path) -> None:
     bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
     name = "model_repository/rows_torchscript/1/model.pt"
     exports.rezip(bundle / name, lambda part, content: bytes(len(content)) if part.endswith("data/0") else content)
@@ -190,7 +188,7 @@ def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: 
 
 
 @pytest.mark.slow
-def test_one_layout_takes_the_place_of_the_other_and_the_difference_is_in_no_model(tmp_path: Path) -> None:
+def test_layouts_replace_each_other_and_compute_the_same(tmp_path: Path) -> None:
     bundle, other = tmp_path / "bundle", tmp_path / "other"
     options: dict[str, Any] = {"dynamic": {"input": {0: "batch"}}, "formats": ["onnx"], "effort": "quick"}
     model = nn.Linear(4, 3).eval()
@@ -207,7 +205,7 @@ def test_one_layout_takes_the_place_of_the_other_and_the_difference_is_in_no_mod
         assert path.read_bytes() == (bundle / path.relative_to(other)).read_bytes(), "two runs give the same bytes"
 
 
-def test_weights_outside_of_the_file_go_with_it(tmp_path: Path) -> None:
+def test_external_weights_are_moved_with_their_file(tmp_path: Path) -> None:
     tensors = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
     weight = onnx.numpy_helper.from_array(np.eye(4, dtype=np.float32), "weight")
     product = helper.make_node("MatMul", ["x", "weight"], ["y"])
@@ -235,7 +233,7 @@ def test_weights_outside_of_the_file_go_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "name"), [("build/minilm", "minilm"), ("a b/ü:1", "__1"), ("..", "model"), (".hidden", "hidden")]
 )
-def test_the_models_are_named_after_the_output(output: str, name: str, tmp_path: Path) -> None:
+def test_models_are_named_after_the_output(output: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
     spec = TensorSpec("x", "float32", (3,))
     record = ArtifactRecord(format="onnx", path="model.onnx", fixed_shape=None)
@@ -264,7 +262,7 @@ class Nothing(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_triton_cannot_hand_over_is_refused_before_the_work(
+def test_model_that_triton_cannot_serve_is_refused_early(
     model: nn.Module, inputs: Any, formats: list[str], why: str, tmp_path: Path
 ) -> None:
     seen: list[str] = []
@@ -282,7 +280,7 @@ def test_what_triton_cannot_hand_over_is_refused_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_inputs_is_refused_where_the_backend_takes_none() -> None:
+def test_model_without_inputs_is_refused_for_such_a_backend() -> None:
     signature = Signature((), (TensorSpec("y", "float32", (3,)),), {})
     triton.check(signature, ["onnx", "pt2"])
     with pytest.raises(ExportError, match="pytorch backend serves no model without any"):
@@ -297,13 +295,13 @@ def test_a_model_without_inputs_is_refused_where_the_backend_takes_none() -> Non
         ('[export]\nlayout = "tritn"\n', "triton"),
     ],
 )
-def test_a_config_in_which_it_makes_no_sense_is_refused(tables: str, why: str, tmp_path: Path) -> None:
+def test_config_where_the_layout_is_invalid_is_refused(tables: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config(f'[model]\nsource = "org/name"\n{tables}', tmp_path / "config.toml")
 
 
 @pytest.mark.slow
-def test_a_run_can_be_made_again_to_the_byte_and_is_tracked(tmp_path: Path) -> None:
+def test_run_is_reproducible_to_the_byte_and_tracked(tmp_path: Path) -> None:
     config = stores.project(tmp_path, stores.store(tmp_path), formats='["onnx"]')
     config.write_text(config.read_text().replace("[export]", '[parity]\neffort = "quick"\n[export]\nlayout = "triton"'))
     done = CliRunner().invoke(cli, ["run", str(config), "--json"])

@@ -38,7 +38,7 @@ def test_a_run_checks_undo_and_records_it_in_the_manifest(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_rules_that_changed_nothing_are_not_said_to_be_undone(tmp_path: Path) -> None:
+def test_rules_without_changes_are_not_reported_as_undone(tmp_path: Path) -> None:
     class Halves(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / 2

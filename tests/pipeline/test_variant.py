@@ -1,4 +1,4 @@
-"""Files that carry other rules than each other: one graph for each set of rules, all of them proven."""
+"""Variants: formats with different rules, one graph for each set of rules, all of them verified."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
     assert "torchscript-pt2-01-merge-linears-before.txt" in names
 
 
-def test_each_graph_is_proven_before_the_files_that_are_made_of_it(result: Result) -> None:
+def test_each_graph_is_verified_before_its_files(result: Result) -> None:
     made_from = {place.target: place.made_from for place in result.parity}
     merged, plain = "transformed graph for torchscript, pt2", "transformed graph for onnx"
     assert made_from == {
@@ -80,7 +80,7 @@ def test_each_graph_is_proven_before_the_files_that_are_made_of_it(result: Resul
     assert result.passed
 
 
-def test_the_manifest_tells_the_rules_of_each_file(result: Result) -> None:
+def test_manifest_lists_the_rules_of_each_file(result: Result) -> None:
     changed = {(record.rule, tuple(record.formats)): len(record.changes) for record in result.manifest.transformations}
     assert changed == {
         ("merge-linears", ("torchscript", "pt2")): 1,
@@ -90,7 +90,7 @@ def test_the_manifest_tells_the_rules_of_each_file(result: Result) -> None:
     assert result.manifest.undone == ["merge-linears", "change-true-div-to-mul-by-inverse"]
 
 
-def test_a_file_holds_what_its_own_rules_made(result: Result) -> None:
+def test_file_contains_the_result_of_its_own_rules(result: Result) -> None:
     products = {
         name: str(torch.jit.load(str(path)).graph).count("aten::linear")
         for name, path in result.files.items()
@@ -111,7 +111,7 @@ def test_all_files_compute_the_same(result: Result) -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_fails_in_one_graph_is_laid_at_its_rule(tmp_path: Path) -> None:
+def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(_WRONG, encoding="utf-8")
     text = _CONFIG.replace('use = "merge-linears"', 'use = "python:wrong:Shift"')
     with pytest.raises(ParityError, match="transformed graph for torchscript, pt2") as raised:
@@ -128,6 +128,6 @@ def test_what_fails_in_one_graph_is_laid_at_its_rule(tmp_path: Path) -> None:
         (("[tracking]", '[export.passes]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, changed: tuple[str, str], told: str) -> None:
+def test_invalid_variants_are_refused(tmp_path: Path, changed: tuple[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_config(_write(tmp_path, _CONFIG.replace(*changed)))

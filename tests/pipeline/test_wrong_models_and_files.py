@@ -1,4 +1,4 @@
-"""A model that cannot be exported, and a file that came out wrong or damaged, is caught, and no rule is blamed."""
+"""A failed export and a wrong or damaged file are caught, and no rule is blamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests._helpers.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 from tests.pipeline.projects import at, config, nothing_is_left
 
 
-def test_a_model_that_bakes_a_size_in_is_caught_and_no_rule_is_blamed(project: Path) -> None:
+def test_model_with_a_hard_coded_size_is_caught_without_a_rule(project: Path) -> None:
     with pytest.raises(OptexportError) as caught:
         run.run(config(project, factory="baking"))
     assert caught.value.exit_code in (3, 4)
@@ -22,7 +22,7 @@ def test_a_model_that_bakes_a_size_in_is_caught_and_no_rule_is_blamed(project: P
 
 
 @pytest.mark.slow
-def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Path) -> None:
+def test_model_unsupported_by_onnx_exits_with_5(project: Path) -> None:
     with pytest.raises(ExportError, match="_linalg_eigh") as caught:
         run.run(config(project, factory="eigen", formats=("onnx",)))
     assert caught.value.exit_code == 5
@@ -30,7 +30,7 @@ def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Pat
 
 
 @pytest.mark.slow
-def test_a_source_that_fails_ends_with_three(project: Path) -> None:
+def test_source_that_fails_exits_with_3(project: Path) -> None:
     (project / "pipeline_models.py").write_text("def block():\n    raise OSError('disk gone')")
     with pytest.raises(SourceError, match="disk gone") as caught:
         run.run(config(project))
@@ -53,7 +53,7 @@ def drafts(project: Path) -> list[Path]:
         ("check pt2", "model.pt2", tamper_pt2, ["pt2"]),
     ],
 )
-def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
+def test_wrong_file_is_caught_and_blamed_on_the_exporter(
     project: Path, stage: str, name: str, tamper: Callable[[Path], None], failing: list[str]
 ) -> None:
     progress = at(stage, lambda: [tamper(draft / name) for draft in drafts(project)])
@@ -72,7 +72,7 @@ def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
     ("file_format", "name"),
     [("onnx", "model.onnx"), ("torchscript", "model.torchscript.pt"), ("pt2", "model.pt2")],
 )
-def test_a_file_that_came_out_damaged_is_an_error_of_the_export_that_names_it_without_its_draft(
+def test_damaged_file_is_an_export_error_with_its_final_name(
     project: Path, file_format: str, name: str, damage: Callable[[bytes], bytes] | None
 ) -> None:
     def act() -> None:

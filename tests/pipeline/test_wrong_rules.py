@@ -1,4 +1,4 @@
-"""A rule that is wrong, fails, or finds less than is expected of it, is caught and named; or left out by its name."""
+"""A rule that is wrong, fails, or finds too little is caught and named, or excluded by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.pipeline.projects import config, nothing_is_left, wrong
         ("NotANumber", "linear"),
     ],
 )
-def test_a_wrong_rule_is_caught_named_and_leaves_nothing(project: Path, name: str, node: str) -> None:
+def test_wrong_rule_is_caught_and_named_and_leaves_nothing(project: Path, name: str, node: str) -> None:
     path = config(project, "merge-linears", wrong(name), "change-true-div-to-mul-by-inverse")
     with pytest.raises(ParityError) as caught:
         run.run(path)
@@ -36,20 +36,20 @@ def test_a_wrong_rule_is_caught_named_and_leaves_nothing(project: Path, name: st
 
 
 @pytest.mark.slow
-def test_a_slight_scale_on_one_head_is_caught_too(project: Path) -> None:
+def test_slight_scale_on_one_head_is_caught_too(project: Path) -> None:
     with pytest.raises(ParityError, match=r"python:wrong_rules:ScaledHead is to blame"):
         run.run(config(project, wrong("ScaledHead")))
     assert nothing_is_left(project)
 
 
-def test_a_size_that_a_rule_bakes_in_is_caught_at_sizes_that_were_not_traced(project: Path) -> None:
+def test_size_hard_coded_by_a_rule_is_caught_at_untraced_sizes(project: Path) -> None:
     with pytest.raises(ParityError) as caught:
         run.run(config(project, wrong("BakedSize")))
     assert "at batch " in str(caught.value)
     assert "at traced" not in str(caught.value)
 
 
-def test_a_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
+def test_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
     path = config(project, wrong("ScaledHead"))
     text = path.read_text()
     path.write_text(f"{text}\n[parity]\natol = 0.5\n")
@@ -60,7 +60,7 @@ def test_a_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rule_that_does_not_preserve_the_computation_needs_a_tolerance(project: Path) -> None:
+def test_rule_that_does_not_preserve_results_needs_a_tolerance(project: Path) -> None:
     path = config(project, "replace-activation", formats=("torchscript", "onnx"))
     with pytest.raises(ConfigError, match=r"transformations\[0\]: replace-activation changes the numbers"):
         run.run(path)
@@ -79,7 +79,7 @@ def test_a_rule_that_does_not_preserve_the_computation_needs_a_tolerance(project
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Raising", "Unsound", "Returning"])
-def test_a_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str) -> None:
+def test_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str) -> None:
     with pytest.raises(TransformationError) as caught:
         run.run(config(project, "merge-linears", wrong(name)))
     assert caught.value.exit_code == 5
@@ -95,14 +95,14 @@ def test_without_the_wrong_rule_the_run_passes(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_rule_to_leave_out_may_be_spelled_as_its_class(project: Path) -> None:
+def test_excluded_rule_may_be_spelled_as_its_class(project: Path) -> None:
     path = config(project, "merge-linears", "change-true-div-to-mul-by-inverse")
     result = run.run(path, without=["MergeLinears"])
     assert [t.rule for t in result.manifest.transformations] == ["change-true-div-to-mul-by-inverse"]
 
 
 @pytest.mark.slow
-def test_a_rule_to_leave_out_that_is_not_there_is_refused(project: Path) -> None:
+def test_excluding_an_absent_rule_is_refused(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"--without merge-linear.*\n.*Did you mean \"merge-linears\""):
         run.run(config(project, "merge-linears"), without=["merge-linear"])
 
@@ -113,16 +113,14 @@ def expecting(project: Path, rule: str, least: int) -> Path:
     return path
 
 
-def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
+def test_rule_with_the_expected_number_of_matches_passes(project: Path) -> None:
     result = run.run(expecting(project, "merge-linears", 1))
     assert result.manifest.config["transformations"] == [{"use": "merge-linears", "min_matches": 1}]
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("rule", "least", "found"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])
-def test_a_rule_that_finds_less_than_is_expected_fails_the_run(
-    project: Path, rule: str, least: int, found: str
-) -> None:
+def test_rule_with_too_few_matches_fails_the_run(project: Path, rule: str, least: int, found: str) -> None:
     message = f"{rule}: too few matches (found {found}, expected at least {least})"
     with pytest.raises(GateError, match=re.escape(message)) as caught:
         run.run(expecting(project, rule, least))

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests._helpers.models import randomise
 
-# The layer whose input has a value far above the others, so that one scale for all leaves these no digits.
+# The input of this layer has an outlier, so that a common scale leaves no digits for the other values.
 HURT = "layers.2"
 OTHERS = ("layers.0", "layers.1", "layers.3")
 
@@ -29,7 +29,7 @@ enabled = false
 
 
 class Chain(nn.Module):
-    """Layers of 32 features; what one of them is given holds an outlier that its weights take back."""
+    """Layers of 32 features. The input of one layer may have an outlier, which its weights scale back."""
 
     def __init__(self, outlier: float) -> None:
         super().__init__()
@@ -56,17 +56,17 @@ def _chain(outlier: float) -> Chain:
 
 
 def planted() -> nn.Module:
-    """One layer of it is given an outlier."""
+    """Returns a model with an outlier in one layer."""
     return _chain(1e4)
 
 
 def harmless() -> nn.Module:
-    """None is."""
+    """Returns a model without outliers."""
     return _chain(1.0)
 
 
 class Sharp(nn.Module):
-    """Layers of which one takes differences of large numbers, which half precision rounds away."""
+    """Layers, one of them with differences of large numbers, which half precision rounds away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Sharp(nn.Module):
 
 
 def sharp() -> nn.Module:
-    """One layer of it is given numbers that are nearly alike."""
+    """Returns a model where one layer gets almost equal numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = randomise(Sharp())
@@ -89,7 +89,7 @@ def sharp() -> nn.Module:
 
 
 class Convs(nn.Module):
-    """Convolutions of 8 channels, depthwise and not; one of them is given an outlier that its weights take back."""
+    """Convolutions of 8 channels, depthwise and full. One may get an outlier, which its weights scale back."""
 
     def __init__(self, outlier: float) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Convs(nn.Module):
 
 
 def convs() -> nn.Module:
-    """One convolution of it is given an outlier."""
+    """Returns a model with an outlier in one convolution."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = randomise(Convs(1e4))
@@ -131,14 +131,14 @@ class Stacked(nn.Module):
 
 
 def stacked() -> nn.Module:
-    """Not all of its products are with a matrix."""
+    """Returns a model with a product that is not with a single matrix."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(Stacked()).eval()
 
 
 class Convolved(nn.Module):
-    """A convolution, which int8 does not lower and bfloat16 does, and a layer, in two outputs."""
+    """A convolution and a layer, in two outputs. Only bfloat16 lowers the convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,14 +151,14 @@ class Convolved(nn.Module):
 
 
 def convolved() -> nn.Module:
-    """Each file has layers of its own."""
+    """Returns a model with different layers in each file."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(Convolved()).eval()
 
 
 class Merging(nn.Module):
-    """Two layers of one input, which a rule merges, and one after them."""
+    """Two layers of one input, which a rule can merge, and a third layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,25 +170,25 @@ class Merging(nn.Module):
 
 
 def merging() -> nn.Module:
-    """Whether its first two layers are one is a rule's choice."""
+    """Returns a model whose first two layers may be merged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(Merging()).eval()
 
 
 def metric(own: object, original: object) -> float:
-    """Finds nothing wrong with any file."""
+    """A metric that accepts every file."""
     return 1.0
 
 
 def write(
     folder: Path, precision: str, *, model: str = "planted", formats: str = '"onnx"', gates: str = "cosine = 0.999"
 ) -> Path:
-    """Writes a config.
+    """Writes a config, and omits an empty table.
 
     Args:
-        precision: What stands in its table ``[precision]``.
-        gates: What stands in ``[parity.metrics]``; nothing of either where it is empty.
+        precision: Lines of ``[precision]``.
+        gates: Lines of ``[parity.metrics]``.
     """
     text = _CONFIG.format(model=model, formats=formats)
     if precision:

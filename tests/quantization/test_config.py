@@ -1,4 +1,4 @@
-"""What ``[precision]`` may say, told at the check of the config, without torch."""
+"""Checks of ``[precision]`` in a config, without torch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.quantization import models
         ('onnx = "int8"\nkep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:
+def test_invalid_precision_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as raised:
         load_config(models.write(tmp_path, precision, formats=formats, gates=gates))
     assert raised.value.exit_code == 2
 
 
-def test_a_model_that_is_loaded_in_half_precision_cannot_be_lowered(tmp_path: Path) -> None:
+def test_model_loaded_in_half_precision_cannot_be_lowered(tmp_path: Path) -> None:
     path = models.write(tmp_path, 'onnx = "int8"')
     path.write_text(path.read_text().replace("[inputs.tensors.x]", 'dtype = "float16"\n[inputs.tensors.x]', 1))
     with pytest.raises(ConfigError, match="only a model in float32 can be lowered, and model.dtype is float16"):
         load_config(path)
 
 
-def test_a_config_without_gates_ends_the_check_with_2_and_without_torch(tmp_path: Path) -> None:
+def test_config_without_gates_exits_with_2_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from optexport.cli.main import main; sys.argv = ['optexport', 'check', sys.argv[1]]\n"
         "try: main()\nfinally: assert 'torch' not in sys.modules"

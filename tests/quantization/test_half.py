@@ -1,4 +1,4 @@
-"""PyTorch files in half precision: cast by the rule for it, after the graph is proven, as far as the gates allow."""
+"""PyTorch files in half precision: cast after the graph is verified, within the gates."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _layers(result: Result, file_format: str) -> list[LayerRecord]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """TorchScript in bfloat16, which nothing hurts at this gate; the others in float32."""
+    """Exports TorchScript in bfloat16, which every layer tolerates at this gate, and the others in float32."""
     folder = tmp_path_factory.mktemp("half")
     return run(models.write(folder, 'torchscript = "bfloat16"', formats=_FORMATS))
 
 
-def test_the_layers_of_the_file_are_in_half_precision_and_its_outputs_are_not(result: Result) -> None:
+def test_layers_are_in_half_precision_and_outputs_are_not(result: Result) -> None:
     module = torch.jit.load(str(result.files["torchscript"]))
     assert {p.dtype for name, p in module.named_parameters() if "layers" in name} == {torch.bfloat16}
     (_, run_file), *_ = runners.open_file(result.files["torchscript"], "torchscript", ["output"])
     assert run_file({"x": torch.randn(3, 32)})["output"].dtype == torch.float32
 
 
-def test_the_graph_is_proven_to_rounding_before_it_is_cast_and_held_to_the_gates_after(result: Result) -> None:
+def test_graph_is_verified_before_the_cast_and_gated_after_it(result: Result) -> None:
     made_from = {target.target: target.made_from for target in result.parity}
     proven, cast = "transformed graph for torchscript", "transformed graph, cast for torchscript"
     assert made_from[proven] == "original"
@@ -54,23 +54,23 @@ def test_the_graph_is_proven_to_rounding_before_it_is_cast_and_held_to_the_gates
 
 
 @pytest.mark.slow
-def test_other_formats_stay_as_they_are(result: Result, tmp_path: Path) -> None:
+def test_other_formats_stay_unchanged(result: Result, tmp_path: Path) -> None:
     plain = run(models.write(tmp_path, "", formats='"onnx", "pt2"'))
     for name in ("onnx", "pt2"):
         assert plain.files[name].read_bytes() == result.files[name].read_bytes()
 
 
-def test_the_cast_is_among_the_transformations_of_its_format_alone(result: Result) -> None:
+def test_cast_is_a_transformation_of_its_format_only(result: Result) -> None:
     cast = [t.formats for t in result.manifest.transformations if t.rule == "cast-precision"]
     assert cast == [["torchscript"]]
 
 
-def test_such_a_bundle_verifies(result: Result) -> None:
+def test_half_precision_bundle_verifies(result: Result) -> None:
     assert verify.verify(result.output).passed
 
 
 @pytest.mark.slow
-def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path: Path) -> None:
+def test_sensitive_layer_stays_in_float32_in_all_files(tmp_path: Path) -> None:
     text = 'torchscript = "bfloat16"\npt2 = "bfloat16"'
     result = run(models.write(tmp_path, text, model="sharp", formats='"torchscript", "pt2"', gates="cosine = 0.99999"))
     for name in ("torchscript", "pt2"):
@@ -81,7 +81,7 @@ def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path:
 
 
 @pytest.mark.slow
-def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path: Path) -> None:
+def test_products_of_activations_may_be_kept_by_their_nodes(tmp_path: Path) -> None:
     config = models.write(
         tmp_path, 'pt2 = "bfloat16"\nkeep_float32 = ["down", "matmul"]', formats='"pt2"', gates="cosine = 0.99"
     )
@@ -95,9 +95,7 @@ def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "half"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
-    tmp_path: Path, precision: str, half: torch.dtype
-) -> None:
+def test_both_half_precisions_work_and_are_reproducible(tmp_path: Path, precision: str, half: torch.dtype) -> None:
     files = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -110,7 +108,7 @@ def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None:
+def test_python_api_casts_too_and_needs_a_gate(tmp_path: Path) -> None:
     options = {"formats": ["pt2"], "precision": {"pt2": "bfloat16"}}
     with pytest.raises(ConfigError, match="nothing says what it must keep"):
         export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "none", **options)
@@ -119,13 +117,13 @@ def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_gates_that_nothing_passes_end_the_run(tmp_path: Path) -> None:
+def test_gates_that_nothing_passes_fail_the_run(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="bfloat16 passes the gates with no choice of layers"):
         run(models.write(tmp_path, 'pt2 = "bfloat16"', formats='"pt2"', gates="cosine = 0.99999999"))
     assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.slow
-def test_a_name_that_is_no_layer_is_refused(tmp_path: Path) -> None:
+def test_unknown_layer_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='no layer "layer.2"'):
         run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep_float32 = ["layer.2"]', formats='"pt2"'))

@@ -1,4 +1,4 @@
-"""ONNX files in int8: what hurts stays in float32, found by measurement; the gates decide, and nothing else changes."""
+"""ONNX files in int8: measurement finds the layers that stay in float32, and gates decide."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def _kept(result: Result) -> dict[str, str]:
 
 
 def _float_products(path: Path) -> list[str]:
-    """The weights of the products that are still computed in float32."""
+    """Returns the weights of the products that are still computed in float32."""
     return [node.input[1] for node in onnx.load(path).graph.node if node.op_type in ("MatMul", "Gemm")]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The planted model in int8, and in float32 for the other formats."""
+    """Exports the planted model in int8, and in float32 for the other formats."""
     folder = tmp_path_factory.mktemp("int8")
     return run(models.write(folder, 'onnx = "int8"', formats='"onnx", "torchscript", "pt2"'))
 
 
-def test_a_layer_that_hurts_stays_in_float32_and_no_other(result: Result) -> None:
+def test_only_the_sensitive_layer_stays_in_float32(result: Result) -> None:
     assert _kept(result) == {models.HURT: "measured"}
     (weight,) = _float_products(result.files["onnx"])
     assert weight.startswith(models.HURT)
 
 
-def test_the_manifest_says_what_each_layer_does_to_the_gates_alone(result: Result) -> None:
+def test_manifest_records_the_effect_of_each_lowered_layer(result: Result) -> None:
     alone = {layer.layer: layer.alone[0].value for layer in _record(result).layers}
     assert set(alone) == {models.HURT, *models.OTHERS}
     assert alone[models.HURT] < 0.999
@@ -57,7 +57,7 @@ def test_the_manifest_says_what_each_layer_does_to_the_gates_alone(result: Resul
     assert _record(result).lowered[0].value < 0.999 <= _record(result).chosen[0].value
 
 
-def test_the_file_is_held_to_the_gates_on_all_batches_and_in_both_ways_of_running_it(result: Result) -> None:
+def test_file_is_gated_on_all_batches_and_in_both_sessions(result: Result) -> None:
     lowered = [target for target in result.parity if target.precision == "int8"]
     assert [target.target for target in lowered] == ["onnx", "onnx, optimised"]
     for target in lowered:
@@ -67,7 +67,7 @@ def test_the_file_is_held_to_the_gates_on_all_batches_and_in_both_ways_of_runnin
         assert output.max_abs > 100 * output.floor
 
 
-def test_all_that_is_not_lowered_is_proven_to_rounding_as_ever(result: Result) -> None:
+def test_other_targets_are_verified_to_rounding(result: Result) -> None:
     targets = {target.target: target for target in result.parity if target.precision is None}
     assert set(targets) >= {"transformed graph", "torchscript", "pt2", "onnx in float32", "onnx in float32, optimised"}
     for target in targets.values():
@@ -75,19 +75,19 @@ def test_all_that_is_not_lowered_is_proven_to_rounding_as_ever(result: Result) -
 
 
 @pytest.mark.slow
-def test_files_in_float32_are_the_same_bytes_as_without_lowering_another(result: Result, tmp_path: Path) -> None:
+def test_float32_files_do_not_depend_on_lowering_another_format(result: Result, tmp_path: Path) -> None:
     plain = run(models.write(tmp_path, "", formats='"torchscript", "pt2"'))
     for name in ("torchscript", "pt2"):
         assert plain.files[name].read_bytes() == result.files[name].read_bytes()
 
 
-def test_a_bundle_of_lower_precision_verifies_by_its_gates(result: Result) -> None:
+def test_lowered_bundle_verifies_by_its_gates(result: Result) -> None:
     proof = verify.verify(result.output)
     assert {target.target for target in proof.targets if target.precision} == {"onnx", "onnx, optimised"}
     assert proof.passed
 
 
-def test_the_file_itself_says_its_precision(result: Result) -> None:
+def test_file_records_its_precision(result: Result) -> None:
     props = {entry.key: entry.value for entry in onnx.load(result.files["onnx"]).metadata_props}
     assert json.loads(props["optexport.precision"]) == "int8"
     assert "optexport.weights_sha256" in props
@@ -95,7 +95,7 @@ def test_the_file_itself_says_its_precision(result: Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_kept_where_nothing_hurts(tmp_path: Path, method: str) -> None:
+def test_no_layer_is_kept_if_all_tolerate_int8(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
     assert _kept(result) == {}
     weights = _float_products(result.files["onnx"])
@@ -115,7 +115,7 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.slow
-def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp_path: Path) -> None:
+def test_convolutions_are_static_int8_except_a_sensitive_one(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="cosine = 0.99")
     config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
     result = run(config)
@@ -126,8 +126,8 @@ def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp
 
 
 @pytest.mark.slow
-def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: Path) -> None:
-    """At values 64 times as large, of which no gate counts, it was held to as if they were data."""
+def test_bundle_that_clips_values_far_from_the_data_verifies(tmp_path: Path) -> None:
+    """Values 64 times as large, which no gate covers, were checked like data."""
     np.savez(tmp_path / "images.npz", x=np.random.default_rng(0).normal(size=(24, 8, 6, 6)).astype("float32"))
     config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="argmax_agreement = 0.5")
     text = config.read_text().replace('[inputs.tensors.x]\nshape = ["batch", 32]', '[inputs]\ndata = "images.npz"')
@@ -142,7 +142,7 @@ def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> None:
+def test_model_without_layers_to_lower_is_refused(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convs")
     config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
     with pytest.raises(ConfigError, match="onnx has no layer to lower"):
@@ -150,25 +150,25 @@ def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_the_config_keeps_stays_in_float32_unmeasured(tmp_path: Path) -> None:
+def test_layer_in_keep_float32_is_not_measured(tmp_path: Path) -> None:
     result = run(models.write(tmp_path, f'onnx = "int8"\nkeep_float32 = ["{models.HURT}", "layers.0"]'))
     assert _kept(result) == {models.HURT: "asked for", "layers.0": "asked for"}
     assert len(_float_products(result.files["onnx"])) == 2
 
 
-def test_a_name_that_is_no_layer_is_refused_with_the_nearest_that_is(tmp_path: Path) -> None:
+def test_unknown_layer_name_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no layer "layers.7".*\n.*Did you mean "layers.\d"'):
         run(models.write(tmp_path, 'onnx = "int8"\nkeep_float32 = ["layers.7"]'))
 
 
 @pytest.mark.slow
-def test_to_keep_everything_is_refused(tmp_path: Path) -> None:
+def test_keeping_every_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no layer to lower"):
         run(models.write(tmp_path, 'onnx = "int8"\nkeep_float32 = ["layers"]'))
 
 
 @pytest.mark.slow
-def test_gates_that_no_choice_of_layers_passes_end_the_run_and_say_what_came_nearest(tmp_path: Path) -> None:
+def test_gates_that_no_choice_passes_fail_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(ParityError) as raised:
         run(models.write(tmp_path, 'onnx = "int8"', gates="cosine = 0.99999999"))
     assert raised.value.exit_code == 4
@@ -181,7 +181,7 @@ def test_gates_that_no_choice_of_layers_passes_end_the_run_and_say_what_came_nea
 
 
 @pytest.mark.slow
-def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
+def test_fixed_tolerance_applies_in_addition_to_the_gates(tmp_path: Path) -> None:
     path = models.write(tmp_path, 'onnx = "int8"', model="harmless")
     path.write_text(path.read_text() + "[parity]\natol = 1e-4\n")
     with pytest.raises(ParityError, match="no choice of layers"):
@@ -190,14 +190,14 @@ def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: str) -> None:
+def test_product_with_a_stack_of_matrices_is_not_a_layer(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="stacked"))
     assert [layer.layer for layer in _record(result).layers] == ["layer"]
     assert _kept(result) == {}
 
 
 @pytest.mark.slow
-def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> None:
+def test_layer_of_another_file_may_be_kept(tmp_path: Path) -> None:
     precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep_float32 = ["conv"]'
     formats = '"onnx", "torchscript"'
     result = run(models.write(tmp_path, precision, model="convolved", formats=formats, gates="cosine = 0.99"))
@@ -208,7 +208,7 @@ def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_no_file_has_cannot_be_kept_of_any(tmp_path: Path) -> None:
+def test_layer_of_no_file_cannot_be_kept(tmp_path: Path) -> None:
     precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep_float32 = ["cnv"]'
     config = models.write(
         tmp_path, precision, model="convolved", formats='"onnx", "torchscript"', gates="cosine = 0.99"

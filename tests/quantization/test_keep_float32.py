@@ -1,4 +1,4 @@
-"""What ``precision.keep_float32`` names, where a rule may have merged the layers, or tuning left that rule out."""
+"""``precision.keep_float32`` with layers that a rule merged or left separate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _layers(result: Result) -> dict[str, str | None]:
 
 
 @pytest.mark.slow
-def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_path: Path) -> None:
+def test_merged_layer_and_its_parts_stand_for_each_other(tmp_path: Path) -> None:
     merge = '{ use = "merge-linears" }'
     merged = _kept(tmp_path / "merged", "block.a-b-merged", merge)
     assert merged == {"block.a-b-merged": "asked for", "last": None}
@@ -40,13 +40,13 @@ def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_p
 
 
 @pytest.mark.slow
-def test_a_merged_layer_whose_name_counts_its_parts_is_refused_where_they_are_not_merged(tmp_path: Path) -> None:
+def test_numbered_merged_layer_is_refused_if_it_is_not_merged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
         _kept(tmp_path / "counted", "block.a-and-5-merged", "")
 
 
 @pytest.mark.slow
-def test_what_is_lowered_beside_a_layer_that_stays_is_not_called_all(tmp_path: Path) -> None:
+def test_summary_excludes_the_layers_that_stay(tmp_path: Path) -> None:
     config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
     done = CliRunner().invoke(cli, ["run", str(config)])
     assert done.exit_code == 0, done.output

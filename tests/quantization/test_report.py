@@ -1,4 +1,4 @@
-"""What is said of files of lower precision: on the terminal, in reports, by verify, with the right exit code."""
+"""Lower precision on the terminal, in reports and in verify, with exit codes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> str:
-    """What a run prints; its bundle is in the folder."""
+    """Returns the output of a run, and leaves its bundle in the folder."""
     done = CliRunner().invoke(cli, ["run", str(models.write(folder, 'onnx = "int8"'))])
     assert done.exit_code == 0, done.output
     return done.output
 
 
-def test_the_summary_says_what_is_lowered_and_why_the_rest_is_not(told: str) -> None:
+def test_summary_lists_lowered_layers_and_reasons_for_the_rest(told: str) -> None:
     assert "Precision onnx is int8, checked by gates: cosine of output 0.999" in told
     assert "3 of 4 layers in int8" in told
     assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
@@ -43,7 +43,7 @@ def test_the_summary_says_what_is_lowered_and_why_the_rest_is_not(told: str) -> 
 
 
 @pytest.mark.usefixtures("told")
-def test_verify_says_what_it_held_to_what(folder: Path) -> None:
+def test_verify_names_the_gates_of_each_file(folder: Path) -> None:
     done = CliRunner().invoke(cli, ["verify", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
     assert "onnx (int8), onnx, optimised (int8) decide as the gates demand." in done.output
@@ -54,7 +54,7 @@ def test_verify_says_what_it_held_to_what(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("told")
-def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path: Path) -> None:
+def test_verify_refuses_a_file_that_misses_its_gates(folder: Path, tmp_path: Path) -> None:
     bundle, prepared = tmp_path / "lowered", tmp_path / "prepared.onnx"
     shutil.copytree(folder / "bundle", bundle)
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
@@ -70,14 +70,14 @@ def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("told")
-def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path) -> None:
+def test_diagnose_accepts_a_bundle_within_its_gates(folder: Path) -> None:
     done = CliRunner().invoke(cli, ["diagnose", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
     assert "onnx (int8)" in done.output
 
 
 @pytest.mark.usefixtures("told")
-def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: Path) -> None:
+def test_reports_name_the_precision_and_omit_absent_limits(folder: Path) -> None:
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
     rows = [line for line in github.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
     assert len(rows) == 4
@@ -88,8 +88,8 @@ def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: 
 
 
 @pytest.mark.usefixtures("told")
-def test_the_page_shows_what_does_not_keep_to_a_gate_below_it(folder: Path) -> None:
-    """It was rounded to 1, above the gate."""
+def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
+    """The value was rounded to 1, above the gate."""
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
     record = manifest.artifacts[0].precision
     assert record is not None
@@ -103,7 +103,7 @@ def test_the_page_shows_what_does_not_keep_to_a_gate_below_it(folder: Path) -> N
 
 
 @given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
-def test_a_value_is_not_rounded_to_the_other_side_of_its_gate(value: float, least: float, digits: int) -> None:
+def test_value_is_not_rounded_across_its_gate(value: float, least: float, digits: int) -> None:
     for near in (value, least, np.nextafter(least, -2), np.nextafter(least, 2)):
         assert (float(beside_gate(float(near), least, digits)) >= least) == (near >= least)
 
@@ -113,7 +113,7 @@ def test_a_value_is_not_rounded_to_the_other_side_of_its_gate(value: float, leas
     ("precision", "gates", "code"),
     [('onnx = "int8"', "", 2), ('onnx = "int8"', "cosine = 0.99999999", 4), ('onnx = "int8"', "cosine = 0.9", 0)],
 )
-def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gates: str, code: int) -> None:
+def test_exit_code_names_the_kind_of_failure(tmp_path: Path, precision: str, gates: str, code: int) -> None:
     done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, precision, gates=gates)), "--json"])
     assert done.exit_code == code, done.output
     document = json.loads(done.stdout)
@@ -123,7 +123,7 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gate
 
 
 @pytest.mark.slow
-def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
+def test_baseline_is_in_float32(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="harmless")
     done = CliRunner().invoke(cli, ["run", str(config), "--baseline"])
     assert done.exit_code == 0, done.output
@@ -133,7 +133,7 @@ def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
+def test_output_without_a_gate_is_named(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convolved", gates="cosine = 0.9")
     done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["run", str(config)])
     assert done.exit_code == 0, done.output
@@ -145,7 +145,7 @@ def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path: Path) -> None:
+def test_verify_says_that_a_custom_gate_is_not_checked_again(tmp_path: Path) -> None:
     gates = '"python:tests.quantization.models:metric" = 0.5'
     done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, 'onnx = "int8"', gates=gates))])
     assert done.exit_code == 0, done.output
@@ -161,7 +161,7 @@ def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("told")
-def test_verify_refuses_a_file_that_is_called_lowered_and_was_not_proven_as_such(folder: Path, tmp_path: Path) -> None:
+def test_verify_refuses_an_unproven_file_called_lowered(folder: Path, tmp_path: Path) -> None:
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
     assert plain.exit_code == 0, plain.output
     lowered = json.loads((folder / "bundle" / "manifest.json").read_bytes())["artifacts"][0]["precision"]
@@ -212,8 +212,8 @@ enabled = false
 
 
 @pytest.mark.slow
-def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gates_hold(tmp_path: Path) -> None:
-    """The gates saw 16 rows of four, and files that gave noise at every length above some hundreds were proven."""
+def test_gross_error_beyond_the_data_fails_despite_passed_gates(tmp_path: Path) -> None:
+    """The gates saw 16 rows of four. Files with noise at every length above some hundreds passed."""
     (tmp_path / "positions.py").write_text(POSITIONS, encoding="utf-8")
     (tmp_path / "mine.toml").write_text(COUNTED, encoding="utf-8")
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((4, 4, 8), dtype=np.float32))
@@ -230,8 +230,8 @@ def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gat
 
 
 @pytest.mark.slow
-def test_what_is_next_to_nothing_at_one_size_is_no_gross_fault(tmp_path: Path) -> None:
-    """The distances of rows to each other are rounding alone where there is one row."""
+def test_output_near_zero_at_one_size_is_not_a_gross_error(tmp_path: Path) -> None:
+    """With one row, the distances between rows are only rounding."""
     model = """
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Laws of the search for what stays in float32, on layers whose errors add up: each bends a vector by its own angle."""
+"""Search for the layers that stay in float32, on layers whose errors add up as angles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _proof() -> ParityChecker:
 
 
 class Bent:
-    """Makes candidates, and counts them; what is lowered turns the original's vector by the sum of the angles."""
+    """Makes and counts candidates. Lowered layers turn the original's vector by the sum of their angles."""
 
     def __init__(self, angles: Sequence[float]) -> None:
         self.angles = {f"layer.{index}": angle for index, angle in enumerate(angles)}
@@ -52,7 +52,7 @@ _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
 
 @pytest.mark.slow
 @given(_ANGLES)
-def test_what_is_chosen_passes_lowers_something_and_keeps_nothing_needlessly(angles: list[float]) -> None:
+def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> None:
     bent = Bent(angles)
     try:
         choice = bent.choose()
@@ -63,47 +63,47 @@ def test_what_is_chosen_passes_lowers_something_and_keeps_nothing_needlessly(ang
     assert lowered
     assert choice.chosen.passed
     assert sum(lowered) <= _ROOM + 1e-6
-    for name in choice.kept:  # errors add up, and the least harmful are lowered first
+    for name in choice.kept:  # errors add up, and the least harmful layers are lowered first
         assert sum(lowered) + bent.angles[name] > _ROOM - 1e-6
 
 
 @given(_ANGLES)
-def test_what_passes_with_everything_lowered_is_made_once(angles: list[float]) -> None:
+def test_fully_lowered_candidate_that_passes_is_made_once(angles: list[float]) -> None:
     bent = Bent([angle * _ROOM / 2 / (sum(angles) or 1.0) for angle in angles])
     choice = bent.choose()
     assert (choice.kept, bent.made) == ([], 1)
 
 
-def test_of_many_layers_few_files_are_made() -> None:
+def test_few_files_are_made_for_many_layers() -> None:
     bent = Bent([1.0, *[1e-3] * 40])
     assert bent.choose().kept == ["layer.0"]
     assert bent.made <= 1 + 41 + math.ceil(math.log2(41)) + 8
 
 
-def test_the_most_harmful_is_kept_whatever_its_place_in_the_model() -> None:
+def test_most_harmful_layer_is_kept_at_any_place() -> None:
     for target in range(5):
         angles = [0.02] * 5
         angles[target] = 0.2
         assert Bent(angles).choose().kept == [f"layer.{target}"]
 
 
-def test_what_is_asked_to_be_kept_is_never_lowered() -> None:
+def test_layer_in_keep_float32_is_never_lowered() -> None:
     choice = Bent([0.0, 0.0, 0.3]).choose(keep=["layer.0"])
     assert choice.kept == ["layer.0", "layer.2"]
     assert [layer.kept for layer in choice.record().layers] == ["asked for", None, "measured"]
 
 
-def test_a_single_layer_that_hurts_cannot_be_lowered() -> None:
+def test_single_layer_that_hurts_cannot_be_lowered() -> None:
     with pytest.raises(ParityError, match="with no choice of layers\n  all lowered: y, cosine is 0.955"):
         Bent([0.3]).choose()
 
 
-def test_a_name_of_nothing_is_refused() -> None:
+def test_unknown_layer_name_is_refused() -> None:
     with pytest.raises(ConfigError, match='file has no layer "layr.0"'):
         Bent([0.0, 0.0]).choose(keep=["layr.0"])
 
 
-def test_harm_is_the_share_of_the_room_that_the_gate_leaves() -> None:
+def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
     proof = _proof()
     own = proof.targets[0].decisions
     half = math.acos(1 - 0.5 * (1 - _GATE))
@@ -115,7 +115,7 @@ def test_harm_is_the_share_of_the_room_that_the_gate_leaves() -> None:
     assert harm(broken, own) == math.inf
 
 
-def test_very_many_layers_are_lowered_by_the_layers_of_the_model() -> None:
+def test_very_many_layers_are_lowered_in_groups() -> None:
     layers = [f"encoder.layer.{i}.{name}" for i in range(12) for name in "abcdef"] + ["pooler"]
     assert units_of(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
     assert units_of(layers[:60]) == layers[:60]

@@ -1,4 +1,4 @@
-"""What a run makes for a card: proven there in whole float32, measured there, and opened there again."""
+"""Runs on a CUDA device: verified there in full float32, measured there, and opened there again."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(folder / "config.toml")
 
 
-def test_every_file_passes_there_and_says_so(made: Result) -> None:
+def test_every_file_passes_on_the_device_and_records_it(made: Result) -> None:
     assert {target.target for target in made.parity} >= {"torchscript", "onnx", "onnx, optimised", "pt2"}
     assert {artifact.device for artifact in made.manifest.artifacts} == {"cuda"}
     assert "on cuda" in made.manifest.parity.ways
@@ -78,13 +78,13 @@ def test_every_file_passes_there_and_says_so(made: Result) -> None:
     assert {(a["format"], a["device"]) for a in measured["bench"]["artifacts"]} == {(f, "cuda") for f in made.files}
 
 
-def test_the_weights_in_the_files_of_torch_are_there(made: Result) -> None:
+def test_weights_in_the_files_of_torch_are_on_the_device(made: Result) -> None:
     script = archives.load_torchscript(made.files["torchscript"])
     program = archives.load_pt2(made.files["pt2"])
     assert {tensor.device.type for tensor in (*script.state_dict().values(), *program.state_dict.values())} == {"cuda"}
 
 
-def test_a_session_asks_the_card_first(made: Result) -> None:
+def test_session_prefers_the_cuda_provider(made: Result) -> None:
     session = devices.onnx_session(made.files["onnx"], onnxruntime.SessionOptions(), "cuda")
     assert session.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
@@ -92,7 +92,7 @@ def test_a_session_asks_the_card_first(made: Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_a_bundle_gives_there_what_it_gave(file_format: str, made: Result) -> None:
+def test_bundle_gives_the_stored_results_on_the_device(file_format: str, made: Result) -> None:
     bundle, limit = Bundle.load(made.output, file_format), made.manifest.parity.bounds["hidden"].limit
     (_, run_file), *_ = runners.open_file(made.files["pt2"], "pt2", [o.name for o in made.manifest.outputs], "cuda")
     for size, sequence in ((2, 5), (1, 2), (16, 32)):
@@ -101,13 +101,13 @@ def test_a_bundle_gives_there_what_it_gave(file_format: str, made: Result) -> No
         assert float((torch.from_numpy(found["hidden"]) - expected["hidden"]).abs().max()) <= 2 * limit
 
 
-def test_it_is_proven_again_and_its_files_are_made_again_to_the_byte(made: Result) -> None:
+def test_bundle_verifies_and_reproduces_on_the_device(made: Result) -> None:
     assert verify(made.output).passed
     differing = reproduce.reproduce(made.output, made.output.parents[1], Progress())
-    assert [line for line in differing if line.startswith("model.")] == []  # the distances may be others in a digit
+    assert [line for line in differing if line.startswith("model.")] == []  # the distances may differ in a digit
 
 
-def test_a_file_with_other_weights_fails_there(made: Result, tmp_path: Path) -> None:
+def test_file_with_other_weights_fails_on_the_device(made: Result, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(made.output, bundle)
     path = bundle / "model.torchscript.pt"
@@ -119,7 +119,7 @@ def test_a_file_with_other_weights_fails_there(made: Result, tmp_path: Path) -> 
     assert not verify(bundle).passed
 
 
-def test_tf32_is_off_whatever_the_caller_chose() -> None:
+def test_tf32_is_off_despite_the_callers_setting() -> None:
     a, b = torch.randn(256, 512), torch.randn(512, 256)
     exact = a.double() @ b.double()
     settings = torch.backends.cuda.matmul
@@ -133,7 +133,7 @@ def test_tf32_is_off_whatever_the_caller_chose() -> None:
     assert (whole - exact).abs().max() < (coarse - exact).abs().max() / 50
 
 
-def test_the_floor_has_what_the_original_rounds_by_there() -> None:
+def test_noise_floor_includes_rounding_on_the_device() -> None:
     model, cases = network()
     known = run_original(call, model, cases, device="cuda")
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Where files run: what is asked of torch and of ONNX Runtime for it, and that nothing is done where it cannot be had.
+"""Devices: settings of torch and ONNX Runtime, and errors without a CUDA device.
 
-What a card computes is tested in `tests.runtime.test_cuda`.
+`tests.runtime.test_cuda` tests results on a CUDA device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ON_CUDA = config().replace("[model]\n", '[model]\ndevice = "cuda"\n')
 
 @pytest.fixture
 def for_a_card(tmp_path: Path) -> Path:
-    """A bundle that says of its files that they are for a card."""
+    """Returns a bundle whose manifest says that its files are for CUDA."""
     bundle = tmp_path / "bundle"
     shutil.copytree(exports.exported().output, bundle)
     say_cuda(bundle)
@@ -51,7 +51,7 @@ def say_cuda(bundle: Path) -> None:
 
 
 @NO_CARD
-def test_a_run_without_a_card_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_run_without_a_cuda_device_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     call = Caller(tmp_path / "work")
     told = message(call("run", ON_CUDA.replace("enabled = false", "enabled = true")), 3)
@@ -61,7 +61,7 @@ def test_a_run_without_a_card_is_refused_before_any_work(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"halves.py", "mine.toml"}
 
 
-def test_a_check_needs_no_card(tmp_path: Path) -> None:
+def test_check_needs_no_cuda_device(tmp_path: Path) -> None:
     assert Caller(tmp_path)("check", ON_CUDA).exit_code == 0
 
 
@@ -69,7 +69,7 @@ def test_a_check_needs_no_card(tmp_path: Path) -> None:
 @NO_CARD
 @NO_PROVIDER
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_a_bundle_for_a_card_is_not_opened_without_one(file_format: str, for_a_card: Path) -> None:
+def test_cuda_bundle_is_not_opened_without_a_device(file_format: str, for_a_card: Path) -> None:
     with pytest.raises(DeviceError) as caught:
         Bundle.load(for_a_card, file_format)
     assert caught.value.location == {"torchscript": "model.torchscript.pt"}.get(file_format, f"model.{file_format}")
@@ -78,14 +78,14 @@ def test_a_bundle_for_a_card_is_not_opened_without_one(file_format: str, for_a_c
 
 @NO_CARD
 @NO_PROVIDER
-def test_nor_is_it_proven(for_a_card: Path) -> None:
+def test_cuda_bundle_is_not_verified_without_a_device(for_a_card: Path) -> None:
     told = message(CliRunner().invoke(cli, ["verify", str(for_a_card)]), 3)
     assert told.startswith("model.torchscript.pt: torch ")
 
 
 @pytest.mark.slow
 @NO_CARD
-def test_nor_is_it_made_again(tmp_path: Path) -> None:
+def test_cuda_bundle_is_not_reproduced_without_a_device(tmp_path: Path) -> None:
     assert Caller(tmp_path)("run", config()).exit_code == 0
     bundle = tmp_path / "build" / "model"
     say_cuda(bundle)
@@ -96,25 +96,25 @@ def test_nor_is_it_made_again(tmp_path: Path) -> None:
 @NO_CARD
 @NO_PROVIDER
 @pytest.mark.parametrize(("file_format", "cause"), [("onnx", "CUDAExecutionProvider"), ("pt2", "no CUDA device")])
-def test_nor_measured(file_format: str, cause: str, for_a_card: Path) -> None:
+def test_cuda_bundle_is_not_measured_without_a_device(file_format: str, cause: str, for_a_card: Path) -> None:
     told = message(CliRunner().invoke(cli, ["bench", str(for_a_card), "--format", file_format, "--rounds", "2"]), 5)
     assert cause in told
 
 
 @NO_PROVIDER
-def test_a_session_without_the_provider_is_refused_with_the_package_that_has_it() -> None:
+def test_session_without_the_provider_names_the_package() -> None:
     path = exports.exported().files["onnx"]
     with pytest.raises(DeviceError, match=r"no CUDAExecutionProvider\n.*'\.\[cuda\]'"):
         devices.onnx_session(path, onnxruntime.SessionOptions(), "cuda")
 
 
-def test_a_session_that_fell_back_to_the_cpu_is_refused() -> None:
+def test_session_that_fell_back_to_the_cpu_is_refused() -> None:
     devices.check_session(["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda", "model.onnx")
     with pytest.raises(DeviceError, match="took CPUExecutionProvider"):
         devices.check_session(["CPUExecutionProvider"], "cuda", "model.onnx")
 
 
-def test_the_providers_of_a_card_are_such_as_onnx_runtime_takes() -> None:
+def test_onnx_runtime_accepts_the_cuda_provider_options() -> None:
     from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
 
     names = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -124,13 +124,13 @@ def test_the_providers_of_a_card_are_such_as_onnx_runtime_takes() -> None:
     )
 
 
-def test_a_session_on_the_cpu_has_no_other_provider() -> None:
+def test_session_on_the_cpu_has_no_other_provider() -> None:
     session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
     assert session.get_providers() == ["CPUExecutionProvider"]
 
 
 @pytest.mark.slow
-def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
+def test_bound_inputs_give_the_same_results() -> None:
     session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
     run = bind_session(session, batch, "cpu")
@@ -140,7 +140,7 @@ def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
 
 
 @pytest.mark.slow
-def test_of_a_file_that_fails_on_a_card_only_that_is_told() -> None:
+def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     result = exports.exported()
     proof = verify(result.output)
     (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.bounds))
@@ -151,13 +151,13 @@ def test_of_a_file_that_fails_on_a_card_only_that_is_told() -> None:
     assert found.reproductions == ()
 
 
-def test_float32_is_whole_within_and_as_it_was_after() -> None:
+def test_float32_is_full_inside_and_restored_after() -> None:
     def precisions() -> list[str]:
         cudnn: Any = torch.backends.cudnn
         return [setting.fp32_precision for setting in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
 
     before = precisions()
-    assert "tf32" in before  # of convolutions it is so by default
+    assert "tf32" in before  # the default for convolutions
     with pytest.raises(LookupError), devices.whole_float32("cuda"):
         assert precisions() == ["ieee"] * 3
         raise LookupError
@@ -166,15 +166,15 @@ def test_float32_is_whole_within_and_as_it_was_after() -> None:
         assert precisions() == before
 
 
-def test_the_measurements_of_a_run_name_the_device() -> None:
+def test_benchmarks_of_a_run_name_the_device() -> None:
     measured = json.loads((exports.exported().output / "measurements.json").read_bytes())
     assert measured["device"] == "cpu"
 
 
-def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
+def test_mlflow_gets_no_model_for_cuda(for_a_card: Path) -> None:
     assert onnx_model(BundleRecord.read(for_a_card)) is None
 
 
-def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_may_provide_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_IN_PLACE_OF", {"no-such-package": ["numpy"]})
     assert packages._version("no-such-package") == np.__version__

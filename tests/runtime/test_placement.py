@@ -1,6 +1,6 @@
-"""Moving to a device: everything goes there, and where it is already nothing changes.
+"""Moving to a device moves everything, and changes nothing if it is there already.
 
-Tensors of the device "meta" have no numbers; it stands for a card where there is none.
+Tensors of the device "meta" have no numbers. It replaces a CUDA device on other machines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ aten = torch.ops.aten
 
 
 def program(name: str) -> torch.export.ExportedProgram:
-    """A new one, since moving changes it."""
+    """Returns a new program, because moving changes it."""
     made = files.prepared(name)
     return exported_program.to_program(made.flat, made.signature, made.example)
 
 
 @pytest.mark.slow
-def test_a_program_that_is_there_already_stays_the_same_to_the_byte(tmp_path: Path) -> None:
+def test_program_on_its_device_stays_the_same_to_the_byte(tmp_path: Path) -> None:
     name = "llama"
     made, its = files.prepared(name), program(name)
     path, names = tmp_path / "model.pt2", made.signature.output_names
@@ -44,7 +44,7 @@ def test_a_program_that_is_there_already_stays_the_same_to_the_byte(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_weights_values_and_what_is_written_in_the_graph_go_along(name: str) -> None:
+def test_weights_constants_and_graph_devices_are_moved(name: str) -> None:
     its = program(name)
     assert "cpu" in str(its.graph)
     weights = dict(its.state_dict)
@@ -57,7 +57,7 @@ def test_weights_values_and_what_is_written_in_the_graph_go_along(name: str) -> 
 
 
 @pytest.mark.slow
-def test_it_runs_where_it_was_moved_to() -> None:
+def test_program_runs_on_the_new_device() -> None:
     made, moved = files.prepared("llama"), placement.program_to(program("llama"), META)
     inputs = {name: tensor.to("meta") for name, tensor in made.example.items()}
     (result, *_) = moved.module(check_guards=False)(**inputs)
@@ -73,7 +73,7 @@ class Places(nn.Module):
         return x[..., None] + self.targets(torch.arange(x.shape[1], device=x.device))
 
 
-def test_a_copy_of_a_model_moves_and_the_model_stays() -> None:
+def test_copy_of_a_model_moves_and_the_model_stays() -> None:
     model = Places()
     moved = placement.model_to(model, META)
     assert moved(torch.zeros(2, 3, device="meta")).device.type == "meta"
@@ -81,7 +81,7 @@ def test_a_copy_of_a_model_moves_and_the_model_stays() -> None:
 
 
 @pytest.mark.slow
-def test_so_does_a_graph_that_names_a_device() -> None:
+def test_graph_that_names_a_device_is_moved_too() -> None:
     graph_module = torch.export.export(Places(), (torch.zeros(2, 3),)).module()
     assert isinstance(graph_module, fx.GraphModule)
     assert "device(type='cpu')" in graph_module.code

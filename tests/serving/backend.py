@@ -1,7 +1,7 @@
-"""Stands in for Triton's ONNX Runtime and PyTorch backends, which come with NVIDIA's images alone.
+"""Replaces Triton's ONNX Runtime and PyTorch backends, which only NVIDIA's images contain.
 
-Triton's Python backend runs this file in a process of its own, for each model. As theirs do, it names inputs after the
-file's own, puts the rows of all requests that it is given into one batch, and gives each its own back.
+Triton's Python backend runs this file in a separate process for each model. Like NVIDIA's backends, it names inputs
+after those in the file, joins the rows of all pending requests into one batch, and returns each request its rows.
 """
 
 import json
@@ -13,7 +13,7 @@ import triton_python_backend_utils as triton
 
 
 def _array(tensor):
-    """A tensor's values; its own as_numpy was built for NumPy 1, as was the way back."""
+    """Returns a tensor's values. Its as_numpy method needs NumPy 1, and so does the way back."""
     return np.from_dlpack(tensor).copy()
 
 
@@ -45,7 +45,7 @@ class TritonPythonModel:
             self.run = run
 
     def execute(self, requests):
-        time.sleep(0.05)  # so that requests that come at once have time to meet
+        time.sleep(0.05)  # so that simultaneous requests can meet
         names = [value["name"] for value in self.config["input"]]
         given = [{name: _array(triton.get_input_tensor_by_name(each, name)) for name in names} for each in requests]
         if not self.config["max_batch_size"]:

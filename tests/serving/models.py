@@ -1,4 +1,4 @@
-"""Small models that are served, and their exports in the layout of Triton, each made once."""
+"""Small models to serve, and their exports in the Triton layout, each made once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACE = tempfile.TemporaryDirectory(prefix="optexport-serving-")
 
 
 class Rows(nn.Module):
-    """Rows that know nothing of each other, of tensors of many dtypes, one of them without axes but the batch."""
+    """Independent rows, in tensors of many dtypes, one of them with only the batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Rows(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Each row's result depends on the others'."""
+    """The result of each row depends on the others."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
@@ -50,14 +50,14 @@ class Pairs(nn.Module):
 
 
 class Crossed(nn.Module):
-    """Takes two batches, each of a size of its own."""
+    """Takes two batches of different sizes."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + y.mean(0), y + x.mean(0)
 
 
 class Unscriptable(nn.Module):
-    """Leaves the precision that is set around it, which TorchScript's compiler cannot take: it is traced."""
+    """Disables the surrounding autocast, which the TorchScript compiler does not support, so it is traced."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -76,7 +76,7 @@ class Chain(nn.Module):
 
 
 def rows(size: int = 4, sequence: int = 5) -> dict[str, Any]:
-    """Inputs of `Rows`."""
+    """Returns inputs of `Rows`."""
     generator = torch.Generator().manual_seed(size)
     halves = tuple(torch.randn(size, 2, generator=generator).half() for _ in range(2))
     ids = torch.randint(9, (size, sequence), generator=generator)
@@ -90,19 +90,19 @@ ROWS_AXES = {"x": _TEXT, "ids": _TEXT, "flag": {0: _BATCH}, "states.0": {0: _BAT
 
 
 def laid_out(name: str, model: nn.Module, inputs: Any, **options: Any) -> Result:
-    """An export in the layout, of no rule but those that are named."""
+    """Exports a model in the Triton layout, with only the named rules."""
     options = {"transformations": [], "layout": "triton", **options}
     return export(randomise(model).eval(), inputs, Path(_PLACE.name) / name, **options)
 
 
-# What may be served, by name; the exports are shared between tests, so none may change them.
+# The models by name. Tests share the exports, so none may change them.
 @functools.cache
 def served(name: str) -> Result:
     x = torch.linspace(-2, 2, 16).reshape(4, 4)
     match name:
         case "rows":
             return laid_out(name, Rows(), rows(), dynamic=ROWS_AXES)
-        case "block":  # which gives a number, that no backend batches and PyTorch's does not give
+        case "block":  # returns a scalar, which no backend batches and the PyTorch backend does not return
             return laid_out(name, exports.block(), exports.batch(), dynamic=exports.DYNAMIC, formats=["onnx"])
         case "mixed":
             return laid_out(name, Mixed(), {"x": x}, dynamic=exports.BATCH, formats=["onnx"])

@@ -1,7 +1,7 @@
-"""Reads a model repository as Triton Inference Server does, by its published definition and the rules of its sources.
+"""Reads a model repository like Triton Inference Server, by its published definition and its sources.
 
-The rules are those of ``model_config_utils.cc`` of triton-inference-server/core and of the backends onnxruntime_backend
-and pytorch_backend, in June 2026.
+The rules are those in ``model_config_utils.cc`` of triton-inference-server/core and in the backends
+onnxruntime_backend and pytorch_backend, in June 2026.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from google.protobuf import text_format
 
 Arrays = dict[str, np.ndarray]
 
-# What ONNX Runtime and TorchScript hold, by what a configuration calls it.
+# Types of ONNX Runtime and TorchScript, by their names in a configuration.
 _ONNX = {
     "TYPE_BOOL": "tensor(bool)",
     "TYPE_INT64": "tensor(int64)",
@@ -31,7 +31,7 @@ _NUMPY = {"TYPE_BOOL": "bool", "TYPE_INT64": "int64", "TYPE_FP16": "float16", "T
 
 
 def _definition() -> Any:
-    """The compiled ``model_config.proto`` that tritonclient brings, without the rest of it, which needs gRPC."""
+    """Returns the compiled ``model_config.proto`` of tritonclient, without its other modules, which need gRPC."""
     pytest.importorskip("tritonclient", reason="pip install --no-deps -r tests/tools.txt")
     path = importlib.metadata.distribution("tritonclient").locate_file("tritonclient/grpc/model_config_pb2.py")
     spec = importlib.util.spec_from_file_location("model_config_pb2", str(path))
@@ -46,7 +46,7 @@ _pb2 = _definition()
 
 
 def read(folder: Path) -> Any:
-    """A model's configuration, after the checks that the server makes of one before it asks a backend."""
+    """Returns a model's configuration, after the checks that the server makes before it calls a backend."""
     config = text_format.Parse((folder / "config.pbtxt").read_text(encoding="utf-8"), _pb2.ModelConfig())
     assert config.name == folder.name
     assert (folder / "1" / config.default_model_filename).is_file()
@@ -69,13 +69,13 @@ def type_of(io: Any) -> str:
 
 
 def _shape(config: Any, io: Any) -> list[int]:
-    """The shape that the backend hands the model, -1 where any size may stand."""
+    """Returns the shape that the backend passes to the model, with -1 for any size."""
     rest = [*io.reshape.shape] if io.HasField("reshape") else [*io.dims]
     return [-1, *rest] if config.max_batch_size else rest
 
 
 def open_model(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
-    """Opens a file as its backend does, after the same checks; gives what answers to the inputs of a request."""
+    """Opens a file like its backend, after the same checks; returns a function that answers requests."""
     match config.backend, config.platform:
         case "onnxruntime", "onnxruntime_onnx":
             return _open_onnx(config, path)
@@ -106,7 +106,9 @@ def _open_torchscript(config: Any, path: Path) -> Callable[[Arrays], list[np.nda
     module = torch.jit.load(path)
     arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
     assert len(arguments) == len(config.input)
-    assert {io.name for io in config.input} <= set(arguments)  # else its order decides, or the numbers in the names
+    assert {io.name for io in config.input} <= set(
+        arguments
+    )  # otherwise the backend uses the order of inputs, or the numbers in their names
     places = [int(io.name.removeprefix("OUTPUT__")) for io in config.output]
 
     def run(inputs: Arrays) -> list[np.ndarray]:
@@ -122,11 +124,11 @@ def _open_torchscript(config: Any, path: Path) -> Callable[[Arrays], list[np.nda
 def ask(
     config: Any, run: Callable[[Arrays], list[np.ndarray]], inputs: Mapping[str, np.ndarray], names: Sequence[str]
 ) -> Arrays:
-    """What the server would answer to a request of these inputs, in the shapes that the configuration says.
+    """Returns the server's answer to a request with these inputs, in the shapes of the configuration.
 
     Args:
-        inputs: In the order of the configuration.
-        names: Of the outputs, in their order.
+        inputs: Arrays in the order of the configuration.
+        names: Names of the outputs, in their order.
     """
     request: Arrays = {}
     for io, array in zip(config.input, inputs.values(), strict=True):

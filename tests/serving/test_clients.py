@@ -1,4 +1,4 @@
-"""The examples of serving a bundle without optexport answer with the original's results."""
+"""The example clients, which do not need optexport, reproduce the original's results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 
 
 def distances(said: str, cases: Sequence[str], result: Result) -> None:
-    """Checks what a client printed: every case and output, each as near as its limit."""
+    """Checks a client's output: every case and output is within its limit."""
     found = re.findall(r"^(.*): (.*) \[(.*)\]: (\S+) from the original$", said, re.MULTILINE)
     outputs = [output.name for output in result.manifest.outputs]
     assert [(case, output) for case, output, _, _ in found] == list(itertools.product(cases, outputs))
     for case, output, _, distance in found:
         bound = result.manifest.parity.bounds[output]
         limit = bound.extremes.get(case.rpartition(": ")[2], bound.limit)
-        # The limit is for the distance from float64, and the original itself is a floor away from that.
+        # The limit is for the distance from float64, and the original itself differs from that by the noise floor.
         assert limit is None or float(distance) <= limit + bound.floor, (case, output)
 
 
@@ -46,7 +46,7 @@ def test_onnx_runtime_in_python_gets_the_originals_results() -> None:
         distances(said, result.manifest.reference_cases, result)
 
 
-def test_it_imports_neither_optexport_nor_torch() -> None:
+def test_client_imports_neither_optexport_nor_torch() -> None:
     script = EXAMPLES / "onnx_runtime.py"
     code = f"import runpy, sys; sys.argv[1:] = [{str(exports.exported().output)!r}]; "
     code += f"runpy.run_path({str(script)!r}, run_name='__main__'); "
@@ -55,7 +55,7 @@ def test_it_imports_neither_optexport_nor_torch() -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_the_client_of_mlflow_compares_booleans_too() -> None:
+def test_mlflow_client_compares_booleans_too() -> None:
     distance = runpy.run_path(str(EXAMPLES / "client.py"))["distance"]
     flags = np.array([True, False])
     assert distance(np.asarray(json.loads("[true, false]")), flags) == 0

@@ -1,6 +1,6 @@
-"""A real Triton Inference Server takes bundles' repositories as they stand, and answers with the original's results.
+"""A real Triton Inference Server serves the repositories of bundles with the original's results.
 
-The server, its Python backend and its batching are NVIDIA's; what runs a model's file is `tests.serving.backend`.
+The server, its Python backend and its batching are NVIDIA's; `tests.serving.backend` runs the files of models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def client() -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_example_client_gets_the_originals_results(name: str, server: Triton) -> None:
+def test_example_client_gets_the_originals_results(name: str, server: Triton) -> None:
     result = served(name)
     done = subprocess.run(
         [sys.executable, str(CLIENT), server.uri, str(result.output)], capture_output=True, text=True, check=False
@@ -57,7 +57,7 @@ def test_the_example_client_gets_the_originals_results(name: str, server: Triton
     distances(done.stdout, cases, result)
 
 
-def test_it_holds_the_configuration_that_was_written(server: Triton) -> None:
+def test_server_uses_the_written_configuration(server: Triton) -> None:
     config = server.get("models/rows_torchscript/config")
     assert config["max_batch_size"] == 16
     assert "dynamic_batching" in config
@@ -67,16 +67,14 @@ def test_it_holds_the_configuration_that_was_written(server: Triton) -> None:
 
 
 @pytest.mark.parametrize("model", ["rows_onnx", "rows_torchscript"])
-def test_requests_that_come_at_once_are_put_together_and_each_gets_its_own(
-    model: str, server: Triton, client: Any
-) -> None:
+def test_simultaneous_requests_are_batched_and_answered_apart(model: str, server: Triton, client: Any) -> None:
     result = served("rows")
     stored = load_file(result.output / "reference.safetensors")
     inputs = [stored[f"0.inputs.{spec.name}"] for spec in result.manifest.inputs]
     expected = [stored[f"0.outputs.{spec.name}"] for spec in result.manifest.outputs]
     rows = [row % 4 for row in range(24)]
     before = server.get(f"models/{model}/stats")["model_stats"][0]
-    for _ in range(50):  # until some of them meet, which fast models seldom let happen
+    for _ in range(50):  # fast models seldom let requests meet
         with ThreadPoolExecutor(len(rows)) as pool:
             answers = list(
                 pool.map(
@@ -92,7 +90,7 @@ def test_requests_that_come_at_once_are_put_together_and_each_gets_its_own(
     raise AssertionError("the server put no requests together")
 
 
-def test_more_rows_than_were_proven_are_refused(server: Triton, client: Any) -> None:
+def test_batch_larger_than_the_verified_one_is_refused(server: Triton, client: Any) -> None:
     inputs = [np.zeros((17, 5, 4), np.float32), np.zeros(17, bool), np.zeros((17, 5), np.int64)]
     with pytest.raises(OSError, match="400"):
         client.predict(server.uri, "rows_onnx", [*inputs, *(np.zeros((17, 2), np.float16) for _ in range(2))])

@@ -1,4 +1,4 @@
-"""A real Triton Inference Server on this machine: the one that NVIDIA's Python package nvidia-pytriton brings."""
+"""Runs a real Triton Inference Server from NVIDIA's Python package nvidia-pytriton."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any
 
 from tests._helpers.servers import free_port
 
-PACKAGE = "nvidia-pytriton==0.7.0"  # with Triton 2.51
+PACKAGE = "nvidia-pytriton==0.7.0"  # contains Triton 2.51
 BACKEND = Path(__file__).with_name("backend.py")
 
 
 def install(folder: Path) -> Path:
-    """Installs the server, without what the package declares for its own Python code; gives its folder."""
+    """Installs the server without the dependencies of the package's Python code; returns its folder."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder), PACKAGE], check=True)
     return folder / "pytriton" / "tritonserver"
 
 
 def _backends(installed: Path, folder: Path) -> Path:
-    """A folder of backends: the server's own for Python, and ours, which it runs, under the names of NVIDIA's.
+    """Returns a folder of backends: the server's own for Python, and ours, which it runs, under the names of NVIDIA's.
 
-    Where there are NVIDIA's, ``TRITON_BACKENDS`` names their folder.
+    The variable ``TRITON_BACKENDS`` may name a folder of NVIDIA's backends instead.
     """
     if named := os.environ.get("TRITON_BACKENDS"):
         return Path(named)
@@ -59,7 +59,7 @@ class Triton:
 
 @contextlib.contextmanager
 def serving(repositories: list[Path], folder: Path) -> Iterator[Triton]:
-    """A server of model repositories, once all of their models are ready."""
+    """Starts a server of model repositories, and yields it when all models are ready."""
     installed = install(folder / "installed")
     server = Triton(free_port(), folder / "triton.log")
     libraries = [str(folder / "installed" / "nvidia_pytriton.libs"), sysconfig.get_config_var("LIBDIR")]
@@ -81,7 +81,7 @@ def serving(repositories: list[Path], folder: Path) -> Iterator[Triton]:
             env={
                 **os.environ,
                 "LD_LIBRARY_PATH": os.pathsep.join(libraries),
-                # Its Python is the first on the path, and has the packages of that one's environment.
+                # The server uses the first Python on the path, with the packages of its environment.
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             },
         )

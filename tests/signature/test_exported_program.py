@@ -1,4 +1,4 @@
-"""A ``.pt2`` file or an exported program that takes nested inputs and constants: names, and what goes through."""
+"""``.pt2`` files and exported programs with nested inputs and constants."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def program(*, by_name: bool) -> tuple[nn.Module, torch.export.ExportedProgram]:
 @pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_nested_tensors_are_named_by_their_place_and_constants_by_their_argument(
-    by_name: bool, saved: bool, tmp_path: Path
-) -> None:
+def test_nested_tensors_and_constants_have_canonical_names(by_name: bool, saved: bool, tmp_path: Path) -> None:
     model, made = program(by_name=by_name)
     if saved:
         torch.export.save(made, tmp_path / "model.pt2")
@@ -74,14 +72,14 @@ def test_nested_tensors_are_named_by_their_place_and_constants_by_their_argument
 
 
 @pytest.mark.slow
-def test_tensors_that_a_program_does_not_take_are_refused_by_name() -> None:
+def test_tensors_unknown_to_a_program_are_refused_by_name() -> None:
     _, made = program(by_name=True)
     with pytest.raises(ConfigError, match=r"takes x, states\.0, states\.1, features\.bias, and is given x"):
         named_tensors(made, {"x": torch.ones(2, 4)})
 
 
 @pytest.mark.slow
-def test_a_program_with_nested_inputs_and_constants_goes_through_in_all_formats(tmp_path: Path) -> None:
+def test_nested_program_is_exported_in_all_formats(tmp_path: Path) -> None:
     model, made = program(by_name=False)
     args, kwargs = arguments()
     result = export(made, {"x": args[0], "states": args[1], **kwargs}, tmp_path / "bundle", effort="quick")
@@ -92,7 +90,7 @@ def test_a_program_with_nested_inputs_and_constants_goes_through_in_all_formats(
 
 
 @pytest.mark.slow
-def test_a_run_on_a_pt2_file_with_nested_inputs_needs_nothing_but_its_name(tmp_path: Path) -> None:
+def test_run_on_a_pt2_file_needs_only_its_path(tmp_path: Path) -> None:
     _, made = program(by_name=False)
     torch.export.save(made, tmp_path / "model.pt2")
     config = tmp_path / "mine.toml"
@@ -115,7 +113,7 @@ def test_constants_of_a_pt2_file_cannot_be_set_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_of_other_axes_than_a_pt2_file_takes_are_refused_with_both_shapes(tmp_path: Path) -> None:
+def test_data_of_another_rank_are_refused_with_both_shapes(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(3, 2).eval(), (torch.randn(2, 3),)), tmp_path / "linear.pt2")
     (tmp_path / "rows.jsonl").write_text('{"input": [[1.5, 2, 3], [4, 5, 6]]}\n')
     (tmp_path / "mine.toml").write_text(

@@ -1,4 +1,4 @@
-"""Batches at other sizes: no two rows alike, and values that stay what they were."""
+"""Resizing batches: all rows differ, and values stay valid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.tiers import examples
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 70), st.integers(1, 20))
 @example(2, 3, 4, 3)
 @example(2, 8, 4, 1)
-def test_rows_that_are_repeated_differ(rows: int, length: int, wanted: int, sequence: int) -> None:
-    """As far as there are enough values: one row of n values can be turned n ways."""
+def test_repeated_rows_differ(rows: int, length: int, wanted: int, sequence: int) -> None:
+    """If there are enough values: one row of n values has n rotations."""
     tensor = torch.arange(rows * length).reshape(rows, length)
     made = resize_tensor(tensor, {0: wanted, 1: sequence})
     assert len({tuple(row) for row in made.tolist()}) == min(wanted, rows * length)
@@ -26,7 +26,7 @@ def test_rows_that_are_repeated_differ(rows: int, length: int, wanted: int, sequ
 
 @given(st.integers(1, 4), st.integers(1, 70))
 @example(1, 40)
-def test_repeated_rows_of_real_numbers_differ_and_grow_no_larger(rows: int, wanted: int) -> None:
+def test_repeated_real_rows_differ_and_have_no_larger_values(rows: int, wanted: int) -> None:
     tensor = torch.arange(1, 1 + rows * 6).reshape(rows, 6) * torch.tensor(math.pi).sqrt()
     made = resize_tensor(tensor, {0: wanted})
     assert len({tuple(row) for row in made.tolist()}) == wanted
@@ -34,13 +34,13 @@ def test_repeated_rows_of_real_numbers_differ_and_grow_no_larger(rows: int, want
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
-def test_what_fits_already_is_left_as_it_is(rows: int, columns: int, fewer: int, shorter: int) -> None:
+def test_tensor_that_is_large_enough_is_only_cut(rows: int, columns: int, fewer: int, shorter: int) -> None:
     tensor = torch.randn(rows, columns)
     made = resize_tensor(tensor, {0: min(rows, fewer), 1: min(columns, shorter)})
     assert torch.equal(made, tensor[: min(rows, fewer), : min(columns, shorter)])
 
 
-def test_a_scalar_and_a_mask_of_zeros_and_ones_keep_their_values() -> None:
+def test_scalar_and_zero_one_mask_keep_their_values() -> None:
     mask = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
     made = resize(
         {"scale": torch.tensor(0.5), "mask": mask},

@@ -1,4 +1,4 @@
-"""What goes in and what comes out: named, tied, and told apart."""
+"""Signatures: names, shared dimensions and dtypes of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BERT = Signature(
 )
 
 
-def test_a_dimension_is_one_and_the_same_wherever_it_is_named() -> None:
+def test_dimension_is_the_same_object_under_each_use_of_a_name() -> None:
     shapes = BERT.dynamic_shapes()
     assert list(shapes) == [spec.name for spec in BERT.inputs]
     assert shapes["scale"] == {}
@@ -44,12 +44,12 @@ def test_a_dimension_is_one_and_the_same_wherever_it_is_named() -> None:
     )
 
 
-def test_sizes_are_read_off_a_batch() -> None:
+def test_sizes_are_read_from_a_batch() -> None:
     batch = {"input_ids": torch.ones(3, 7), "attention_mask": torch.ones(3, 7), "pixel_values": torch.ones(3, 3, 8, 8)}
     assert BERT.sizes(batch) == {"batch": 3, "sequence": 7}
 
 
-def test_every_dynamic_axis_is_told_once() -> None:
+def test_every_dynamic_axis_is_listed_once() -> None:
     found = [(name, axis, dim.name) for name, axis, dim in BERT.axes()]
     assert found == [
         ("input_ids", 0, "batch"),
@@ -60,7 +60,7 @@ def test_every_dynamic_axis_is_told_once() -> None:
     ]
 
 
-def test_a_dtype_is_the_one_of_torch() -> None:
+def test_dtype_is_a_torch_dtype() -> None:
     assert BERT.outputs[0].torch_dtype is torch.bfloat16
     assert BERT.output_names == ["last_hidden_state"]
 
@@ -68,13 +68,13 @@ def test_a_dtype_is_the_one_of_torch() -> None:
 @given(
     st.text(min_size=1) | st.sampled_from(["input_ids", "pixel_values", "bbox", "decoder_input_ids"]), st.integers(0, 6)
 )
-def test_every_axis_has_a_name_of_its_own_and_the_first_is_the_batch(name: str, rank: int) -> None:
+def test_axes_have_distinct_names_and_the_first_is_the_batch(name: str, rank: int) -> None:
     axes = conventional_axes(name, rank)
     assert len(axes) == rank == len(set(axes))
     assert axes[:1] == ("batch",)[:rank]
 
 
-def test_ids_and_their_mask_share_the_sequence_and_a_decoder_has_one_of_its_own() -> None:
+def test_ids_and_mask_share_a_sequence_and_a_decoder_has_another() -> None:
     assert conventional_axes("input_ids", 2) == conventional_axes("attention_mask", 2) == ("batch", "sequence")
     assert conventional_axes("decoder_input_ids", 2) == ("batch", "decoder_sequence")
     assert conventional_axes("input_ids", 3) == ("batch", "input_ids_1", "input_ids_2")
@@ -109,7 +109,7 @@ T = torch.zeros(1)
     ],
     ids=lambda value: None if isinstance(value, list) else type(value).__name__,
 )
-def test_an_output_is_called_by_its_path(outputs: Any, names: list[str]) -> None:
+def test_output_is_named_by_its_path(outputs: Any, names: list[str]) -> None:
     assert list(flatten_outputs(outputs)) == names
 
 
@@ -125,7 +125,7 @@ trees: st.SearchStrategy[Any] = st.recursive(
 
 @settings(max_examples=examples(300))
 @given(trees)
-def test_no_tensor_of_an_output_is_lost_and_the_order_is_kept(outputs: Any) -> None:
+def test_all_tensors_of_an_output_are_kept_in_order(outputs: Any) -> None:
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if leaf is not None]
     found = flatten_outputs(outputs)
     assert [id(tensor) for tensor in found.values()] == [id(leaf) for leaf in leaves]
@@ -134,8 +134,8 @@ def test_no_tensor_of_an_output_is_lost_and_the_order_is_kept(outputs: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", "groupvit"])
-def test_a_model_and_its_graph_name_the_same_outputs(name: str) -> None:
-    """What the original is compared by must be what the graph gives."""
+def test_model_and_its_graph_name_the_same_outputs(name: str) -> None:
+    """The original's outputs are compared with the graph's by name."""
     batch = models.inputs(name)
     with torch.no_grad():
         from_model = flatten_outputs(models.model(name)(**batch, **without_cache(name)))
@@ -159,7 +159,7 @@ def without_cache(name: str) -> dict[str, bool]:
     ],
     ids=["tensor", "tuple", "list", "mapping"],
 )
-def test_inputs_without_names_take_those_of_the_model(given_inputs: Any, names: list[str]) -> None:
+def test_unnamed_inputs_take_the_names_of_the_model(given_inputs: Any, names: list[str]) -> None:
     assert list(named_inputs(nn.Linear(1, 1), given_inputs)) == names
 
 

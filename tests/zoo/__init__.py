@@ -1,1 +1,1 @@
-"""Tiny random models of every type that transformers knows, taken through the whole pipeline."""
+"""Tiny random models of all transformers types, run through the whole pipeline."""

@@ -1,4 +1,4 @@
-"""Takes tiny random models of the types that transformers knows through the whole pipeline."""
+"""Runs tiny random models of all transformers types through the whole pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     done = {} if arguments.again else runner.read(arguments.results)
-    if not arguments.build:  # what was only built is yet to be taken further
+    if not arguments.build:  # types that were only built still have to run
         done = {name: record for name, record in done.items() if not table.only_built(record)}
     if arguments.failed:
         done = {name: record for name, record in done.items() if table.passed(record)}

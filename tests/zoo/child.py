@@ -1,4 +1,4 @@
-"""What runs in the process of one model type."""
+"""Runs in the process of one model type."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _MOST_MEMORY = 12 << 30
 
 
 def main(model_type: str, answer: Connection, build_only: bool) -> None:
-    """Judges a model type and sends the result; before each stage what is known so far, should it be the last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends it
+    """Judges a model type and sends the result.
+
+    Before each stage it sends the results until then, in case it is killed.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends this process
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -105,7 +105,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Callable[[], Manager]:
 
 
 class _Off(contextlib.nullcontext):  # type: ignore[type-arg]
-    """Stands for a context manager of the tracer that is switched off."""
+    """Replaces a context manager of the tracer to switch it off."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__(self)
@@ -121,8 +121,8 @@ def _patch_of_transformers(
     """One entry of the patches for models of transformers.
 
     Args:
-        is_active: Tells from a call's arguments whether the patch does something.
-        key: The entry of a mapping that is patched.
+        is_active: Returns True for arguments with which the patch does something.
+        key: Key of a patched mapping entry.
     """
 
     def others() -> list[Any]:
@@ -246,7 +246,7 @@ def _raise_error(_: Any, __: Any, error: Exception, ___: Any, **____: Any) -> An
 
 @contextlib.contextmanager
 def _watch_exclusive(note: Note) -> Any:
-    """Reports a trace with only the batch dynamic that needed no known values."""
+    """Reports a trace that succeeded with only the batch dynamic and without constant values."""
     known = list[bool]()
     with (
         _when(attempts, "_trace_with_values", lambda _: known.append(True))(note),
@@ -361,7 +361,7 @@ def traced(made: Example, sizes: Iterable[dict[str, int]] = ()) -> dict[str, Any
         randomness.check_none(result.graph_module, output_names, output_names)
     except OptexportError as error:
         return {"outcome": "refused", "reason": str(error)[:300]}
-    except Exception as error:  # the tracer's own defect, or what it relies on
+    except Exception as error:  # a defect of the tracer, or of a library that it uses
         return {"outcome": "crash", "reason": f"{type(error).__name__}: {error}"[:300]}
     dims, held = result.signature.dims, result.held
     usual = result.signature.sizes(tensors)
@@ -427,7 +427,7 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
             return
         acted = Counter[str]()
         with contextlib.ExitStack() as stack:
-            # The functions below stand between a model's lines and torch, and must not be taken for a model's own.
+            # These functions are called between a model's lines and torch, and must not count as the model's own code.
             libraries = (*model_lines._LIBRARIES, __file__, mock.__file__)
             stack.enter_context(patch.object(model_lines, "_LIBRARIES", libraries))
             if off is None:
@@ -441,7 +441,7 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
 
 def run(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int) -> dict[str, Any]:
     """Traces one model in a process of its own, with one workaround off or all on."""
-    context = multiprocessing.get_context("fork")  # nothing is imported again
+    context = multiprocessing.get_context("fork")  # so that the child imports nothing again
     answer, end = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, off, sizes, seconds, end))
     process.start()

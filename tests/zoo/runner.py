@@ -1,6 +1,6 @@
-"""Runs many model types, each in a process of its own with a limit of CPU time, and keeps the results as JSON lines.
+"""Runs many model types, each in a process with a limit of CPU time, and stores the results as JSON lines.
 
-CPU time, so that a machine that does other things beside makes no model type fail.
+The limit is CPU time, so that other work on the machine makes no model type fail.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-# A child is forked off a process that has imported everything, which takes longer than many a model.
+# Children are forked from a process with all imports, because importing takes longer than many models.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.zoo.child"]
-# A process that waits for what never comes spends no CPU time: this many times the limit of it is the end by the clock.
+# A deadlocked process spends no CPU time, so this many times the limit is the limit of wall-clock time.
 _PATIENCE = 20
 
 
@@ -36,7 +36,7 @@ class _Running:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """The results by model type; of several of one type the last. A line that was cut short is passed over."""
+    """Returns the results by model type, the last one of each. A truncated line is skipped."""
     found: dict[str, dict[str, Any]] = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
         try:
@@ -48,7 +48,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def spread(model_types: Sequence[str]) -> list[str]:
-    """The same in an order that mixes families and initials, so that the first so many are a fair sample."""
+    """Returns the types in an order that mixes families and initials, so that its beginning is a fair sample."""
     return sorted(model_types, key=lambda name: zlib.crc32(name.encode()))
 
 
@@ -61,12 +61,12 @@ def run(
     build_only: bool = False,
     tell: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
-    """Takes model types through the pipeline and appends what came of each to a file.
+    """Runs model types through the pipeline and appends their results to a file.
 
     Args:
-        jobs: How many run at a time.
-        timeout: Seconds of CPU time after which one is ended.
-        build_only: Whether to only build each and run it eagerly.
+        jobs: Number of parallel processes.
+        timeout: Limit of CPU time in seconds for each type.
+        build_only: True to only build each model and run it eagerly.
         tell: Called with each result.
     """
     os.environ |= {"HF_HUB_OFFLINE": "1", "OPTEXPORT_CACHE": "", "OMP_NUM_THREADS": "1"}
@@ -97,7 +97,7 @@ def _start(model_type: str, build_only: bool) -> _Running:
 
 
 def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
-    """What came of a model type; None while it runs."""
+    """Returns the result of a model type, or None while it runs."""
     while running.answer.poll():
         try:
             running.last = running.answer.recv()
@@ -118,10 +118,10 @@ def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
 
 
 def _cpu_seconds(process: BaseProcess) -> float:
-    """What a process has spent so far, with its children that have ended."""
+    """Returns the CPU seconds of a process and its finished children."""
     try:
         return sum(psutil.Process(process.pid).cpu_times()[:4])
-    except psutil.NoSuchProcess:  # it has just ended
+    except psutil.NoSuchProcess:  # the process has just ended
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of the types that transformers knows, made from their config classes."""
+"""Tiny random models of all transformers types, made from their config classes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers.models.auto import modeling_auto
 
 from tests._helpers.models import randomise
 
-# No model of the zoo has more parameters: one that a setting leaves larger is tried with the next setting.
+# Largest number of parameters in the zoo. A setting with more is skipped for the next one.
 MOST_PARAMETERS = 30_000_000
 
-# What a model type may be loaded as; the base first.
+# Auto classes to load a model type with; the base first.
 _MAPPINGS = (
     "MODEL_MAPPING_NAMES",
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
@@ -37,9 +37,9 @@ class Setting:
     """One way of shrinking a config.
 
     Attributes:
-        layers: How many layers are left of each stack; None to leave all.
-        divisor: What widths are divided by; None to set widths that are known by name to fixed ones.
-        fill: Whether sizes that the config leaves open are set: not all classes have defaults that work.
+        layers: How many layers of each stack remain; None for all.
+        divisor: Divides all widths. None sets widths with known names to fixed values.
+        fill: True to set sizes that the config leaves open, because some defaults do not work.
     """
 
     layers: int | None
@@ -68,15 +68,15 @@ SETTINGS = (
 
 
 def model_types() -> list[str]:
-    """All model types that a class of transformers can be made of, in the alphabet's order."""
+    """Returns all model types with a transformers class, in alphabetical order."""
     return sorted({name for mapping in _MAPPINGS for name in getattr(modeling_auto, mapping)})
 
 
 def model_class(model_type: str) -> type[nn.Module]:
-    """The class that a type is tried as: its base, or the first of its heads.
+    """Returns the class for a type: its base, or the first of its heads.
 
     Raises:
-        NotBuiltError: transformers has none, or not with the packages that are installed.
+        NotBuiltError: transformers has no such class, or a package for it is missing.
     """
     for mapping in _MAPPINGS:
         names = getattr(modeling_auto, mapping).get(model_type)
@@ -84,17 +84,17 @@ def model_class(model_type: str) -> type[nn.Module]:
             name = names if isinstance(names, str) else names[0]
             try:
                 found: type[nn.Module] = getattr(transformers, name)
-            except Exception as error:  # a module of transformers that needs what is not installed
+            except Exception as error:  # a module of transformers that needs a missing package
                 raise NotBuiltError(f"{name} cannot be imported: {error}") from error
             return found
     raise NotBuiltError("no class is mapped to it")
 
 
 def candidates(model_type: str) -> Iterator[tuple[Setting, Callable[[], nn.Module]]]:
-    """The settings to try, each with what builds its model: random throughout, the same every time, in eval mode.
+    """Returns the settings, each with a function that builds its model: random, reproducible, in eval mode.
 
     Raises:
-        NotBuiltError: By what builds a model, if this setting gives none, or one too large.
+        NotBuiltError: Raised by such a function if its setting gives no model, or one too large.
     """
     cls = model_class(model_type)
     for setting in SETTINGS:
@@ -106,7 +106,7 @@ def _build(model_type: str, cls: Any, setting: Setting) -> nn.Module:
         config = shrunk_config(model_type, setting)
         with torch.device("meta"):
             count = sum(parameter.numel() for parameter in cls(_copy(config)).parameters())
-    except Exception as error:  # a config that does not fit together fails anywhere
+    except Exception as error:  # an inconsistent config may fail anywhere
         raise NotBuiltError(
             f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         ) from error
@@ -126,7 +126,7 @@ def _copy(config: Any) -> Any:
 
 
 def shrunk_config(model_type: str, setting: Setting) -> Any:
-    """The config of a type, made small."""
+    """Returns a small config of a type."""
     if model_type in _PAIRS:
         parts = [shrunk_config(part, setting) for part in _PAIRS[model_type]]
         cls = transformers.CONFIG_MAPPING[model_type]
@@ -137,7 +137,7 @@ def shrunk_config(model_type: str, setting: Setting) -> Any:
     config = cls.from_dict(shrunk) if hasattr(cls, "from_dict") else cls(**shrunk)
     model = model_class(model_type)
     if hasattr(model, "get_rope_index") or "mrope_section" in inspect.getsource(sys.modules[model.__module__]):
-        for part in _parts(config):  # the classes' own default is for heads of 128
+        for part in _parts(config):  # the default of the class is for heads of 128
             rope = getattr(part, "rope_parameters", None)
             if isinstance(rope, dict) and "mrope_section" not in rope and hasattr(part, "num_attention_heads"):
                 rope["mrope_section"] = _sections({"mrope_section": [1, 1, 1], **rope}, part.to_dict())
@@ -157,7 +157,7 @@ def _parts(config: Any) -> list[Any]:
     return [config, *(part for value in inner for part in _parts(value))]
 
 
-# Sizes by name, where a setting does not divide them: the first pattern that matches the whole name counts.
+# Sizes by name, for settings without a divisor. The first pattern that matches the whole name counts.
 _NAMED: tuple[tuple[str, int], ...] = (
     (r"qk_head_dim", 32),
     (r"(.*_)?(num_)?(key_value|kv)_heads", 2),
@@ -193,7 +193,7 @@ _LAYER_INDEXES = re.compile(
 )
 _VOCABULARY_SIZE = 128
 _POSITIONS = 128
-# What a size is set to that a config leaves open.
+# Values for sizes that a config leaves open.
 _FILLS: dict[str, Any] = {
     "head_dim": 16,
     "num_key_value_heads": 2,
@@ -222,7 +222,7 @@ _BOOKKEEPING = (
 
 
 def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the numbers of a config small, and those of what it holds."""
+    """Makes the numbers of a config small, and those in its nested configs."""
     given = {str(key): value for key, value in given.items()}
     layers = _layers_left(given, setting)
     small: dict[str, Any] = {}
@@ -237,7 +237,7 @@ def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any
     for key, value in given.items():
         if isinstance(value, dict) and key not in _BOOKKEEPING:
             small[key] = _shrink(value, setting, {**parent, **small})
-            if key == "per_layer_config":  # of the layers that are left
+            if key == "per_layer_config":  # of the remaining layers
                 small[key] = {k: v for k, v in small[key].items() if int(k) < min(layers.values(), default=1 << 30)}
             if value.get("model_type") == "timm_backbone":
                 small["use_timm_backbone"] = False
@@ -248,7 +248,7 @@ def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any
 
 
 def _resnet(count: int) -> dict[str, Any]:
-    """A backbone that needs no further package, with so many outputs."""
+    """Returns a backbone that needs no further package, with a given number of outputs."""
     widths = [16, 24, 32, 48]
     stages = [f"stage{i}" for i in range(1, 5)][-count:]
     depths = [1] * len(widths)
@@ -262,7 +262,7 @@ def _resnet(count: int) -> dict[str, Any]:
 
 
 def _layers_left(given: Mapping[str, Any], setting: Setting) -> dict[int, int]:
-    """How many layers are left of a stack of so many: enough that there is one of each kind."""
+    """Returns how many layers of a stack remain, so that each kind has at least one."""
     if setting.layers is None:
         return {}
     counts = {v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int) and not isinstance(v, bool)}
@@ -288,7 +288,7 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
         r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions)", key
     ):
         return min(value, _POSITIONS)
-    if key == "context_length":  # of a series, which some models go through patch by patch
+    if key == "context_length":  # length of a series, which some models process patch by patch
         return min(value, 512)
     if re.fullmatch(r"(.*_)?(image_size|input_size|img_size)", key) and value >= 32:
         return _image_size(given)
@@ -305,7 +305,7 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
     if _LAYER_INDEXES.fullmatch(key) and value > 0 and layers:
         return min(value, min(layers.values()) - 1)
     if setting.divisor is None and isinstance(given.get("num_heads"), list) and _WIDTHS.fullmatch(key):
-        return _divided(value, 4)  # heads of each stage: the width has to be their multiple
+        return _divided(value, 4)  # heads of each stage: the width must be a multiple
     if setting.divisor is None:
         for pattern, size in _NAMED:
             if re.fullmatch(pattern, key):
@@ -316,7 +316,7 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
 
 def _image_size(given: Mapping[str, Any]) -> int:
     patch = given.get("patch_size")
-    if "depths" in given and "window_size" in given:  # no stage may have less than a window left
+    if "depths" in given and "window_size" in given:  # every stage needs at least one window
         return 224
     return 32 if isinstance(patch, int) and patch >= 8 else 64
 
@@ -347,14 +347,14 @@ def _shrunk_list(
 
 
 def _representatives(value: list[Any], count: int) -> list[Any]:
-    """So many of a list's entries, in their order, one of each kind first."""
+    """Returns a number of entries of a list, in their order, with each kind represented first."""
     firsts = sorted({str(v): i for i, v in reversed(list(enumerate(value)))}.values())[:count]
     others = [i for i in range(len(value)) if i not in firsts]
     return [value[i] for i in sorted(firsts + others[: count - len(firsts)])]
 
 
 def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> None:
-    """Makes sizes agree that were shrunk each by itself."""
+    """Makes sizes consistent that were shrunk separately."""
     heads, kv = small.get("num_attention_heads"), small.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv, int):
         if given["num_key_value_heads"] == given["num_attention_heads"]:
@@ -363,13 +363,13 @@ def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> N
             small["num_key_value_heads"] = 1
     if {"mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size"} <= small.keys():
         small["mamba_n_heads"] = small["mamba_expand"] * small["hidden_size"] // small["mamba_d_head"]
-    # Of models that draw anew what they give, at each run.
+    # For models that draw new random numbers in each run.
     for key in ("noise_scale", "noise_scale_duration", "vae_std"):
         if key in small:
             small[key] = 0.0
     if "upsample_groups" in small:
         small["upsample_groups"] = small["hidden_size"]
-    if "stage_names" in given:  # which a config finds by itself
+    if "stage_names" in given:  # the config derives this value
         del small["stage_names"]
         if "depths" in given:
             small["out_features"], small["out_indices"] = given.get("out_features"), None
@@ -387,7 +387,7 @@ def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> N
 
 
 def _sections(small: Mapping[str, Any], parent: Mapping[str, Any]) -> list[int]:
-    """Shares half of a head among the axes of a rotary embedding as they were shared."""
+    """Divides half of a head among the axes of a rotary embedding, in the original proportions."""
     old: list[int] = small["mrope_section"]
     heads = parent.get("num_attention_heads") or 1
     head = parent.get("head_dim") or parent.get("hidden_size", 64) // heads
@@ -398,7 +398,7 @@ def _sections(small: Mapping[str, Any], parent: Mapping[str, Any]) -> list[int]:
 
 
 def _draw_tokens(small: dict[str, Any], parent: Mapping[str, Any]) -> None:
-    """Gives special tokens ids inside the vocabulary, no two alike that were not, at its end."""
+    """Gives special tokens distinct ids at the end of the vocabulary. Equal ids stay equal."""
     size = small.get("vocab_size") or parent.get("vocab_size")
     if size is None:
         text = small.get("text_config") or small.get("decoder_config") or small.get("llm_config") or {}
@@ -412,7 +412,7 @@ def _draw_tokens(small: dict[str, Any], parent: Mapping[str, Any]) -> None:
             if isinstance(token, int) and not isinstance(token, bool) and token >= size:
                 moved.setdefault(token, size - 1 - (token % 7) - 7 * (len(moved) % 10))
     used: set[int] = set()
-    for token in sorted(moved, reverse=True):  # the order stays: some models want one token's id above another's
+    for token in sorted(moved, reverse=True):  # the order stays, because some models compare the ids of two tokens
         new = size - 1 - len(used)
         used.add(new)
         moved[token] = max(new, 0)

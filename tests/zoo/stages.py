@@ -1,4 +1,4 @@
-"""One model type on its way through the whole pipeline, each file format judged by itself."""
+"""Runs one model type through the whole pipeline, and judges each file format separately."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
 
 _IMAGE_SIDE = 96
-# What a stage may come to.
+# Possible results of a stage.
 DONE, WRONG, REFUSED, CRASH, NOT_BUILT, FIXED = "done", "wrong", "refused", "crash", "not built", "fixed"
 
 
 @dataclass
 class Outcome:
-    """What came of a model type.
+    """Result of a model type.
 
     Attributes:
-        model_type: As in its config.
-        cls: The class that was built.
-        setting: How its config was shrunk.
-        stages: What each stage came to, by name: built, eager, traced, graph, and the formats.
-        reasons: Of each stage that is not done, why.
+        model_type: The type in its config.
+        cls: Name of the model's class.
+        setting: The setting that shrank its config.
+        stages: Result of each stage by name: built, eager, traced, graph, and the formats.
+        reasons: Reason of each stage that is not done.
         seconds: Wall-clock seconds by stage.
-        nodes: Of the traced graph.
-        linears: Layers of it that are ``nn.Linear``.
-        rules: How many times each rule of the preset found work.
-        inputs: The shapes that it was traced with.
+        nodes: Number of nodes in the traced graph.
+        linears: Number of its layers that are ``nn.Linear``.
+        rules: Number of matches of each rule of the preset.
+        inputs: Shapes of the traced inputs.
         fixed: Axes that the model fixes.
     """
 
@@ -70,7 +70,7 @@ class Outcome:
         return {key: value for key, value in vars(self).items() if key != "announce"}
 
     def run(self, stage: str, work: Callable[[], Any]) -> Any:
-        """Does the work of a stage, and keeps what came of it; None where it failed."""
+        """Does the work of a stage and records the result; returns None if it failed."""
         self.announce(self, stage)
         start = time.perf_counter()
         try:
@@ -79,7 +79,7 @@ class Outcome:
             self.stages[stage] = WRONG if error.exit_code == 4 else REFUSED
             self.reasons[stage] = f"exit {error.exit_code}: {error}"
             return None
-        except Exception as error:  # no error of optexport's own: a defect
+        except Exception as error:  # not an error of optexport: a defect
             last = traceback.extract_tb(error.__traceback__)[-1]
             self.stages[stage] = CRASH
             self.reasons[stage] = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:600]
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
-    """A tiny model and inputs that it runs on: the first setting of which both can be had."""
+    """Returns a tiny model and working inputs for the first setting that has both."""
     start = time.perf_counter()
     problems: list[str] = []
     built = False
@@ -104,7 +104,7 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
                 problems.append(f"{setting}: {error}")
                 continue
             outcome.cls, outcome.setting, built = type(model).__name__, str(setting), True
-            if not hasattr(model.config, "image_size"):  # of a convolutional network: the default takes its time
+            if not hasattr(model.config, "image_size"):  # a convolutional network: the default size is slow
                 model.config.image_size = _IMAGE_SIDE
             try:
                 inputs = dummy_inputs(model)
@@ -131,12 +131,12 @@ def judge(
     announce: Callable[[Outcome, str], None] = lambda outcome, stage: None,
     formats: Sequence[Format] = FORMATS,
 ) -> Outcome:
-    """Takes a model type through all stages.
+    """Runs a model type through all stages.
 
     Args:
-        effort: As in ``[parity]``.
-        announce: Called before each stage with what is known so far.
-        formats: Those to write; with none it ends with the graph.
+        effort: The effort in ``[parity]``.
+        announce: Called before each stage with the results until then.
+        formats: Formats to write. If empty, the graph is the last stage.
     """
     outcome = Outcome(model_type, announce=announce)
     announce(outcome, "built")
@@ -211,7 +211,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
 
 
 def _check(outcome: Outcome, stage: str, work: Callable[[], list[Any]]) -> None:
-    """Does the work of a stage that gives comparisons, one of which may fail."""
+    """Does the work of a stage that yields comparisons, one of which may fail."""
     for target in outcome.run(stage, work) or ():
         for output in target.outputs:
             if not output.passed and outcome.stages[stage] != WRONG:

@@ -1,4 +1,4 @@
-"""The table of what the zoo came to, as Markdown."""
+"""Writes the results of the zoo as a Markdown table."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _LEGEND = (
     "`fixed sizes`: the file holds the traced sizes only. Rules are those of the preset that found work, with the "
     "number of places."
 )
-# What is written of a stage in the table; one that it did not come to is a dash.
+# Symbols of results in the table. A dash marks a stage that did not run.
 _MARKS = {"done": "✓", "wrong": "**wrong**", "refused": "refused", "crash": "**crash**", "fixed": "fixed sizes"}
 
 
 def passed(record: Record) -> bool:
-    """Whether every stage was done and proven."""
+    """Returns True if every stage was done and verified."""
     return all(record["stages"].get(stage) == "done" for stage in STAGES)
 
 
 def only_built(record: Record) -> bool:
-    """Whether it was built and run eagerly, and not taken further."""
+    """Returns True if the type was only built and run eagerly."""
     return record["stages"].get("eager") == "done" and "traced" not in record["stages"]
 
 
 def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
-    """The whole page: what it is, the sums, why types failed, and a row for each.
+    """Returns the whole page: introduction, totals, reasons of failures, and a row for each type.
 
     Args:
-        results: What was run, by model type.
-        model_types: All that there are.
+        results: Results by model type.
+        model_types: All types, including those that did not run.
     """
     known = [results[name] for name in model_types if name in results]
     lines = [
@@ -116,7 +116,7 @@ def _share(count: int, of: int) -> str:
 
 
 def _reasons(known: Sequence[Record]) -> list[str]:
-    """Every reason of those that ran, with the stages and the types that it befell; the most frequent first."""
+    """Returns each reason with its stages and types, the most frequent first."""
     types: dict[tuple[str, str], list[str]] = {}
     for record in known:
         if record["stages"].get("eager") == "done":

@@ -1,4 +1,4 @@
-"""A sample of the zoo, spread over families; the whole of it is `python -m tests.zoo`."""
+"""Tests a sample of the zoo, spread over families; `python -m tests.zoo` runs all of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAMPLE = (
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", SMALL)
-def test_a_type_is_built_traced_and_its_graph_proven(model_type: str) -> None:
+def test_type_is_built_traced_and_its_graph_verified(model_type: str) -> None:
     outcome = stages.judge(model_type, "quick", formats=())
     assert set(outcome.stages.values()) == {"done"}, outcome.reasons
     assert outcome.stages.keys() >= {"built", "eager", "traced", "graph"}
@@ -46,32 +46,32 @@ def test_a_type_is_built_traced_and_its_graph_proven(model_type: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", [*SMALL, *SAMPLE])
-def test_a_type_is_proven_in_every_format(model_type: str) -> None:
+def test_type_is_verified_in_every_format(model_type: str) -> None:
     outcome = stages.judge(model_type)
     assert table.passed(outcome.as_json()), outcome.reasons
     assert outcome.stages.keys() >= set(FORMATS)
 
 
-def test_a_type_is_the_same_model_every_time_and_random_where_it_begins_as_zeros_and_ones() -> None:
+def test_type_is_built_reproducibly_with_random_weights() -> None:
     one, other = (next(shrinking.candidates("bert"))[1]() for _ in range(2))
     assert not one.training
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert all(len(parameter.unique()) > 1 for parameter in one.parameters())
 
 
-def test_a_series_is_short_and_no_noise_is_drawn() -> None:
+def test_series_is_short_and_no_noise_is_drawn() -> None:
     assert shrinking.shrunk_config("timesfm2_5", shrinking.SETTINGS[0]).context_length == 512
     vits = shrinking.shrunk_config("vits", shrinking.SETTINGS[0])
     assert (vits.noise_scale, vits.noise_scale_duration) == (0, 0)
 
 
-def test_an_order_that_is_spread_holds_every_type_once() -> None:
+def test_spread_order_contains_every_type_once() -> None:
     names = shrinking.model_types()
     assert sorted(runner.spread(names)) == names
     assert len(names) > 600
 
 
-def test_results_of_a_runner_that_was_killed_are_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
+def test_results_are_read_up_to_a_truncated_line(tmp_path: Path) -> None:
     record = {"model_type": "bert", "stages": {"built": "done"}}
     path = tmp_path / "results.jsonl"
     path.write_text(f"{json.dumps(record)}\n{json.dumps(record)[:20]}", encoding="utf-8")
@@ -79,7 +79,7 @@ def test_results_of_a_runner_that_was_killed_are_read_up_to_the_last_whole_line(
     assert runner.read(tmp_path / "none.jsonl") == {}
 
 
-def test_the_table_counts_what_was_not_tried_and_hides_no_failure() -> None:
+def test_table_counts_untried_types_and_shows_failures() -> None:
     done = dict.fromkeys(table.STAGES, "done")
     shared = {"cls": "Net", "nodes": 5, "linears": 1, "rules": {}, "seconds": {}}
     results = {
@@ -94,7 +94,7 @@ def test_the_table_counts_what_was_not_tried_and_hides_no_failure() -> None:
 
 
 @pytest.mark.nightly
-def test_a_runner_ends_what_takes_too_long_keeps_what_is_known_and_goes_on(tmp_path: Path) -> None:
+def test_runner_ends_a_slow_type_keeps_its_stages_and_continues(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     runner.run(["bert"], results, jobs=1, timeout=0.1)
     (record,) = runner.read(results).values()

@@ -1,4 +1,4 @@
-"""A ``.pt2`` file to alter."""
+"""Provides a ``.pt2`` file to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes in ``.pt2`` files: torch evaluates them as Python, so that only arithmetic gets there."""
+"""Sizes in ``.pt2`` files: only arithmetic reaches torch, which evaluates sizes as Python."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests._helpers.archives import give_sizes, refused, saved
 from tests._helpers.graphs import Program
 
 
-def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
-    """torch hands sizes to sympy, which evaluates them."""
+def test_size_that_contains_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch passes sizes to sympy, which evaluates them."""
     code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
     give_sizes(archive, code)
     refused(archive, tmp_path / "ran")
@@ -45,13 +45,13 @@ def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
         "Integer(**exit())",
     ],
 )
-def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
+def test_expression_beyond_arithmetic_is_refused(archive: Path, code: str) -> None:
     give_sizes(archive, code)
     with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
         archives.load_pt2(archive)
 
 
-def test_brackets_in_brackets_are_refused(archive: Path) -> None:
+def test_deeply_nested_brackets_are_refused(archive: Path) -> None:
     text = "(" * 100_000 + "1" + ")" * 100_000
     give_sizes(archive, text)
     with pytest.raises(SourceError, match="neither a name nor a size") as raised:
@@ -59,7 +59,7 @@ def test_brackets_in_brackets_are_refused(archive: Path) -> None:
     assert len(str(raised.value)) < 500
 
 
-def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
+def test_fractions_in_sizes_are_arithmetic(tmp_path: Path) -> None:
     model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=1.5))
     dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
     path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
@@ -89,7 +89,7 @@ def test_sizes_of_a_model_with_windows_are_arithmetic(tmp_path: Path) -> None:
     assert archives.load_pt2(tmp_path / "out" / "model.pt2").module()(x=torch.rand(2, 33, 8))[0].shape == (2, 33, 8)
 
 
-def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
+def test_piecewise_size_is_arithmetic_but_a_call_in_it_is_not() -> None:
     first = "ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1)))"
     size = f"Piecewise({first}, ExprCondPair({{}}, true))"
     assert program_texts._is_expression(size.format("Integer(0)"))

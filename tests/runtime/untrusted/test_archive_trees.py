@@ -1,4 +1,4 @@
-"""How arguments and outputs lie in one another in ``.pt2`` files: torch may import what is named there."""
+"""Containers of arguments and outputs in ``.pt2`` files, which torch may import by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKED = "made_by_import"
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a module beside the program makes when it is imported."""
+    """Returns the file that a module in the program's folder creates on import."""
     (tmp_path / f"{MARKED}.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\ndef make(): pass\n"
     )
@@ -33,7 +33,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def change_trees(archive: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes what an archive tells of its arguments, or of its outputs."""
+    """Changes the descriptions of arguments or outputs in an archive."""
 
     def changed(document: dict[str, Any]) -> None:
         for call in document["graph_module"]["module_call_graph"]:
@@ -62,7 +62,7 @@ def change_trees(archive: Path, name: str, change: Callable[[dict[str, Any]], No
         {"type": "torch.return_types.max"},
     ],
 )
-def test_a_container_that_torch_would_look_up_by_name_is_refused_and_imports_nothing(
+def test_container_looked_up_by_name_is_refused_without_import(
     archive: Path, marker: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))
@@ -85,7 +85,7 @@ def test_plain_containers_of_every_kind_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata", "as_string", "torch_version"])
-def test_a_size_is_looked_at_whatever_its_tensor_is_called(archive: Path, tmp_path: Path, name: str) -> None:
+def test_size_is_checked_under_any_tensor_name(archive: Path, tmp_path: Path, name: str) -> None:
     marker = tmp_path / "ran"
 
     def change(document: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def test_a_size_is_looked_at_whatever_its_tensor_is_called(archive: Path, tmp_pa
         {"as_string_to_argument": {"k": {"as_weird": "x"}}},
     ],
 )
-def test_an_argument_is_looked_at_whatever_it_is_called(argument: dict[str, Any]) -> None:
+def test_argument_is_checked_under_any_name(argument: dict[str, Any]) -> None:
     node = {"target": "torch.ops.aten.relu.default", "inputs": [{"name": "self", "arg": argument, "kind": 1}]}
     for inner in argument["as_string_to_argument"].values():
         for graph in inner.values():
@@ -116,7 +116,7 @@ def test_an_argument_is_looked_at_whatever_it_is_called(argument: dict[str, Any]
         program_texts.check({"graph_module": {"graph": {"nodes": [node]}}}, "x.pt2")
 
 
-def test_a_value_that_goes_by_the_name_of_an_attribute_does_not_replace_it(archive: Path) -> None:
+def test_value_with_the_name_of_an_attribute_keeps_it(archive: Path) -> None:
     """torch writes the names of values as variables."""
 
     def renamed(value: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_value_that_goes_by_the_name_of_an_attribute_does_not_replace_it(archi
         ("out_spec", {"type": "builtins.dict", "context": "null", "children_spec": [LEAF]}),
     ],
 )
-def test_arguments_and_outputs_that_the_graph_does_not_have_are_refused(
+def test_arguments_and_outputs_unknown_to_the_graph_are_refused(
     archive: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))

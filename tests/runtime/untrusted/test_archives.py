@@ -1,4 +1,4 @@
-"""Opening ``.pt2`` files: those that torch writes open; those that carry code do not, and the code is never run."""
+"""Opening ``.pt2`` files: files of torch open; files with code do not, and the code never runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Strided(nn.Module):
 
 
 class Branching(nn.Module):
-    """A graph inside a graph, and sizes in the arithmetic."""
+    """A graph inside a graph, and arithmetic with sizes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
@@ -55,7 +55,7 @@ class Branching(nn.Module):
 @pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
 @pytest.mark.parametrize("make", [Plain, Tied, Strided, Branching], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dynamic", [BATCH, None], ids=["dynamic", "static"])
-def test_what_torch_saved_opens_and_computes_the_same(
+def test_file_saved_by_torch_opens_and_computes_the_same(
     tmp_path: Path, make: Callable[[], nn.Module], dynamic: Any
 ) -> None:
     model = make().eval() if make is Strided else randomise(make())
@@ -65,18 +65,18 @@ def test_what_torch_saved_opens_and_computes_the_same(
         assert torch.equal(program.module()(x=x), model(x=x))
 
 
-def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
+def test_file_with_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
     other = archive.rename(tmp_path / "model.bin")
     assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
 
 
-def test_a_pickle_that_runs_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
+def test_pickle_with_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
     replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
     refused(archive, tmp_path / "ran", "it holds a pickle that could run code")
 
 
 @pytest.mark.parametrize(("kind", "part"), [("weights", "weight_0"), ("constants", "tensor_0")])
-def test_a_pickle_that_runs_code_is_refused_among_weights_and_constants(
+def test_pickle_with_code_is_refused_in_weights_and_constants(
     archive: Path, tmp_path: Path, kind: str, part: str
 ) -> None:
     replace(archive, f"data/{kind}/{part}", malice(tmp_path / "ran"))
@@ -91,15 +91,13 @@ def test_a_pickle_that_runs_code_is_refused_among_weights_and_constants(
 
 
 @pytest.mark.parametrize("kind", ["weights", "constants"])
-def test_a_pickle_that_runs_code_is_refused_in_the_older_layout_of_weights(
-    archive: Path, tmp_path: Path, kind: str
-) -> None:
+def test_pickle_with_code_is_refused_in_the_older_weights_layout(archive: Path, tmp_path: Path, kind: str) -> None:
     add(archive, (f"model/data/{kind}/model.pt", malice(tmp_path / "ran")))
     refused(archive, tmp_path / "ran")
 
 
 @pytest.mark.parametrize("prefix", ["opaque_obj_", "custom_obj_"])
-def test_an_object_that_only_code_can_load_is_refused(archive: Path, tmp_path: Path, prefix: str) -> None:
+def test_object_that_only_code_can_load_is_refused(archive: Path, tmp_path: Path, prefix: str) -> None:
     replace(archive, "data/constants/tensor_0", malice(tmp_path / "ran"))
     rezip(
         archive,
@@ -117,8 +115,8 @@ def test_compiled_code_is_refused(archive: Path, tmp_path: Path) -> None:
     refused(archive, tmp_path / "ran", r"code\.so")
 
 
-def test_a_name_in_other_letters_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
-    """torch finds the parts of an archive whatever the case of their names."""
+def test_name_in_another_case_is_checked_too(archive: Path, tmp_path: Path) -> None:
+    """torch finds the parts of an archive regardless of the case of their names."""
     with zipfile.ZipFile(archive) as old:
         members = [(info.filename, old.read(info)) for info in old.infolist()]
     with zipfile.ZipFile(archive, "w") as new:
@@ -131,13 +129,13 @@ def test_a_name_in_other_letters_does_not_get_past_the_check(archive: Path, tmp_
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_part_that_is_there_twice_does_not_get_past_the_check(archive: Path, tmp_path: Path, first: bool) -> None:
-    """Readers of zip files differ in which of the two they give."""
+def test_duplicate_part_is_refused(archive: Path, tmp_path: Path, first: bool) -> None:
+    """Readers of zip files differ in which of the two they return."""
     add(archive, ("model/data/sample_inputs/model.pt", malice(tmp_path / "ran")), first=first)
     refused(archive, tmp_path / "ran")
 
 
-def test_a_second_folder_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+def test_second_folder_is_refused(archive: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(archive) as old:
         good = [(f"z/{info.filename.partition('/')[2]}", old.read(info)) for info in old.infolist()]
     replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
@@ -145,8 +143,8 @@ def test_a_second_folder_does_not_get_past_the_check(archive: Path, tmp_path: Pa
     refused(archive, tmp_path / "ran")
 
 
-def test_the_layout_of_older_releases_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
-    """torch falls back to it where the archive cannot be read as a new one."""
+def test_layout_of_older_releases_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch falls back to it if the archive cannot be read as a new one."""
     with zipfile.ZipFile(archive) as old:
         graph = old.read("model/models/model.json")
     evil = malice(tmp_path / "ran")
@@ -178,7 +176,7 @@ def test_the_layout_of_older_releases_does_not_get_past_the_check(archive: Path,
         "#name:op",
     ],
 )
-def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp_path: Path, target: str) -> None:
+def test_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp_path: Path, target: str) -> None:
     def change(document: dict[str, Any]) -> None:
         node = document["graph_module"]["graph"]["nodes"][0]
         node["target"] = target
@@ -201,9 +199,7 @@ def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp
         ("torch.ops.higher_order.call_torchbind", "torch.ops.aten.relu.default"),
     ],
 )
-def test_what_is_passed_on_to_be_called_is_held_to_the_same(
-    archive: Path, tmp_path: Path, target: str, passed: str
-) -> None:
+def test_callable_arguments_are_checked_like_calls(archive: Path, tmp_path: Path, target: str, passed: str) -> None:
     def change(document: dict[str, Any]) -> None:
         node = document["graph_module"]["graph"]["nodes"][0]
         node["target"] = target
@@ -214,7 +210,7 @@ def test_what_is_passed_on_to_be_called_is_held_to_the_same(
     refused(archive, tmp_path / "ran", "its graph calls torch")
 
 
-def test_a_kind_of_argument_that_is_not_known_is_refused(archive: Path, tmp_path: Path) -> None:
+def test_unknown_kind_of_argument_is_refused(archive: Path, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {"as_python": "1"}
 
@@ -241,7 +237,7 @@ def test_a_kind_of_argument_that_is_not_known_is_refused(archive: Path, tmp_path
         "aten._ctc_loss.default",
     ],
 )
-def test_an_operator_that_reaches_files_the_terminal_or_the_process_is_refused(archive: Path, name: str) -> None:
+def test_operator_for_files_terminal_or_process_is_refused(archive: Path, name: str) -> None:
     def change(document: dict[str, Any]) -> None:
         document["graph_module"]["graph"]["nodes"][0]["target"] = f"torch.ops.{name}"
 
@@ -251,12 +247,12 @@ def test_an_operator_that_reaches_files_the_terminal_or_the_process_is_refused(a
 
 
 def _spelled(code: str) -> str:
-    """Python without quotes or dots that executes Python."""
+    """Spells Python code without quotes or dots, which executes other Python code."""
     return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
 
 
-def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
-    """torch writes the names of buffers and parameters into the code of the module that it makes."""
+def test_name_that_contains_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch writes the names of buffers and parameters into the code of its module."""
     code = _spelled(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
     name = json.dumps(f'kept",None) or {code} or getattr(self,"kept')
     rezip(
@@ -268,8 +264,8 @@ def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> None:
-    """torch compiles the guards that a file names, and runs them with the module."""
+def test_guard_that_contains_python_is_not_run(archive: Path, tmp_path: Path) -> None:
+    """torch compiles the guards in a file and runs them with the module."""
     code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or True"
     edit(archive, "models/model.json", lambda document: document.update(guards_code=[code]))
     try:
@@ -300,14 +296,14 @@ def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> Non
         ("sample_inputs/model.pt", b"\x80\x02."),
     ],
 )
-def test_a_part_that_makes_no_sense_is_one_kind_of_error(archive: Path, ending: str, content: bytes) -> None:
+def test_invalid_part_is_one_kind_of_error(archive: Path, ending: str, content: bytes) -> None:
     replace(archive, ending, content)
     with pytest.raises(SourceError):
         archives.load_pt2(archive)
 
 
 @pytest.mark.parametrize("ending", ["models/model.json", "weights_config.json", "archive_format", "weight_0"])
-def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None:
+def test_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None:
     rezip(archive, lambda name, content: None if name.endswith(ending) else content)
     with pytest.raises(SourceError):
         archives.load_pt2(archive)
@@ -315,23 +311,23 @@ def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"hello", bytes(1000)])
-def test_what_is_no_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_an_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.pt2").write_bytes(content)
     with pytest.raises(SourceError, match=r"model\.pt2"):
         archives.load_pt2(tmp_path / "model.pt2")
 
 
-def test_a_missing_file_or_a_folder_is_one_kind_of_error(tmp_path: Path) -> None:
+def test_missing_file_or_folder_is_one_kind_of_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing.pt2"):
         with pytest.raises(SourceError):
             archives.load_pt2(path)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
-    """Some bytes do not matter; every other gives the one error that a caller expects."""
+def test_random_damage_is_one_kind_of_error_or_harmless(archive: Path) -> None:
+    """Some bytes do not matter. Every other byte gives the one error that a caller expects."""
     content = archive.read_bytes()
-    with zipfile.ZipFile(archive) as whole:  # the directory at the end, where a byte matters most
+    with zipfile.ZipFile(archive) as whole:  # the directory at the end, where most bytes matter
         directory = range(whole.start_dir, len(content))
     chance = random.Random(0)
     failed = 0
@@ -348,9 +344,7 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
     assert failed > 100
 
 
-def test_a_weight_that_is_larger_than_its_bytes_is_told_without_a_traceback(
-    archive: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weight_larger_than_its_bytes_is_an_error(archive: Path, caplog: pytest.LogCaptureFixture) -> None:
     def larger(document: dict[str, Any]) -> None:
         for payload in document["config"].values():
             payload["tensor_meta"]["sizes"][0]["as_int"] = 1000

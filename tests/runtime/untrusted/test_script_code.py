@@ -1,4 +1,4 @@
-"""TorchScript files that do more than compute are refused before they do it, however they spell it."""
+"""TorchScript files with side effects are refused before the effect, in every spelling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Named(nn.Module):
-    """Children whose names only getattr can say."""
+    """Children whose names only getattr can access."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _after(self: nn.Module, given: tuple[torch.Tensor], result: torch.Tensor) ->
 
 
 def hidden(kind: str) -> nn.Module:
-    """A module that prints where the graph of its own method does not show it."""
+    """A module that prints outside of the graph of its forward method."""
     module = {"interface": BehindInterface, "fork": Forked}.get(kind, Plain)()
     if kind == "hook before":
         module.register_forward_pre_hook(_before)
@@ -90,7 +90,7 @@ def hidden(kind: str) -> nn.Module:
 
 
 def saying(line: str, folder: Path) -> Path:
-    """A file with a line of code more, before it returns."""
+    """Returns a file with one more line of code, before its return statement."""
     path = folder / "model.pt"
     torch.jit.save(torch.jit.script(Named()), path)
 
@@ -123,7 +123,7 @@ SPELLINGS = [
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_path: Path) -> None:
+def test_call_with_outside_effects_is_refused_and_does_not_run(spelling: str, tmp_path: Path) -> None:
     path = saying(spelling.format(place=tmp_path / "written"), tmp_path)
     with pytest.raises(SourceError, match="does more than compute|cannot load"):
         archives.load_torchscript(path)
@@ -141,7 +141,7 @@ def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_pat
         ('getattr(ops, "prof\\151ler")._record_function_enter_new("x")', "profiler::_record_function_enter_new"),
     ],
 )
-def test_its_operators_are_looked_at_as_well_as_its_text(spelling: str, operator: str, tmp_path: Path) -> None:
+def test_operators_are_checked_as_well_as_the_code(spelling: str, operator: str, tmp_path: Path) -> None:
     path = saying(spelling.format(place=tmp_path / "written"), tmp_path)
     binding: Any = torch._C
     unit = binding.CompilationUnit()
@@ -152,14 +152,14 @@ def test_its_operators_are_looked_at_as_well_as_its_text(spelling: str, operator
 
 
 @pytest.mark.parametrize("kind", ["interface", "fork", "hook before", "hook after"])
-def test_what_prints_behind_an_interface_in_a_fork_or_in_a_hook_is_refused(
+def test_print_behind_an_interface_fork_or_hook_is_refused(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.pt"
     torch.jit.save(torch.jit.script(hidden(kind).eval()), path)
     with pytest.raises(SourceError, match="its code uses print, which does more than compute"):
         archives.load_torchscript(path)
-    # The same in a spelling that its text alone does not show: the operators of all functions are looked at too.
+    # The code hides the call in this spelling, so the operators of all functions are checked too.
     rezip(path, _respelled)
     with pytest.raises(SourceError, match="its code uses prim::Print, which does more than compute"):
         archives.load_torchscript(path)
@@ -187,7 +187,7 @@ def _respelled(name: str, content: bytes) -> bytes | None:
         "x = '''it's''' ; print(x)",
     ],
 )
-def test_blanks_line_breaks_comments_and_texts_hide_no_name(text: str) -> None:
+def test_whitespace_comments_and_strings_hide_no_name(text: str) -> None:
     assert forbidden_text(text) is not None
 
 
@@ -203,24 +203,24 @@ def test_blanks_line_breaks_comments_and_texts_hide_no_name(text: str) -> None:
         "# print",
     ],
 )
-def test_texts_and_names_of_others_are_no_calls(text: str) -> None:
+def test_strings_and_other_names_are_not_calls(text: str) -> None:
     assert forbidden_text(text) is None
 
 
-def test_a_quote_that_is_never_closed_takes_no_longer_than_the_text_is_long() -> None:
+def test_unclosed_quote_takes_linear_time() -> None:
     assert forbidden_text('"' + "a" * 1_000_000 + " print(1)") == "print"
 
 
-def test_names_that_only_getattr_can_say_are_no_more_than_names(tmp_path: Path) -> None:
+def test_names_that_only_getattr_can_access_are_harmless(tmp_path: Path) -> None:
     module = archives.load_torchscript(saying("pass", tmp_path))
     assert module(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_what_a_program_warns_of_is_told_without_what_steers_a_terminal(tmp_path: Path) -> None:
+def test_warnings_are_shown_without_terminal_escapes(tmp_path: Path) -> None:
     module = archives.load_torchscript(saying('torch.warn("\\033]0;title\\007told\\nsigned by the key", 2)', tmp_path))
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # puts it back
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restores the setting
         _console.clean_warnings()
         module(torch.ones(1, 2))
         told = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
@@ -242,7 +242,7 @@ _DEEP = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*_DEEP, "blocks", "branches"])
-def test_what_lies_too_deep_for_the_stack_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
+def test_deeply_nested_code_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
     for depth, refused in ((60, False), (20_000, True)):
         if kind == "blocks":
             line = "".join(f"if True:\n{' ' * (depth_of + 5)}" for depth_of in range(min(depth, 2000))) + "pass"
@@ -259,7 +259,7 @@ def test_what_lies_too_deep_for_the_stack_is_refused_before_torch_reads_it(kind:
             archives.load_torchscript(path)
 
 
-def test_modules_in_hundreds_of_modules_open(tmp_path: Path) -> None:
+def test_hundreds_of_nested_modules_open(tmp_path: Path) -> None:
     module: nn.Module = nn.ReLU()
     for _ in range(200):
         module = nn.Sequential(module)

@@ -1,4 +1,4 @@
-"""TorchScript files whose tensors reach beyond what the file holds are refused: torch would read other memory."""
+"""TorchScript files with tensors beyond the file's data are refused: torch would read other memory."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def saved(folder: Path, dtype: torch.dtype = torch.float32, *, frozen: bool = Fa
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["whole", "frozen"])
-def test_what_torch_saved_opens(tmp_path: Path, dtype: torch.dtype, frozen: bool) -> None:
+def test_file_saved_by_torch_opens(tmp_path: Path, dtype: torch.dtype, frozen: bool) -> None:
     module = archives.load_torchscript(saved(tmp_path, dtype, frozen=frozen))
     assert torch.isfinite(module(torch.ones(2, 4))).all()
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["data", "constants"])
-def test_a_record_that_is_too_short_is_refused(tmp_path: Path, frozen: bool) -> None:
-    """torch would take what lies behind it in memory for weights: other ones each time, or another's secrets."""
+def test_record_that_is_too_short_is_refused(tmp_path: Path, frozen: bool) -> None:
+    """torch would use the memory after the record as weights, possibly secrets of other programs."""
     path = saved(tmp_path, frozen=frozen)
     folder = "constants/" if frozen else "data/"
     rezip(path, lambda name, content: content[:8] if f"/{folder}" in name else content)
@@ -65,7 +65,7 @@ def test_a_record_that_is_too_short_is_refused(tmp_path: Path, frozen: bool) -> 
     assert "model.pt" in str(caught.value)
 
 
-def test_a_record_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_record_that_is_missing_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     rezip(path, lambda name, content: None if name.endswith("data/0") else content)
     with pytest.raises(SourceError, match="record 0 holds 0 bytes"):
@@ -73,7 +73,7 @@ def test_a_record_that_is_missing_is_refused(tmp_path: Path) -> None:
 
 
 class Forged:
-    """Pickles as a tensor that lies in record 0, which has 4 elements."""
+    """Pickles as a tensor in record 0, which has 4 elements."""
 
     def __init__(self, *place: object) -> None:
         self.target = place
@@ -113,9 +113,7 @@ def forged(path: Path, *place: object) -> bytes:
         ((4, (), ()), False),
     ],
 )
-def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
-    tmp_path: Path, place: tuple[object, ...], fits: bool
-) -> None:
+def test_tensor_beyond_its_storage_is_refused(tmp_path: Path, place: tuple[object, ...], fits: bool) -> None:
     content = forged(tmp_path / "data.pkl", *place)
     if fits:
         script_storages.check(content, {"0": 16})
@@ -133,14 +131,14 @@ def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_that_remembers_too_much_is_refused() -> None:
+def test_pickle_with_a_large_memo_is_refused() -> None:
     with pytest.raises(ValueError, match="remembers 2000000000 values"):
         script_storages.check(b"\x80\x02Nr" + (2_000_000_000).to_bytes(4, "little") + b".", {})
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("content", [b"", b".", b"no pickle", b"\x80\x02(", b"\x80\x02NQ.", b"\x80\x02]" + b"]a" * 9])
-def test_what_is_no_pickle_of_torch_is_one_kind_of_error(content: bytes) -> None:
+def test_pickle_not_written_by_torch_is_one_kind_of_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         script_storages.check(content, {})
 
@@ -148,9 +146,7 @@ def test_what_is_no_pickle_of_torch_is_one_kind_of_error(content: bytes) -> None
 @pytest.mark.parametrize(
     "content", [b"K\x01" + b"\x85" * 3_000_000, b"(" * 3_000_000 + b"t" * 3_000_000], ids=["of one", "of any"]
 )
-def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads_it(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_deeply_nested_pickle_is_refused_before_torch_reads_it(tmp_path: Path, content: bytes) -> None:
     path = saved(tmp_path)
     rezip(path, lambda name, held: b"\x80\x02" + content + b"." if name.endswith("constants.pkl") else held)
     with pytest.raises(SourceError, match="are nested more than 2000 deep"):
@@ -165,8 +161,8 @@ def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads
     ],
     ids=["deep", "large"],
 )
-def test_what_tells_of_lines_is_read_as_carefully(tmp_path: Path, content: bytes, told: str) -> None:
-    """torch reads it where a call fails, and the process ended by SIGSEGV."""
+def test_debug_pickles_are_checked_too(tmp_path: Path, content: bytes, told: str) -> None:
+    """torch reads them if a call fails, and the process ended by SIGSEGV."""
     path = saved(tmp_path)
     rezip(path, lambda name, held: content if name.endswith(".debug_pkl") else held)
     with pytest.raises(SourceError, match=told):
@@ -178,7 +174,7 @@ def test_what_tells_of_lines_is_read_as_carefully(tmp_path: Path, content: bytes
     [("data.pkl", b"training", b"train{ng"), ("/version", b"", b"9" * 40)],
     ids=["name", "version"],
 )
-def test_a_damaged_byte_is_no_defect_of_ours(tmp_path: Path, member: str, old: bytes, new: bytes) -> None:
+def test_damaged_byte_is_not_reported_as_a_defect(tmp_path: Path, member: str, old: bytes, new: bytes) -> None:
     """torch raises IndexError."""
     path = saved(tmp_path)
     rezip(path, lambda name, held: (held.replace(old, new) if old else new) if name.endswith(member) else held)

@@ -1,4 +1,4 @@
-"""Archives in which torch's reader finds other members than Python's: what is checked has to be what is opened."""
+"""Archives that torch and Python read differently: the checked members must be the opened ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SAMPLE = "data/sample_inputs/model.pt"
 
 
 class Archives:
-    """Bytes of a file with the members of several archives, one after the other, and the directory of each."""
+    """Bytes of a file with the members of several archives, each followed by its directory."""
 
     def __init__(self) -> None:
         self.content = b""
 
     def members(self, members: Mapping[str, bytes], shown: Mapping[str, str] | None = None) -> tuple[int, bytes]:
-        """Adds members; returns how many, and their directory.
+        """Adds members; returns their number and their directory.
 
         Args:
-            shown: Names that an extra field of the directory gives to members, which newer readers of Python's heed.
+            shown: Names that an extra field of the directory gives to members. Newer Python readers use them.
         """
         directory = b""
         for name, data in members.items():
@@ -49,7 +49,7 @@ class Archives:
         return len(members), directory
 
     def wide_directory(self, count: int, directory: bytes) -> int:
-        """Adds a directory with a record of its end for archives beyond 4 GB; returns where that record lies."""
+        """Adds a directory with an end record for archives beyond 4 GB; returns the offset of that record."""
         offset = len(self.content)
         self.content += directory
         end = len(self.content)
@@ -63,7 +63,7 @@ def members_of(path: Path) -> dict[str, bytes]:
 
 
 def forged(path: Path, good: Mapping[str, bytes], evil: Mapping[str, bytes]) -> None:
-    """Writes a file whose locator points at a directory that is not the last one, where Python's reader looks."""
+    """Writes a file whose locator points to another directory than the last one, which Python reads."""
     made = Archives()
     good_directory, evil_directory = made.members(good), made.members(evil)
     evil_end = made.wide_directory(*evil_directory)
@@ -84,7 +84,7 @@ def archive(tmp_path: Path) -> Path:
     return saved(Plain().eval(), tmp_path / "model.pt2")
 
 
-def test_a_locator_that_points_at_another_directory_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+def test_locator_of_another_directory_is_refused(archive: Path, tmp_path: Path) -> None:
     """The pickle that torch found there ran, in `verify` as well, and with --no-custom-code."""
     good = members_of(archive)
     (sample,) = (name for name in good if name.endswith(_SAMPLE))
@@ -95,8 +95,8 @@ def test_a_locator_that_points_at_another_directory_does_not_get_past_the_check(
     refused(archive, tmp_path / "ran", "it holds more than one archive")
 
 
-def test_torchscript_is_not_loaded_where_torch_finds_another_program(tmp_path: Path) -> None:
-    """That wrote a file of its choosing as it was loaded, before its operators were looked at."""
+def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -> None:
+    """The other program wrote a file during loading, before its operators were checked."""
     path = tmp_path / "model.pt"
     programs = []
     for model in (nn.Linear(4, 3), nn.Linear(4, 3, bias=False)):
@@ -109,8 +109,8 @@ def test_torchscript_is_not_loaded_where_torch_finds_another_program(tmp_path: P
         archives.load_torchscript(path)
 
 
-def test_what_is_checked_is_what_torch_reads_whatever_names_an_extra_field_gives(archive: Path, tmp_path: Path) -> None:
-    """Python's reader takes such a name from 3.12 on, and torch's does not: the member was taken for another one."""
+def test_names_in_an_extra_field_do_not_hide_members(archive: Path, tmp_path: Path) -> None:
+    """Python 3.12 and later read such a name, and torch does not, so the member was mistaken for another one."""
     members = members_of(archive)
     (sample,) = (name for name in members if name.endswith(_SAMPLE))
     made = Archives()
@@ -121,8 +121,8 @@ def test_what_is_checked_is_what_torch_reads_whatever_names_an_extra_field_gives
     refused(archive, tmp_path / "ran")
 
 
-def test_an_archive_that_is_made_anew_is_opened(archive: Path) -> None:
-    """So that it is what they lie about that the others are refused for."""
+def test_rewritten_archive_is_opened(archive: Path) -> None:
+    """This shows that the other archives are refused for their contradictions only."""
     made = Archives()
     made.wide_directory(*made.members(members_of(archive)))
     end, size = len(made.content) - 56, len(made.content)
