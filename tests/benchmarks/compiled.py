@@ -1,11 +1,11 @@
-"""Times the TorchScript files of a race against what torch's own compiler makes of the same models.
+"""Times tuned TorchScript files and torch's own compilers on the same models.
 
     python -m tests.benchmarks.compiled [MODEL...] [--folder FOLDER] [--launches 3] [--rounds 4] [--threads 1]
 
-Neither AOTInductor's packages nor what `torch.compile` keeps in memory run where TorchScript does, so that they are no
-peers of a format; they are what else a program that has torch may call. The tuned files are those of `race.py`, in the
-same folder. In each launch, a process of its own, all three take turns on whole inputs, without padding. Ratios are
-theirs over ours: above 1 ours is faster.
+Packages of AOTInductor and models of `torch.compile` do not run everywhere that TorchScript runs, so they are not peers
+of a format. They are alternatives for a program that has torch. The tuned files come from `peer_turns.py` in the
+same folder. Each launch is a separate process, in which all three take turns on inputs without padding. Ratios are
+their time over ours: above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 def measured(name: str, folder: Path, rounds: int, threads: int) -> Times:
-    """Median seconds of a call, by shape and by what is called; each list has one of every round."""
+    """Returns the median seconds of a call, by shape and callable; each list has one number per round."""
     torch.set_num_threads(threads)
     racer = RACERS[name]
     model = racer.load()
@@ -51,7 +51,7 @@ def measured(name: str, folder: Path, rounds: int, threads: int) -> Times:
 
 
 def _packed(racer: Racer, model: torch.nn.Module, folder: Path) -> str:
-    """The package that AOTInductor makes of a model, of dynamic sizes as ours; kept in the folder."""
+    """Returns the AOTInductor package of a model, with the same dynamic sizes; cached in the folder."""
     path = folder / "aoti.pt2"
     if not path.exists():
         inputs = racer.inputs((4, 17) if racer.kind == "text" else (2,))
@@ -62,7 +62,7 @@ def _packed(racer: Racer, model: torch.nn.Module, folder: Path) -> str:
 
 
 def rows(name: str, launches: list[Times]) -> list[str]:
-    """The rows of the table for one model."""
+    """Returns the rows of the table for one model."""
     told = []
     for shape in launches[0]:
         own = [launch[shape][_OURS] for launch in launches]

@@ -1,8 +1,8 @@
-"""What a batch of many small models costs: seconds of each by quarter, and the memory of what starts them.
+"""Measures a batch of many small models: seconds of each by quarter, and the memory of the parent process.
 
-``python -m tests.benchmarks.fleet --models 500 --jobs 2`` runs small models in one batch, ten of which crash, hang or
-eat memory, each in a process of its own, and prints a table by quarter. Flat is a last quarter that costs as much as
-the first.
+``python -m tests.benchmarks.fleet --models 500 --jobs 2`` runs small models in one batch, each in a separate process,
+and prints a table by quarter. Ten of them crash, hang or fill the memory. The cost is flat if the last quarter costs as
+much as the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BAD = ("crashes", "hangs", "eats")
 @click.option("--bad", default=10, show_default=True, help="How many crash, hang or eat memory.")
 @click.option("--jobs", default=2, show_default=True)
 def main(models: int, bad: int, jobs: int) -> None:
-    """Runs the batch in a folder that is gone afterwards."""
+    """Runs the batch in a temporary folder."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for index in range(models):
@@ -64,7 +64,7 @@ def main(models: int, bad: int, jobs: int) -> None:
 
 
 def _watch(pid: int, resident: list[tuple[float, int]]) -> None:
-    """Notes the bytes that the batch's own process has, every second."""
+    """Records the memory of the batch's parent process in bytes, every second."""
     start = time.monotonic()
     try:
         process = psutil.Process(pid)

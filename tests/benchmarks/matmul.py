@@ -1,11 +1,11 @@
-"""Times the files of a race against nothing but the products of matrices that the model's linear layers ask for.
+"""Times tuned files and only the matrix products of the model's linear layers.
 
     python -m tests.benchmarks.matmul [MODEL...] [--folder FOLDER] [--rounds 12] [--threads 1]
 
-The products are computed by `torch.nn.functional.linear`, which goes to the BLAS that torch is built with, and by
-oneDNN, each on inputs of the shapes that the layers were seen to get, and once more with everything in bfloat16: no
-file of that precision can gain more on products. All, and the tuned files that `race.py` left in the same folder, take
-turns in one process, without padding. What attention multiplies is not counted: no layer of weights does it.
+The products are computed by `torch.nn.functional.linear`, which calls torch's BLAS, and by oneDNN, on inputs of the
+shapes that the layers get. They are computed once more in bfloat16: no file of that precision can gain more on
+products. The products and the tuned files, which `peer_turns.py` left in the same folder, take turns in one process,
+without padding. Products in attention are not counted, because they have no weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[[], object]
 
 
 def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Call]:
-    """What computes every product of a call's linear layers, in each way."""
+    """Returns functions that compute every product of a call's linear layers, one for each method."""
     seen: list[tuple[torch.Tensor, nn.Linear]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, given: seen.append((torch.rand_like(given[0]), layer)))
@@ -61,7 +61,7 @@ def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Cal
 
 
 def files(folder: Path, inputs: dict[str, torch.Tensor], threads: int) -> dict[str, Call]:
-    """What calls each tuned file on inputs."""
+    """Returns functions that call each tuned file on inputs."""
     made = json.loads((folder / "ours.json").read_text())
     module = torch.jit.load(made["torchscript"]["path"])
     options = onnxruntime.SessionOptions()
@@ -72,7 +72,7 @@ def files(folder: Path, inputs: dict[str, torch.Tensor], threads: int) -> dict[s
 
 
 def measured(racer: Racer, folder: Path, shape: tuple[int, ...], rounds: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of a call in every round, by what is called."""
+    """Returns the seconds of a call in every round, by callable."""
     inputs = racer.inputs(shape)
     return in_turns({**products(racer.load(), inputs), **files(folder, inputs, threads)}, rounds)
 

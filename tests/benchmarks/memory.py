@@ -1,13 +1,13 @@
-"""What a run holds in memory, beyond its imports, as multiples of the model's weights: the peak of every stage.
+"""Measures the peak memory of every stage of a run, as multiples of the model's weights.
 
     python -m tests.benchmarks.memory [--size 100M] [--dtype float32] [--formats onnx,torchscript,pt2] [--multiple 4]
 
-A decoder like Llama with random weights is saved as safetensors, and `optexport run` is a process of its own on it,
-without MLflow, with sequences of up to 32 tokens. Its resident memory is sampled every 10 ms. Anonymous memory is its
-own; what is backed by files are pages of mapped weights, which the system takes back where it needs them, and code.
-From both is taken what a process holds that only imports the same. The last row is the peak as the system counts it
-(`VmHWM`, which `/usr/bin/time -v` prints as maximum resident set size), less that of the imports. A run is ended when
-less than 2 GiB of the machine's memory are free.
+A decoder like Llama with random weights is saved as safetensors. `optexport run` exports it in a separate process,
+without MLflow, with sequences of up to 32 tokens. Its resident memory is sampled every 10 ms. Anonymous memory belongs
+to the process alone. File-backed memory is code and mapped weights, which the system can reclaim. The memory of a
+process with only the same imports is subtracted from both. The last row is the system's peak (`VmHWM`, which
+`/usr/bin/time -v` prints as maximum resident set size), without the peak of the imports. A run is killed when less
+than 2 GiB of the machine's memory are free.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 from optexport._utils.platform import machine
 
 PROGRAM = "from optexport.cli.main import main; main()"
-# What a run imports; it says what it holds then.
+# The imports of a run; the program prints its memory afterwards.
 IMPORTS = """
 import gc, optexport.cli, optexport.pipeline, onnxscript, mlflow, transformers.models.llama.modeling_llama
 import torch.onnx._internal.exporter._core
 print(open("/proc/self/status").read())
 """
-# Hidden size, layers, heads, heads of keys and values, inner size and vocabulary; whether the head is the embedding.
+# Hidden size, layers, heads, heads of keys and values, inner size and vocabulary; True if head and embedding are tied.
 SIZES = {
     "100M": (768, 12, 12, 4, 2048, 8000, False),
     "300M": (2048, 4, 32, 4, 5632, 32000, False),
@@ -73,18 +73,17 @@ GIB = 1 << 30
 
 
 def bytes_of(text: str, *keys: str) -> tuple[int, ...]:
-    """The values of a file of /proc, which tells them in kB."""
+    """Returns values of a file in /proc in bytes; the file has kB."""
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M))
     return tuple(1024 * int(found[key]) for key in keys)
 
 
 class Watch:
-    """Runs a program of Python, and samples its memory until it ends.
+    """Runs a Python program and samples its memory until it ends.
 
     Attributes:
-        peaks: Of each stage that it told to have ended: its seconds, and the anonymous and the file-backed memory when
-            both together were the most.
-        peak: The most that it ever held.
+        peaks: For each stage whose end it printed: seconds, and anonymous and file-backed memory at the largest sum.
+        peak: Largest resident memory.
     """
 
     def __init__(self, arguments: Sequence[str], threads: int) -> None:
@@ -114,7 +113,7 @@ class Watch:
         status, machine_ = Path(f"/proc/{process.pid}/status"), Path("/proc/meminfo")
         while process.poll() is None:
             text = status.read_text(encoding="ascii")
-            if "RssAnon" in text:  # of one that has ended, nothing is told
+            if "RssAnon" in text:  # a finished process has no such line
                 *now, self.peak = bytes_of(text, "RssAnon", "RssFile", "VmHWM")
                 self._current = max(self._current, tuple(now), key=sum)
             if bytes_of(machine_.read_text(encoding="ascii"), "MemAvailable")[0] < LEAST_FREE:
@@ -124,7 +123,7 @@ class Watch:
 
 
 def run(program: str, *arguments: str) -> str:
-    """What a program of Python prints."""
+    """Returns the output of a Python program."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.PIPE, text=True
     ).stdout

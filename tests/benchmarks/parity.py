@@ -1,9 +1,9 @@
-"""What the proof costs: its seconds over those of the ONNX export, in the same run of the pipeline.
+"""Measures verification: its seconds over the seconds of the ONNX export in the same run.
 
     python -m tests.benchmarks.parity [--threads N] [--rounds N]
 
-Each run is a process of its own, on MiniLM with every format and without MLflow. The ways take turns; the table gives
-the median and the range of the ratio (proof / export: below 1 the proof is the cheaper of the two).
+Each run is a separate process, on MiniLM with every format and without MLflow. The settings take turns. The table gives
+the median and the range of the ratio (verification / export: below 1, verification is cheaper).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tempfile
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
-# The stages of a run that are there for the proof alone.
+# The stages of a run that are only for verification.
 PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
 
 
 def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, float]:
-    """Runs the example, and gives the seconds of its stages.
+    """Runs the example and returns the seconds of its stages.
 
     Args:
-        kept: Whether what an earlier run computed in float64 may be used.
+        kept: True if float64 results of an earlier run may be reused.
     """
     text = EXAMPLE.read_text(encoding="utf-8").partition("[tracking]")[0]
     text = text.replace("build/minilm", str(folder / "bundle"))
@@ -51,7 +51,7 @@ def main() -> None:
     ways = {"standard": ("standard", False), "standard, again": ("standard", True), "quick": ("quick", False)}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), "standard", arguments.threads, kept=True)  # which keeps it
+        run(Path(folder), "standard", arguments.threads, kept=True)  # fills the cache
         for _ in range(arguments.rounds):
             for way, (effort, kept) in ways.items():
                 found[way].append(run(Path(folder), effort, arguments.threads, kept=kept))

@@ -1,10 +1,10 @@
-"""What each lowering is worth: the speed of a file with it over the same file without any.
+"""Measures each format pass: the speed of a file with it over the same file without any.
 
     python -m tests.benchmarks.passes [--threads N] [--rounds N] [--format FORMAT] [NAME ...]
 
-The graphs are those that the preset leaves, and the files are measured as `optexport bench` does it. The table gives
-the median of the ratio plain / lowered (above 1: the lowering makes it faster) and its 95 % interval. A lowering that
-leaves a file as it is is passed over. No file is proven here; `tests/exporters/test_passes.py` does that.
+The graphs are those after the preset, and the files are measured like in `optexport bench`. The table gives the median
+of the ratio plain / with pass (above 1: the pass makes the file faster) and its 95 % interval. A pass that does not
+change a file is skipped. This benchmark verifies no file; `tests/exporters/test_passes.py` does.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MODELS: dict[str, _Model] = {
 
 
 def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: Path) -> Artifact:
-    """A file with some passes."""
+    """Writes a file with some format passes."""
     title = " + ".join(names) or "plain"
-    path = folder / title.replace(" ", "") / f"model.{file_format}"  # whose name TorchScript writes into the file
+    path = folder / title.replace(" ", "") / f"model.{file_format}"  # TorchScript writes the name into the file
     path.parent.mkdir(exist_ok=True)
     if file_format == "onnx":
         files.save_onnx(made, path, passes=names)
@@ -58,7 +58,7 @@ def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: 
 
 
 def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -> Iterator[str]:
-    """The rows of the table for one model."""
+    """Returns the rows of the table for one model."""
     make, batch, dynamic, shapes = MODELS[model]
     made = files.prepare(make().eval(), batch(*[size + 1 for size in shapes[0]]), dynamic, rules=True)
     loads = []
@@ -70,7 +70,7 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         names = format_passes.of_format(file_format)
         plain = write(made, file_format, (), folder)
         asked = dict.fromkeys([*((name,) for name in names), names])
-        # Of those whose files are equal, the first.
+        # The first of equal files.
         written = {plain.path.read_bytes(): plain}
         for some in asked:
             artifact = write(made, file_format, some, folder)

@@ -1,13 +1,13 @@
-"""Races the files of tuned runs against those of other exporters.
+"""Compares the speed of tuned files with the files of other exporters.
 
     python -m tests.benchmarks.peer_turns [MODEL...] [--folder FOLDER] [--budget 10m] [--rounds 10] [--threads 1]
 
-The peers are installed into environments of their own. All files of one format run in the same runtime, that of this
-environment, in turns, as `optexport bench` measures; inputs are whole, without padding. What is in the folder from
-earlier is kept: files, and the times of models that were raced, so that a race can go on where it ended.
+The peers are installed into separate environments. All files of one format run in the same runtime, in this
+environment, in turns, like in `optexport bench`; inputs have no padding. Files and times from an earlier run stay in
+the folder, so that an interrupted comparison can continue.
 
-The table gives how many times as fast as each peer the file of a tuned run is (peer's time / ours, median and 95 %
-interval); the summary the geometric mean over that single peer which is fastest over all.
+The table gives the speed-up of our tuned file over each peer (peer's time / ours, median and 95 % interval). The
+summary gives the geometric mean over the single peer that is fastest overall.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INPUTS = {
 
 
 def ours(name: str, source: Path | None, folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The files of a tuned run: by format their path, the names of their inputs, and what tuning chose."""
+    """Returns the files of a tuned run by format: path, names of inputs, and the choice of tuning."""
     kept = folder / "ours.json"
     if not kept.exists():
         racer = RACERS[name]
@@ -107,7 +107,7 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def raced(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What came of one model's race: what tuning chose, which peers failed and why, and every ratio."""
+    """Returns the results of one model: choices of tuning, peers that failed with reasons, and every ratio."""
     racer = RACERS[name]
     source = racer.folder(folder / "model")
     files = ours(name, source, folder, arguments)
@@ -146,7 +146,7 @@ def raced(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
 def _workload(racer: Racer, shape: tuple[int, ...], folder: Path) -> Workload:
     file = folder / f"{'x'.join(map(str, shape))}.safetensors"
     inputs = racer.inputs(shape)
-    if racer.kind == "text":  # those that some exporters make inputs of
+    if racer.kind == "text":  # those that some exporters turn into inputs
         ids = inputs["input_ids"]
         positions = ids.new_ones(ids.shape).cumsum(1) - 1
         inputs = {**inputs, "token_type_ids": ids.new_zeros(ids.shape), "position_ids": positions}
@@ -161,7 +161,7 @@ def _artifact(name: str, file_format: str, path: Path, inputs: list[str] | None)
 
 
 def rows(name: str, found: dict[str, Any]) -> Iterator[str]:
-    """The rows of the table for one model: against the fastest peer of each shape, and against all."""
+    """Returns the rows of the table for one model: against the fastest peer of each shape, and against all."""
     by_place: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for ratio in found["ratios"]:
         by_place[ratio["format"], ratio["shape"]].append(ratio)
@@ -173,7 +173,7 @@ def rows(name: str, found: dict[str, Any]) -> Iterator[str]:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Over all models: the geometric mean over the best single peer, and how often no peer is faster."""
+    """Returns the geometric mean over the best single peer, and how often no peer is faster, over all models."""
     for file_format in ("onnx", "torchscript"):
         by_peer: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
         places: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)

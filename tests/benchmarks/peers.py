@@ -1,8 +1,8 @@
-"""Other exporters, as they are used by those who have no more than their documentation.
+"""Other exporters, used as their documentation describes.
 
     python -m tests.benchmarks.peers PEER MODEL FOLDER
 
-writes a model with one of those that live in this environment; `race.py` calls it, each peer in a process of its own.
+writes a model with a peer in this environment; `peer_turns.py` runs it in a separate process for each peer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 from tests.benchmarks.models import RACERS, Racer
 
-# Longer than any peer took here, three times over.
+# Three times longer than any peer took here.
 _SECONDS = 900
 
 
 class Failed(Exception):  # noqa: N818 - no error of ours, but what a peer came to
-    """A peer gave no file; says why."""
+    """A peer wrote no file; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Peer:
     """Another exporter.
 
     Attributes:
-        format: Of its file.
-        environment: The name of the one that it lives in, and what is installed there; nothing where it lives in ours.
-        write: Writes a model's file in this process; None where a command does.
-        command: Of its environment, with the model's folder, its task and where to write.
+        format: Format of its file.
+        environment: Name of its environment and the packages there; empty if it uses this environment.
+        write: Writes a model's file in this process; None if a command does.
+        command: Returns a command of its environment, for a model's folder, its task and an output path.
     """
 
     format: str
@@ -45,15 +45,15 @@ class Peer:
     command: Callable[[Path, str, Path], list[str]] | None = None
 
     def make(self, name: str, model: str, source: Path | None, environments: Path, folder: Path) -> Path:
-        """Writes its file of a model, if it is not there.
+        """Writes its file of a model, unless the file exists.
 
         Args:
-            name: Its own.
-            source: The model's folder; None where it has none.
-            environments: The folder of environments.
+            name: Name of the peer.
+            source: Folder of the model, or None.
+            environments: Folder of environments.
 
         Raises:
-            Failed: It could not; says what its last words were.
+            Failed: It failed; the message is the last line of its output.
         """
         suffix = {"onnx": ".onnx", "torchscript": ".pt"}[self.format]
         if not _files(folder, suffix):
@@ -67,7 +67,7 @@ class Peer:
                 assert self.command is not None
                 program, *arguments = self.command(source, task, folder)
                 command = [str(environments / self.environment / "bin" / program), *arguments]
-            where = None if self.write is not None else folder  # some leave caches where they are run
+            where = None if self.write is not None else folder  # some leave caches in the working directory
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, cwd=where)
             if not _files(folder, suffix):
                 words = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
@@ -78,12 +78,12 @@ class Peer:
         return found[0]
 
     def install(self, environments: Path) -> None:
-        """Makes its environment, if it is not there."""
+        """Creates its environment, unless that exists."""
         place = environments / self.environment
         if not self.environment or (place / "complete").exists():
             return
         subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        # torch by itself first, so that it is the build that runs here and no other is looked for.
+        # torch is installed first and alone, so that pip keeps the build that runs here.
         version = torch.__version__.partition("+")[0]
         for packages in ([f"torch=={version}"], [f"torch=={version}", *self.packages]):
             subprocess.run([place / "bin" / "pip", "install", "--quiet", *packages], check=True)
@@ -91,7 +91,7 @@ class Peer:
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    """The models that were written, but for those in hidden caches; of an encoder and its decoder only the former."""
+    """Returns the written models, except those in hidden caches; only the encoder of an encoder and its decoder."""
     written = (path.relative_to(folder) for path in folder.rglob(f"*{suffix}"))
     found = sorted(folder / path for path in written if not any(part.startswith(".") for part in path.parts))
     encoders = [path for path in found if path.stem == "encoder_model"]
@@ -122,7 +122,7 @@ def _jit_trace(racer: Racer, model: nn.Module, path: Path) -> None:
 
 
 def _traced(racer: Racer) -> tuple[int, ...]:
-    """A shape whose sizes are all dynamic to torch.export: none is 0 or 1."""
+    """Returns a shape whose sizes are all dynamic to torch.export, which fixes 0 and 1."""
     return (4, 17) if racer.kind == "text" else (2,)
 
 
@@ -139,7 +139,7 @@ def _olive(source: Path, task: str, folder: Path) -> list[str]:
 
 
 _OPTIMUM = ("optimum-onnx", ("optimum-onnx[onnxruntime]==0.1.0",))
-# It imports requests without declaring it.
+# olive imports requests without declaring it.
 _OLIVE = ("olive", ("olive-ai==0.13.0", "requests", "transformers==5.23.0", "onnxruntime", "onnxscript"))
 
 PEERS: Mapping[str, Peer] = {

@@ -1,10 +1,11 @@
-"""What a run costs: its CPU time over that of a bare export of the same model, and how soon the program answers.
+"""Measures a run: its CPU time over a bare export of the same model, and the response time of the CLI.
 
     python -m tests.benchmarks.pipeline [--threads N] [--rounds N]
 
-The bare export is `OnnxExporter().export(...)` of transformers and saving what it gives; the run is that of MiniLM with
-all formats, standard parity and MLflow, without tuning and without what an earlier run left. Each is a process of its
-own, its imports counted, and they take turns; the table gives medians, and the median and range of the ratio.
+The bare export is `OnnxExporter().export(...)` of transformers, with saving. The run exports MiniLM in all formats,
+with
+standard parity and MLflow, without tuning and with an empty cache. Each is a separate process, including its imports,
+and they take turns. The table gives medians, and the median and range of the ratio.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ exporter.save_program(exported.program, pathlib.Path(sys.argv[1]) / "model.onnx"
 
 
 def seconds(code: str, arguments: Sequence[str], threads: int) -> tuple[float, float]:
-    """CPU and wall-clock seconds of a process of Python that ends well."""
+    """Returns the CPU and wall-clock seconds of a successful Python process."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", code, *arguments],

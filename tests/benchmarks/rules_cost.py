@@ -1,12 +1,12 @@
-"""What the rules themselves cost: their CPU time as graphs grow to 20,000 nodes, and their share of a run.
+"""Measures the cost of the rules: their CPU time for graphs of up to 20,000 nodes, and their share of a run.
 
     python -m tests.benchmarks.rules_cost [--nodes 20000] [--rounds N] [--every] [--plot FILE.svg] [--share]
 
-A graph is a stack of transformer layers with queries, keys and values of their own, eager attention, a scale, a
-residual batch norm and two layer norms, all tiny: one layer is traced, and its nodes are copied as often as it takes.
-Rules are applied as a run applies them, with all that its transform stage does. The exponent is that of the growth
-(1: linear), fitted by least squares to the logarithms, with its 95 % interval. The share is that of the transform stage
-of MiniLM's example in the time of all stages; imports are not counted.
+A graph is a stack of tiny transformer layers. Each layer has its queries, keys and values, eager attention, a scale, a
+residual batch norm and two layer norms. One layer is traced, and its nodes are copied as often as necessary. The rules
+are applied like in the transform stage of a run. The exponent is the exponent of the growth (1: linear), fitted by
+least squares to the logarithms, with its 95 % interval. The share is the time of the transform stage over the time of
+all stages, for the MiniLM example and without imports.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from optexport.transformations.apply import NamedRule, transform
 from tests.benchmarks import parity
 
 WIDTH, HEADS = 8, 2
-# Those that need options, or that are of no use without other numbers.
+# Rules that need options, or that do nothing without other numbers.
 OTHERS = ("keep-outputs", "replace-activation", "cast-precision")
 
 
 class Layer(nn.Module):
-    """A transformer layer that holds work for most rules."""
+    """A transformer layer with matches for most rules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _layer() -> fx.GraphModule:
 
 
 def stack(nodes: int) -> fx.GraphModule:
-    """A graph of about so many nodes: layers one upon the other, that share nothing but the mask."""
+    """Returns a graph with about so many nodes: stacked layers that share only the mask."""
     traced = _layer()
     graph, root = fx.Graph(), nn.Module()
     inputs = {node.name: graph.node_copy(node) for node in traced.graph.find_nodes(op="placeholder")}
@@ -90,16 +90,16 @@ def stack(nodes: int) -> fx.GraphModule:
 
 
 def seconds(rules: Sequence[NamedRule], nodes: int) -> float:
-    """CPU seconds of applying rules to a graph that is made anew."""
+    """Returns the CPU seconds of applying rules to a new graph."""
     graph_module = stack(nodes)
-    gc.collect()  # of what was before
+    gc.collect()  # of earlier work
     start = time.process_time()
     transform(graph_module, rules)
     return time.process_time() - start
 
 
 def exponent(sizes: Sequence[int], spent: Sequence[float]) -> tuple[float, float, float]:
-    """The exponent of the growth, and the ends of its 95 % interval."""
+    """Returns the exponent of the growth, and its 95 % interval."""
     logarithms = [[math.log(value) for value in values] for values in (sizes, spent)]
     fitted = stats.linregress(*logarithms)
     margin = fitted.stderr * stats.t.ppf(0.975, len(sizes) - 2)
@@ -107,7 +107,7 @@ def exponent(sizes: Sequence[int], spent: Sequence[float]) -> tuple[float, float
 
 
 def share(rounds: int) -> float:
-    """The share of the transform stage in the time of all stages, on MiniLM, as a median."""
+    """Returns the median share of the transform stage in the time of all stages, for MiniLM."""
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def share(rounds: int) -> float:
 
 
 def plot(path: Path, sizes: Sequence[int], rows: dict[str, list[float]]) -> None:
-    """Draws seconds over nodes, both as logarithms, with a line that grows as the nodes do."""
+    """Plots seconds over nodes, both as logarithms, with a line of linear growth."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -143,13 +143,13 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="run MiniLM's example too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    gc.set_threshold(20_000, 50, 100)  # as the program does
+    gc.set_threshold(20_000, 50, 100)  # like the program
     rules = list(preset())
     if arguments.every:
         names = [name for name in registry.RULES if name not in OTHERS]
         rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True) for name in names]
     sizes = [arguments.nodes // 2**power for power in range(5, -1, -1)]
-    seconds(rules, sizes[0])  # what is loaded at the first use
+    seconds(rules, sizes[0])  # modules that the first use imports
     rows = {}
     for name, applied in {"all together": rules, "none": [], **{rule.name: [rule] for rule in rules}}.items():
         rows[name] = [statistics.median(seconds(applied, size) for _ in range(arguments.rounds)) for size in sizes]

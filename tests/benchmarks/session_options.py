@@ -1,10 +1,10 @@
-"""What ONNX Runtime's session options are worth on files that say the same in the way that it runs fastest.
+"""Measures ONNX Runtime's session options on files that need no optimization at load time.
 
     python -m tests.benchmarks.session_options [MODEL...] [--rounds N]
 
-Each option's session runs the same file in the same process, in turns with the one that has none, on one thread. The
-table gives the median ratio of CPU times, without / with the option (above 1: it makes the file faster); the row "none,
-again" is a second session without any, and shows how far two equal sessions are apart.
+Each option's session runs the same file in the same process, in turns with a session without options, on one thread.
+The table gives the median ratio of CPU times, without / with the option (above 1: it makes the file faster). The row
+"none, again" is a second session without options. It shows the variation between two equal sessions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOWERED = [name for name in format_passes.of_format("onnx") if name in ("attent
 
 
 def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each option's runs, the first of which are warm-up and left out."""
+    """Returns the CPU seconds of each option's runs, without the warm-up runs."""
     sessions = {}
     for name, change in OPTIONS.items():
         options = onnxruntime.SessionOptions()

@@ -1,9 +1,9 @@
-"""What tuning chooses for the example models, and how much faster that is than the plain export.
+"""Shows the choices of tuning for the example models, and their speed over the plain export.
 
     python -m tests.benchmarks.tuning [MODEL...] [--format FORMAT...] [--budget 10m] [--rounds 20] [--threads 1]
 
-Each model is run with `[tune]`, without what an earlier run left. The table has what each file carries and, from a last
-measurement with fresh times, the plain export's time over that of the file, its 95 % interval, shape by shape.
+Each model runs with `[tune]` and an empty cache. The table lists the choice for each file. A last measurement gives the
+plain export's time over the file's time, with its 95 % interval, for each shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.benchmarks.workloads import EXAMPLES
 
 _TEXT = ("{ batch = 1, sequence = 16 }", "{ batch = 1, sequence = 128 }", "{ batch = 8, sequence = 128 }")
 _POOLED = "".join(f'\n[[transformations]]\nuse = "{rule}"\n' for rule in PRESET)
-# The config of each model, what is added to it, and the shapes.
+# The config of each model, additional lines for it, and the shapes.
 MODELS = {
     "MiniLM": ("minilm.toml", "", _TEXT),
     "MiniLM's pooler_output": (
@@ -49,7 +49,7 @@ def tuned(name: str, folder: Path, arguments: argparse.Namespace) -> Result:
 
 
 def rows(name: str, result: Result) -> list[str]:
-    """One row of the table for each format."""
+    """Returns one row of the table for each format."""
     assert result.bench is not None
     found = []
     for outcome in result.tuned:

@@ -1,4 +1,4 @@
-"""Calls that take turns in one process, where what is compared runs in one runtime anyway."""
+"""Times calls that take turns in one process, for alternatives that run in the same runtime."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-# A turn lasts at least so long, so that one interruption does not make it.
+# Seconds of a turn at least, so that one interruption does not dominate it.
 _SECONDS = 0.3
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """The median seconds of each call in every round, in an order that changes, after three calls to warm up."""
+    """Returns the median seconds of each call in every round, in a changing order, after three warm-up calls."""
     for call in calls.values():
-        for _ in range(3):  # TorchScript optimises at the second, a compiler at the first
+        for _ in range(3):  # TorchScript optimises at the second call, a compiler at the first
             call()
     found: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):

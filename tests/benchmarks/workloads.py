@@ -1,4 +1,4 @@
-"""The models that rules are measured on, each with the rules that its two exports differ in."""
+"""The models for measuring rules, each with the rules that its two exports differ in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pair:
 
     Attributes:
         batch: Makes inputs of a shape.
-        shapes: Those that are measured; the first is traced.
+        shapes: Measured shapes; the first is traced.
     """
 
     name: str
@@ -76,7 +76,7 @@ def _eager_minilm() -> nn.Module:
 
 
 class _Adapted(nn.Module):
-    """A linear with a low-rank adapter beside it, as fine-tuning leaves one."""
+    """A linear with a low-rank adapter, as after fine-tuning."""
 
     def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
         super().__init__()

@@ -37,18 +37,18 @@ _LEFT_OUT = shutil.ignore_patterns(
     *("build", "dist", "mlruns", "mlartifacts", "mlflow.db*"),
 )
 _USAGE_ERROR, _NO_TESTS_COLLECTED = 4, 5
-# A node id may hold blanks within its brackets. After it, pytest writes " - " and the message.
+# A node id may contain blanks within its brackets. pytest writes " - " and the message after it.
 _FAILED = re.compile(
     r"^(?:FAILED|ERROR) (?:collecting )?(\S+?\.py(?:::[^\[\s]+(?:\[.*?\])?)?)(?= - |\s*$)", re.MULTILINE
 )
 
-# Runs of pytest. Each is a session of its own, so that Ctrl-C does not reach it.
+# Runs of pytest. Each has its own session, so that Ctrl-C does not reach it.
 _running: set[subprocess.Popen[str]] = set()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests made of one mutation.
+    """Result of one mutation.
 
     Attributes:
         caught_by: Node id of the first test that failed, or a phrase; None if the mutation survived.

@@ -1,4 +1,4 @@
-"""The catalogue of mutations fits the package as it is now."""
+"""The catalogue of mutations matches the current package."""
 
 from __future__ import annotations
 

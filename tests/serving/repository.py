@@ -106,9 +106,7 @@ def _open_torchscript(config: Any, path: Path) -> Callable[[Arrays], list[np.nda
     module = torch.jit.load(path)
     arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
     assert len(arguments) == len(config.input)
-    assert {io.name for io in config.input} <= set(
-        arguments
-    )  # otherwise the backend uses the order of inputs, or the numbers in their names
+    assert {io.name for io in config.input} <= set(arguments)  # else the backend matches by order or number
     places = [int(io.name.removeprefix("OUTPUT__")) for io in config.output]
 
     def run(inputs: Arrays) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from tests.tiers import examples
 @example(2, 3, 4, 3)
 @example(2, 8, 4, 1)
 def test_repeated_rows_differ(rows: int, length: int, wanted: int, sequence: int) -> None:
-    """If there are enough values: one row of n values has n rotations."""
+    """All rows differ if there are enough values: one row of n values has n rotations."""
     tensor = torch.arange(rows * length).reshape(rows, length)
     made = resize_tensor(tensor, {0: wanted, 1: sequence})
     assert len({tuple(row) for row in made.tolist()}) == min(wanted, rows * length)

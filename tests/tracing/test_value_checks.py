@@ -178,7 +178,7 @@ class RaisedAgain(nn.Module):
 
 
 @pytest.mark.slow
-def test_check_whose_error_becomes_another_is_skipped():
+def test_check_with_a_translated_error_is_skipped():
     model = RaisedAgain().eval()
     traced = trace.trace(model, {"x": torch.rand(5, 2)})
     x = torch.rand(7, 2)

@@ -103,7 +103,7 @@ def test_a_layer_is_computed_in_half_precision(name: str, dtype: str) -> None:
         lambda m, x: m.b((y := m.a(x)) + y.relu()),
     ],
 )
-def test_no_cast_stands_between_what_goes_on_in_half_precision(body: Any) -> None:
+def test_no_cast_stands_between_half_precision_nodes(body: Any) -> None:
     layers = {name: nn.Linear(4, 4) for name in "abc"}
     cast, _ = _cast(by_export(X, body, **layers), X)
     assert _casts(cast) == [torch.float16, torch.float32]
@@ -123,7 +123,7 @@ def test_no_cast_stands_between_what_goes_on_in_half_precision(body: Any) -> Non
         lambda m, y: y.exp(),
     ],
 )
-def test_what_half_precision_is_too_coarse_for_stays(between: Any) -> None:
+def test_operations_that_need_float32_stay(between: Any) -> None:
     children = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
     graph_module = by_export(X, lambda m, x: m.b(between(m, m.a(x))), **children)
     cast, report = run(CastPrecision(), sharing(graph_module))
@@ -148,7 +148,7 @@ def test_attention_with_and_without_a_mask_that_is_added() -> None:
 
 
 @pytest.mark.slow
-def test_attention_that_is_written_out_keeps_its_softmax() -> None:
+def test_manual_attention_keeps_its_softmax_in_float32() -> None:
     layers = {name: nn.Linear(4, 4) for name in "qkv"}
     graph_module = by_export(X, lambda m, x: (m.q(x) @ m.k(x).transpose(1, 2) / 2).softmax(-1) @ m.v(x), **layers)
     cast, _ = _cast(graph_module, X)
@@ -206,7 +206,7 @@ def _changes_it_after_it_was_read(m: Any, x: torch.Tensor) -> Any:
         *(_in_place_activation, _changes_it_after_it_was_read),
     ],
 )
-def test_what_is_changed_in_place_is_read_as_it_then_is(body: Any) -> None:
+def test_tensor_changed_in_place_is_read_after_the_change(body: Any) -> None:
     _cast(by_export(X, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X)
 
 
@@ -250,7 +250,7 @@ def test_layers_that_are_skipped() -> None:
         refused(lambda m, x: m.a(x), dtype=dtype, a=nn.Linear(4, 4).to(dtype))
 
 
-def test_a_layer_whose_weights_overflow_is_skipped() -> None:
+def test_layer_with_weights_that_overflow_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4))
     with torch.no_grad():
         graph_module.get_submodule("a").weight[0, 0] = 1e5
@@ -274,7 +274,7 @@ def test_a_hook_and_a_parametrization_are_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_of_a_product_is_cast_once_and_for_all() -> None:
+def test_parameter_of_a_product_is_cast_only_once() -> None:
     graph_module = by_export(X, lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(4, 4)))
     cast, _ = _cast(graph_module, X)
     assert cast.state_dict()["w"].dtype is torch.float16
@@ -286,7 +286,7 @@ def test_a_parameter_of_a_product_is_cast_once_and_for_all() -> None:
 
 
 @pytest.mark.slow
-def test_the_products_of_gpt2_which_are_no_linears() -> None:
+def test_products_of_gpt2_that_are_not_linears() -> None:
     config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=40)
     graph_module = symbolic_trace(randomise(GPT2Model(config)), input_names=["input_ids"])
     inputs = {"input_ids": torch.randint(0, 60, (3, 7))}
@@ -298,12 +298,12 @@ def test_the_products_of_gpt2_which_are_no_linears() -> None:
     assert len([change for change in report.changes if "addmm" in change.target]) == 2
 
 
-def test_dtypes_that_are_not_known_are_skipped() -> None:
+def test_unknown_dtypes_are_skipped() -> None:
     check_refused(CastPrecision(), by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4)), X, "a: dtypes are unknown")
 
 
 @pytest.mark.slow
-def test_what_is_to_be_kept_stays() -> None:
+def test_layers_to_keep_stay_in_float32() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph_module = by_export(X, lambda m, x: m.last(m.block(x)), block=block, last=nn.Linear(4, 4))
     for keep, left in ((("block",), ["last"]), (("block.1", "last"), ["block.0"])):
@@ -336,7 +336,7 @@ def test_models(name: str, dtype: str) -> None:
 
 
 class _Convolutional(nn.Module):
-    """A small model of the layers of a MobileNet."""
+    """A small model with the layers of a MobileNet."""
 
     def __init__(self) -> None:
         super().__init__()

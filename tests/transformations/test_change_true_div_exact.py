@@ -70,7 +70,7 @@ _ROUNDED |= {
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("how", _ROUNDED)
-def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
+def test_quotient_truncated_to_an_integer_stays_exact(how: str) -> None:
     # If x is a multiple of the divisor, the product may be just below the integer quotient, and floor is off by one.
     divisor = next(c for c in range(3, 200) if _misses(c))
     x = torch.arange(1, 2000.0) * divisor
@@ -85,7 +85,7 @@ _NOT_EXPORTED = {"type by name", "quantised", "as many"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", sorted(_ROUNDED.keys() - _NOT_EXPORTED))
-def test_a_quotient_that_is_rounded_stays_exact_after_export(how: str) -> None:
+def test_rounded_quotient_stays_exact_after_export(how: str) -> None:
     divisor = next(c for c in range(3, 200) if _misses(c))
     x = torch.arange(1, 2000.0) * divisor
     graph_module = by_export(x, lambda _, x: _ROUNDED[how](x / divisor))
@@ -142,7 +142,7 @@ def test_a_quotient_of_an_input_number_stays_exact() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
-def test_a_long_way_to_a_quotient_is_followed_once(step: Any) -> None:
+def test_long_path_to_a_quotient_is_followed_once(step: Any) -> None:
     def body(m: Any, x: Any) -> Any:
         for _ in range(300):
             x = step(m, x)
@@ -297,16 +297,16 @@ def test_a_quotient_may_be_cast_to_its_own_precision() -> None:
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: (x / 3).double() + 1), x)
     same = by_export(X, lambda m, x: torch.cat([x / 3, x]).to(torch.float32).float() + 1)
     check_applied(ChangeTrueDivToMulByInverse(), same, X)
-    unknown = by_fx(lambda m, x: (x / 3).float())  # may be a float64
+    unknown = by_fx(lambda m, x: (x / 3).float())  # this may be a float64
     check_refused(ChangeTrueDivToMulByInverse(), unknown, x, "float_1 may amplify the rounding")
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layer", [nn.MaxPool1d(2, return_indices=True), nn.AdaptiveMaxPool1d(2, return_indices=True)])
 @pytest.mark.parametrize("exported", [True, False])
-def test_the_places_of_the_greatest_quotients_stay(layer: nn.Module, exported: bool) -> None:
+def test_positions_of_the_largest_quotients_stay(layer: nn.Module, exported: bool) -> None:
     x = torch.rand(1, 1, 4096, generator=torch.Generator().manual_seed(0)) + 1
-    x[..., 1::2] = torch.nextafter(x[..., ::2], torch.tensor(9.0))  # whose quotients are often equal
+    x[..., 1::2] = torch.nextafter(x[..., ::2], torch.tensor(9.0))  # equal quotients are common here
     body = lambda m, x: m.pool(x / 3)[1]  # noqa: E731
     graph_module = by_export(x, body, pool=layer) if exported else by_fx(body, pool=layer)
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "may amplify the rounding")

@@ -74,7 +74,7 @@ def test_a_power_of_two_is_exact_to_the_bit(divisor: float, exact: bool) -> None
     st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
     st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40),
 )
-def test_one_more_rounding_is_all_that_is_lost(x: float, divisor: float) -> None:
+def test_only_one_rounding_is_lost(x: float, divisor: float) -> None:
     graph_module = by_fx(lambda _, x: x / divisor)
     want = outputs(graph_module, torch.tensor([x]))[0].double()
     graph_module, report = run(ChangeTrueDivToMulByInverse(), graph_module)
@@ -82,7 +82,7 @@ def test_one_more_rounding_is_all_that_is_lost(x: float, divisor: float) -> None
     if not report.changes:
         assert torch.equal(got, want) or got.isnan().all()
         return
-    if want.isinf().any() or got.isinf().any():  # at the end of the range, one rounding decides
+    if want.isinf().any() or got.isinf().any():  # at the end of the range, one rounding can overflow
         assert max(got.abs(), want.abs()) >= 3.4e38
         assert min(got.abs(), want.abs()) >= 3.4e38
         return
@@ -110,7 +110,7 @@ def test_every_floating_dtype(dtype: torch.dtype, divisor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
-def test_integers_are_divided_as_numbers(dtype: torch.dtype) -> None:
+def test_integers_are_divided_as_real_numbers(dtype: torch.dtype) -> None:
     check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda _, x: x / 7), torch.arange(-5, 6).to(dtype))
 
 
@@ -172,7 +172,7 @@ _REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("what", _REFUSED)
-def test_a_division_of_another_kind_is_left_alone_and_said(what: str) -> None:
+def test_division_of_another_kind_is_skipped_with_the_reason(what: str) -> None:
     body, reason = _REFUSED[what]
     graph_module = by_fx(body, scale=nn.Parameter(torch.tensor([2.5])))
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, X.abs() + 1, reason)
@@ -187,7 +187,7 @@ _OTHERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", _OTHERS)
-def test_other_divisions_are_none_of_its_business(what: str) -> None:
+def test_unrelated_divisions_are_ignored(what: str) -> None:
     graph_module = by_fx(_OTHERS[what], scale=nn.Parameter(torch.tensor([2.5])))
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, X.abs() + 1)
 
@@ -213,7 +213,7 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("what", _SIZES)
 def test_a_division_of_a_size_stays_exact(what: str) -> None:
-    # For some sizes the product is not the integer that the quotient is.
+    # For some sizes, the product is not equal to the integer quotient.
     size = next(n for n in range(1, 100) if n * 49 * (1 / 49) != n)
     assert size * 49 / 49 == size
     graph_module = by_fx(lambda _, x: x.sum() * 0 + _SIZES[what](x))

@@ -1,4 +1,4 @@
-"""The public contract of transformations: that of Optimum's classes, marks and compose."""
+"""The public contract of transformations: the contract of Optimum's classes, marks and compose."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_transformation_changes_the_graph_and_its_code() -> None:
     torch.testing.assert_close(got, graph_module.q(X) + 3 - graph_module.k(X) / 7)
 
 
-def test_without_recompiling_the_code_is_that_of_before() -> None:
+def test_code_stays_the_same_without_recompiling() -> None:
     graph_module = _two_linears()
     code = graph_module.code
     AddInsteadOfMul()(graph_module, lint_and_recompile=False)
@@ -98,7 +98,7 @@ def test_without_recompiling_the_code_is_that_of_before() -> None:
     assert graph_module.code != code
 
 
-def test_a_graph_that_is_left_broken_does_not_pass() -> None:
+def test_broken_graph_is_refused() -> None:
     class UsesWhatComesLater(Transformation):
         def transform(self, graph_module: GraphModule) -> GraphModule:
             first, second = calls(graph_module, nn.Linear)
@@ -154,7 +154,7 @@ def test_the_example_of_the_guide_doubles_constant_products() -> None:
     assert doubled == [2 * constant for constant in constants]
 
 
-def test_no_transformation_promises_anything_unless_it_says_so() -> None:
+def test_transformation_promises_nothing_by_default() -> None:
     assert not AddInsteadOfMul().preserves_computation
     assert not TwiceTheConstant().preserves_computation
     for made in (MergeLinears, FuseBiasInLinear, ChangeTrueDivToMulByInverse, DeepCopy, LintAndRecompile):
@@ -163,7 +163,7 @@ def test_no_transformation_promises_anything_unless_it_says_so() -> None:
     assert FuseBatchNorm2dInConv2d().preserves_computation
 
 
-def test_only_the_norms_cannot_be_unfolded() -> None:
+def test_only_folded_norms_cannot_be_undone() -> None:
     for rule in (MergeLinears, FuseBiasInLinear, ChangeTrueDivToMulByInverse, DeepCopy, LintAndRecompile):
         assert issubclass(rule, ReversibleTransformation)
     for rule in (FuseBatchNorm1dInLinear, FuseBatchNorm2dInConv2d):
@@ -171,7 +171,7 @@ def test_only_the_norms_cannot_be_unfolded() -> None:
 
 
 @pytest.mark.parametrize("base", [Transformation, ReversibleTransformation])
-def test_what_has_no_transform_cannot_be_made(base: type[Transformation]) -> None:
+def test_class_without_transform_cannot_be_instantiated(base: type[Transformation]) -> None:
     with pytest.raises(TypeError, match="abstract"):
         base()
 
@@ -190,7 +190,7 @@ def test_marks_belong_to_the_transformation_that_set_them() -> None:
     assert not any(blue.transformed(node) for node in graph_module.graph.nodes if node not in linears)
 
 
-def test_marks_of_an_equal_transformation_are_its_own() -> None:
+def test_marks_of_an_equal_transformation_count() -> None:
     graph_module = _two_linears()
     MarkLinears()(graph_module)
     assert MarkLinears().get_transformed_nodes(graph_module) == calls(graph_module, nn.Linear)
@@ -204,7 +204,7 @@ def test_marks_survive_a_copy_and_are_not_shared_with_it() -> None:
     assert len(MarkLinears().get_transformed_nodes(copied)) == 2
 
 
-def test_other_metadata_stays_beside_the_marks() -> None:
+def test_other_metadata_stays_next_to_the_marks() -> None:
     graph_module = _two_linears()
     node = calls(graph_module, nn.Linear)[0]
     node.meta["custom"] = {"mine": 1}
@@ -223,7 +223,7 @@ def test_a_node_without_the_mark_cannot_be_restored() -> None:
     MarkLinears("blue").mark_as_restored(node)
 
 
-def test_a_node_that_was_marked_by_hand_does_not_stop_a_rule() -> None:
+def test_node_marked_by_hand_does_not_stop_a_rule() -> None:
     graph_module = _two_linears()
     MergeLinears().mark_as_transformed(calls(graph_module, nn.Linear)[0])
     want = outputs(graph_module, X)
@@ -231,7 +231,7 @@ def test_a_node_that_was_marked_by_hand_does_not_stop_a_rule() -> None:
     torch.testing.assert_close(outputs(graph_module, X), want)
 
 
-def test_nothing_composed_changes_nothing() -> None:
+def test_empty_composition_changes_nothing() -> None:
     graph_module = _two_linears()
     before = written(graph_module)
     nothing = compose()
@@ -241,7 +241,7 @@ def test_nothing_composed_changes_nothing() -> None:
     assert nothing(graph_module, reverse=True) is graph_module
 
 
-def test_one_composed_is_that_one_and_can_be_undone() -> None:
+def test_composition_of_one_equals_it_and_can_be_undone() -> None:
     graph_module = _two_linears()
     before = written(graph_module)
     composition = compose(MergeLinears())
@@ -252,7 +252,7 @@ def test_one_composed_is_that_one_and_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_several_composed_are_the_same_as_one_after_the_other(inplace: bool) -> None:
+def test_composition_equals_its_members_in_order(inplace: bool) -> None:
     one_by_one = MergeLinears()(ChangeTrueDivToMulByInverse()(_two_linears()))
     composition = compose(ChangeTrueDivToMulByInverse(), MergeLinears(), inplace=inplace)
     original = _two_linears()
@@ -313,7 +313,7 @@ def test_the_same_rule_twice_keeps_the_laws() -> None:
     check_laws(compose(MergeLinears(), compose(FuseBiasInLinear(), MergeLinears())), _two_linears(), X)
 
 
-def test_a_composition_promises_what_all_its_members_promise() -> None:
+def test_composition_promises_what_all_its_members_promise() -> None:
     assert compose(MergeLinears(), ChangeTrueDivToMulByInverse()).preserves_computation
     assert compose(MergeLinears(), inplace=False).preserves_computation
     assert not compose(MergeLinears(), AddInsteadOfMul()).preserves_computation
@@ -333,7 +333,7 @@ def test_a_composition_can_be_undone_if_all_its_members_can() -> None:
             compose(mixed)(_two_linears(), **options)
 
 
-def test_a_member_that_returns_another_graph_is_gone_on_with() -> None:
+def test_graph_returned_by_a_member_is_passed_on() -> None:
     original = _two_linears()
     transformed = compose(DeepCopy(), MergeLinears())(original)
     assert len(calls(original, nn.Linear)) == 2

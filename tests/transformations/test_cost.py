@@ -34,6 +34,6 @@ def _calls(rules: Sequence[NamedRule], nodes: int) -> int:
 @pytest.mark.parametrize("name", [name for name in registry.RULES if name not in OTHERS])
 def test_cost_does_not_depend_on_the_length_of_the_graph(name: str) -> None:
     rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True)]
-    _calls(rules, STEP)  # calls at the first use only
+    _calls(rules, STEP)  # some calls happen at the first use only
     short, middle, long = (_calls(rules, times * STEP) for times in (1, 2, 3))
     assert long - middle <= MORE * (middle - short)

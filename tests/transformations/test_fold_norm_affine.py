@@ -66,7 +66,7 @@ def test_positions_of_a_norm() -> None:
     check_refused(FoldNormAffine(), part, X)
 
 
-def test_without_shapes_a_layer_norm_is_enough() -> None:
+def test_layer_norm_needs_no_shapes() -> None:
     check_applied(FoldNormAffine(), by_fx(lambda m, x: m.q(m.norm(x)), **_layers()), X)
     graph_module = by_fx(lambda m, x: m.q(_rms(m, x)), **_layers(gain=nn.Parameter(torch.ones(8))))
     check_refused(FoldNormAffine(), graph_module, X, "is unknown (trace with example inputs)")
@@ -84,7 +84,7 @@ def test_without_shapes_a_layer_norm_is_enough() -> None:
         (lambda m, x: m.q(m.norm(x)) + m.q.bias, "q: the graph also reads its bias directly"),
     ],
 )
-def test_what_is_skipped(body: Any, reason: str) -> None:
+def test_skipped_graphs_report_the_reason(body: Any, reason: str) -> None:
     graph_module = by_export(X, body, **_layers())
     changed, report = run(FoldNormAffine(), sharing(graph_module))
     assert not report.changes
@@ -103,7 +103,7 @@ def test_what_is_skipped(body: Any, reason: str) -> None:
         lambda m, x: m.q(x * x[0, 0]),
     ],
 )
-def test_what_is_none_of_its_business(body: Any) -> None:
+def test_unrelated_graphs_are_ignored(body: Any) -> None:
     check_refused(FoldNormAffine(), by_export(X, body, **_layers()), X)
 
 
@@ -129,7 +129,7 @@ def test_a_product_that_changes_the_shape_is_skipped() -> None:
     check_refused(FoldNormAffine(), one, X, "wrong number of features (found 8, expected 1")
 
 
-def test_an_input_that_is_changed_before_its_reader_is_skipped() -> None:
+def test_input_changed_before_its_reader_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + 1
         y = x * m.gain
@@ -140,7 +140,7 @@ def test_an_input_that_is_changed_before_its_reader_is_skipped() -> None:
     check_refused(FoldNormAffine(), graph_module, X, "is changed in place by add_")
 
 
-def test_a_gain_that_others_read_too_stays_for_them() -> None:
+def test_gain_with_other_readers_stays_for_them() -> None:
     gain = nn.Parameter(torch.ones(8))
     graph_module = by_export(X, lambda m, x: m.q(_rms(m, x)) + m.gain[:4], **_layers(gain=gain))
     check_applied(FoldNormAffine(), graph_module, X)
@@ -186,6 +186,6 @@ def test_real_norms(name: str, count: int) -> None:
     assert len(bare) == (count if name == "vit" else 0)
 
 
-def test_a_gain_that_a_called_norm_holds_stays_for_it() -> None:
+def test_gain_held_by_a_called_norm_stays_for_it() -> None:
     graph_module = by_export(X, lambda m, x: (m.q(x.tanh() * m.norm.weight), m.norm(x)), **_layers())
     check_applied(FoldNormAffine(), graph_module, X)

@@ -43,7 +43,7 @@ class Held(nn.Module):
         lambda m, x, c: m.layer(x / c),
     ],
 )
-def test_a_number_beside_a_linear(body: Any, factor: float, bias: bool) -> None:
+def test_number_before_or_after_a_linear(body: Any, factor: float, bias: bool) -> None:
     graph_module = by_export(X, lambda m, x: body(m, x, factor), layer=nn.Linear(4, 5, bias=bias))
     check_applied(FoldScale(), graph_module, X, exact=factor in (0.5, 4))
     changed, _ = run(FoldScale(), sharing(graph_module))
@@ -60,12 +60,12 @@ def test_a_number_beside_a_linear(body: Any, factor: float, bias: bool) -> None:
         nn.ConvTranspose2d(3, 4, 2),
     ],
 )
-def test_a_number_beside_a_convolution(layer: nn.Module, before: bool) -> None:
+def test_number_before_or_after_a_convolution(layer: nn.Module, before: bool) -> None:
     body = (lambda m, x: m.layer(x * 0.3)) if before else (lambda m, x: m.layer(x) * 0.3)
     check_applied(FoldScale(), by_export(IMAGE, body, layer=layer), IMAGE)
 
 
-def test_padding_that_mirrors() -> None:
+def test_reflection_padding() -> None:
     layer = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
     check_applied(FoldScale(), by_fx(lambda m, x: m.layer(x) * 0.3, layer=layer), IMAGE)
 
@@ -75,7 +75,7 @@ def test_other_ranks() -> None:
         check_applied(FoldScale(), by_export(x, lambda m, x: m.layer(x) / 3, layer=cls(3, 4, 2)), x)
 
 
-def test_queries_that_are_scaled_after_they_were_cut_into_heads() -> None:
+def test_queries_scaled_after_the_split_into_heads() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.q(x).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2) * 0.5
 
@@ -101,7 +101,7 @@ def test_a_factor_between_two_layers_is_folded_into_one() -> None:
 
 
 @pytest.mark.slow
-def test_factors_one_before_the_other() -> None:
+def test_consecutive_factors() -> None:
     graph_module = by_export(X, lambda m, x: m.layer((x * 3).unsqueeze(0) * 5) / 7 * 2, layer=nn.Linear(4, 4))
     check_applied(FoldScale(), graph_module, X, count=4)
     layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
@@ -130,7 +130,7 @@ def test_a_constant_that_changes_shape_or_dtype_is_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_a_constant_that_the_graph_changes_is_none() -> None:
+def test_constant_changed_by_the_graph_is_not_a_constant() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.held.tensor.add_(1.0)
         return m.layer(x) * m.held.tensor
@@ -153,7 +153,7 @@ def test_a_constant_that_the_graph_changes_is_none() -> None:
         (lambda m, x: m.layer(x) * 3 + m.layer.weight, "the graph also reads its weight directly"),
     ],
 )
-def test_what_is_skipped(body: Any, reason: str) -> None:
+def test_skipped_graphs_report_the_reason(body: Any, reason: str) -> None:
     check_refused(FoldScale(), by_fx(body, layer=nn.Linear(4, 4)), None, reason)
 
 
@@ -169,7 +169,7 @@ def test_what_is_skipped(body: Any, reason: str) -> None:
         lambda m, x: x * 3,
     ],
 )
-def test_what_is_none_of_its_business(body: Any) -> None:
+def test_unrelated_graphs_are_ignored(body: Any) -> None:
     check_refused(FoldScale(), by_export(X, body, layer=nn.Linear(4, 4)), X)
 
 
@@ -177,13 +177,13 @@ def test_without_shapes_a_factor_before_a_layer_is_skipped() -> None:
     check_refused(FoldScale(), by_fx(lambda m, x: m.layer(x * 3), layer=nn.Linear(4, 4)), X, "dtype of x is unknown")
 
 
-def test_whole_numbers_before_a_layer_are_skipped() -> None:
+def test_integers_before_a_layer_are_skipped() -> None:
     x = torch.arange(12).reshape(3, 4)
     graph_module = by_export(x, lambda m, x: m.layer(x * 0.5), layer=nn.Linear(4, 4))
     check_refused(FoldScale(), graph_module, x, "differ in shape or dtype")
 
 
-def test_an_input_that_is_changed_before_its_reader_is_skipped() -> None:
+def test_input_changed_before_its_reader_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + 1
         y = x * 3
@@ -194,7 +194,7 @@ def test_an_input_that_is_changed_before_its_reader_is_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_that_is_changed_in_place_is_what_was_folded() -> None:
+def test_result_changed_in_place_includes_the_factor() -> None:
     check_applied(FoldScale(), by_export(X, lambda m, x: (m.layer(x) * 3).add_(1.0), layer=nn.Linear(4, 4)), X)
 
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_a_result_that_is_changed_in_place_is_what_was_folded() -> None:
 
 
 @pytest.mark.slow
-def test_a_product_that_is_viewed_as_contiguous_is_skipped() -> None:
+def test_product_viewed_as_contiguous_is_skipped() -> None:
     graph_module = by_export(
         ROWS, lambda m, x: m.layer((x.transpose(1, 2) * 3).mT.view(x.shape)), layer=nn.Linear(8, 4)
     )
@@ -247,7 +247,7 @@ def test_other_precisions(dtype: torch.dtype, factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [6e4, 1e-4])
-def test_weights_that_would_leave_the_range_are_skipped(factor: float) -> None:
+def test_weights_that_would_overflow_are_skipped(factor: float) -> None:
     x = X.half()
     graph_module = by_export(x, lambda m, x: m.layer(x) * factor, layer=nn.Linear(4, 5).half())
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_a_factor_that_would_overflow_before_cancelling() -> None:
     check_refused(FoldScale(), graph_module, torch.full((1, 2), 1e10), "the factor of layer is 1e+30")
 
 
-def test_a_constant_that_a_called_layer_holds_stays_for_it() -> None:
+def test_constant_held_by_a_called_layer_stays_for_it() -> None:
     graph_module = by_export(
         X, lambda m, x: (m.layer(x) * m.norm.weight, m.norm(x[:, :1])), layer=nn.Linear(4, 5), norm=nn.BatchNorm1d(1)
     )

@@ -72,7 +72,7 @@ def _causal(x: torch.Tensor) -> torch.Tensor:
         (lambda x, q, k: (q @ k.mT).div_(8), 0.125),
     ],
 )
-def test_every_place_of_the_factor(scores: Any, scale: float) -> None:
+def test_factor_in_every_position(scores: Any, scale: float) -> None:
     graph_module = _graph(_attention(scores))
     check_applied(FuseAttention(), graph_module, X)
     (call,) = _calls(graph_module)
@@ -126,7 +126,7 @@ def test_masks_that_are_added(mask: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_may_be_minus_infinity_in_a_whole_row_is_skipped() -> None:
+def test_possibly_infinite_row_is_skipped() -> None:
     graph_module = _graph(
         _attention(lambda x, q, k: q @ k.mT + torch.where(_hidden(x), -math.inf, torch.zeros(()))),
     )
@@ -153,7 +153,7 @@ def test_what_may_be_minus_infinity_in_a_whole_row_is_skipped() -> None:
         lambda x, scores, fill: torch.where(_causal(x) == 0, fill, scores),
     ],
 )
-def test_causal_masks_that_fill(fill: float, masked: Any) -> None:
+def test_causal_masks_by_masked_fill(fill: float, masked: Any) -> None:
     graph_module = _graph(_attention(lambda x, q, k: masked(x, q @ k.mT / 2, fill)))
     check_applied(FuseAttention(), graph_module, X)
     (call,) = _calls(graph_module)
@@ -169,7 +169,7 @@ class Tril(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_causal_mask_that_is_cut_out_of_a_buffer() -> None:
+def test_causal_mask_sliced_from_a_buffer() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
@@ -184,7 +184,7 @@ def test_a_causal_mask_that_is_cut_out_of_a_buffer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fill", [MINUS, -1e30])
-def test_whole_rows_that_are_filled_with_what_drowns_the_scores(fill: float) -> None:
+def test_row_fill_that_dominates_the_scores_is_fused(fill: float) -> None:
     masked: list[Any] = [
         lambda x, q, k: (q @ k.mT).masked_fill(_hidden(x), fill),
         lambda x, q, k: torch.where(~_hidden(x), q @ k.mT, fill),
@@ -194,7 +194,7 @@ def test_whole_rows_that_are_filled_with_what_drowns_the_scores(fill: float) -> 
 
 
 @pytest.mark.slow
-def test_whole_rows_that_are_filled_with_less_are_skipped() -> None:
+def test_row_fill_that_is_too_weak_is_skipped() -> None:
     graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(_hidden(x), -1e9)))
     check_refused(
         FuseAttention(), graph_module, X, "may hide a whole row by -1000000000.0, which does not absorb the scores"
@@ -220,7 +220,7 @@ def test_whole_rows_that_are_filled_with_less_are_skipped() -> None:
         (lambda x, q, k: (q @ k.mT).half().float(), "its scores are cast to a narrower dtype"),
     ],
 )
-def test_what_is_skipped(scores: Any, reason: str) -> None:
+def test_skipped_graphs_report_the_reason(scores: Any, reason: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
         return scores(x, q, k).softmax(-1) @ v
@@ -239,13 +239,13 @@ def test_what_is_skipped(scores: Any, reason: str) -> None:
         lambda m, x: m.q(x).softmax(-1) @ m.k(x).mT,
         lambda m, x: m.v(x).mT @ (m.q(x) @ m.k(x).mT).softmax(-1),
         lambda m, x: (m.q(x) * x.mean()).softmax(-1) @ m.v(x).mT,
-        # As in Gemma 2: the added mask is a where of two numbers.
+        # Like Gemma 2: the added mask is a where of two numbers.
         lambda m, x: (
             ((m.q(x) @ m.k(x).mT).tanh() * 50 + torch.where(_causal(x), torch.zeros(5, 5), -1e9)).softmax(-1) @ m.v(x)
         ),
     ],
 )
-def test_what_is_no_attention(body: Any) -> None:
+def test_other_graphs_are_ignored(body: Any) -> None:
     graph_module = _graph(body)
     check_refused(FuseAttention(), graph_module, X)
 
@@ -268,7 +268,7 @@ def test_weights_and_scores_with_other_users_are_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_a_scaled_query_that_is_used_elsewhere_is_read_as_it_is() -> None:
+def test_scaled_query_with_another_reader_stays() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q = m.q(x) * 0.5
         return (q @ m.k(x).mT).softmax(-1) @ m.v(x), q
@@ -279,7 +279,7 @@ def test_a_scaled_query_that_is_used_elsewhere_is_read_as_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_query_that_is_scaled_in_place_is_read_as_it_is() -> None:
+def test_query_scaled_in_place_is_read_after_the_change() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q = m.q(x)
         half = q.mul_(0.5)
@@ -297,7 +297,7 @@ def test_dropout_in_train_mode_is_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_an_input_that_is_changed_in_between_is_skipped() -> None:
+def test_input_changed_in_between_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
         weights = (q @ k.mT).softmax(-1)
@@ -324,7 +324,7 @@ def test_an_input_that_is_changed_in_between_is_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_that_is_viewed_as_contiguous_is_skipped() -> None:
+def test_result_viewed_as_contiguous_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = _heads(m, x)
         return ((q @ k.mT).softmax(-1) @ v).view(x.shape[0] * 2, x.shape[1], 4)
@@ -388,7 +388,7 @@ def test_empty_sequences() -> None:
     check_applied(FuseAttention(), graph_module, torch.zeros(0, 5, 8))
 
 
-def test_a_graph_whose_shapes_are_not_known_is_skipped() -> None:
+def test_graph_with_unknown_shapes_is_skipped() -> None:
     check_refused(FuseAttention(), by_fx(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x), X)
     graph_module = by_export(X, lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
     for node in graph_module.graph.nodes:

@@ -83,7 +83,7 @@ def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.slow
-def test_attention_weights_that_are_asked_for_stay() -> None:
+def test_requested_attention_weights_stay() -> None:
     model = randomise(BertModel(BertConfig(**_TEXT, **_LAYERS, output_attentions=True)))
     graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
     _, report = run(FuseAttention(), sharing(graph_module))
@@ -110,7 +110,7 @@ def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:
+def test_scores_in_a_wider_dtype_are_reported_as_wider() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.softmax(m.q(x) @ m.k(x).mT, -1, dtype=torch.float64).float() @ m.v(x)
 
@@ -131,7 +131,7 @@ def test_a_fill_that_the_scores_cannot_hold_is_skipped() -> None:
     check_refused(FuseAttention(), graph_module, None, "its scores are filled with -1e+300")
 
 
-def test_a_fill_by_a_tensor_that_is_written_in_the_model() -> None:
+def test_fill_with_a_constant_tensor_of_the_model() -> None:
     graph_module = _graph(_attention(lambda x, q, k: torch.where(_causal(x), q @ k.mT, torch.tensor(-1e38))))
     check_applied(FuseAttention(), graph_module, X)
 
@@ -144,14 +144,14 @@ def test_a_head_size_that_is_not_fixed_is_skipped() -> None:
 
 
 class Bmm(nn.Module):
-    """Attention for which torch.export asserts equal sizes by operator.and_, which is not in place."""
+    """Attention where torch.export asserts equal sizes by operator.and_, which is not an in-place operation."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
 
 
 @pytest.mark.slow
-def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
+def test_compared_sizes_do_not_count_as_changed_queries() -> None:
     inputs = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
     axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
     graph_module = symbolic_trace(Bmm(), example_inputs=inputs, dynamic=axes)

@@ -47,7 +47,7 @@ def test_after_a_convolution(dims: int, kinds: Any, groups: int, bias: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_before_a_convolution_that_does_not_pad(dims: int, groups: int) -> None:
+def test_before_a_convolution_without_padding(dims: int, groups: int) -> None:
     layer = CONVOLUTIONS[dims](4, 8, 2, groups=groups, stride=2)
     graph_module = by_export(_x(dims), _norm_then_layer, layer=layer, norm=NORMS[dims](4))
     check_applied(FuseBatchNorm(), graph_module, _x(dims))
@@ -55,7 +55,7 @@ def test_before_a_convolution_that_does_not_pad(dims: int, groups: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
+def test_before_a_convolution_that_pads_with_its_input(mode: str) -> None:
     layer = nn.Conv2d(4, 5, 3, padding=1, padding_mode=mode)
     graph_module = by_fx(lambda m, x: m.layer(m.norm(x)), layer=layer, norm=nn.BatchNorm2d(4))
     check_applied(FuseBatchNorm(), graph_module, _x(2))
@@ -63,13 +63,13 @@ def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [1, (0, 1), "same"])
-def test_before_a_convolution_that_pads_with_zeros_it_stays(padding: Any) -> None:
+def test_norm_before_a_convolution_with_zero_padding_stays(padding: Any) -> None:
     layer = nn.Conv2d(4, 5, 3, padding=padding)
     graph_module = by_export(_x(2), _norm_then_layer, layer=layer, norm=nn.BatchNorm2d(4))
     check_refused(FuseBatchNorm(), graph_module, _x(2), "pads with zeros, to which the shift of norm does not apply")
 
 
-def test_before_a_transposed_convolution_it_stays() -> None:
+def test_norm_before_a_transposed_convolution_stays() -> None:
     graph_module = by_export(_x(2), _norm_then_layer, layer=nn.ConvTranspose2d(4, 5, 3), norm=nn.BatchNorm2d(4))
     check_refused(FuseBatchNorm(), graph_module, _x(2), "does not apply")
 
@@ -77,7 +77,7 @@ def test_before_a_transposed_convolution_it_stays() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_a_norm_that_does_not_shift_goes_into_any_convolution(kind: Any, padding: int) -> None:
+def test_norm_without_a_shift_is_folded_into_any_convolution(kind: Any, padding: int) -> None:
     graph_module = by_export(
         _x(2), _norm_then_layer, layer=kind(4, 6, 3, padding=padding, groups=2), norm=nn.BatchNorm2d(4)
     )
@@ -89,14 +89,14 @@ def test_a_norm_that_does_not_shift_goes_into_any_convolution(kind: Any, padding
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
-def test_beside_a_linear(body: Any) -> None:
+def test_before_and_after_a_linear(body: Any) -> None:
     x = torch.randn(3, 4)
     check_applied(FuseBatchNorm(), by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)), x)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
-def test_beside_a_linear_on_sequences_it_stays(body: Any) -> None:
+def test_norm_of_sequences_next_to_a_linear_stays(body: Any) -> None:
     x = torch.randn(3, 4, 4)
     graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
     check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
@@ -120,7 +120,7 @@ def test_before_a_linear_across_a_flatten(dims: int) -> None:
         check_applied(FuseBatchNorm(), graph_module, x)
 
 
-def test_across_another_flatten_it_stays() -> None:
+def test_norm_across_another_flatten_stays() -> None:
     x = _x(2)
     graph_module = by_fx(
         lambda m, x: m.layer(torch.flatten(m.norm(x), 2)), layer=nn.Linear(30, 5), norm=nn.BatchNorm2d(4)
@@ -128,7 +128,7 @@ def test_across_another_flatten_it_stays() -> None:
     check_refused(FuseBatchNorm(), graph_module, x)
 
 
-def test_after_a_convolution_across_a_flatten_it_stays() -> None:
+def test_norm_after_a_convolution_across_a_flatten_stays() -> None:
     graph_module = by_fx(
         lambda m, x: m.norm(torch.flatten(m.layer(x), 1)), layer=nn.Conv2d(4, 2, 1), norm=nn.BatchNorm1d(60)
     )
@@ -137,7 +137,7 @@ def test_after_a_convolution_across_a_flatten_it_stays() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
-def test_across_what_hands_its_input_on(body: Any) -> None:
+def test_across_operations_that_return_their_input(body: Any) -> None:
     def between(m: Any, x: torch.Tensor) -> Any:
         one, other = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
         return other(m.dropout(m.identity(one(x))))
@@ -148,7 +148,7 @@ def test_across_what_hands_its_input_on(body: Any) -> None:
     check_applied(FuseBatchNorm(), by_export(x, between, **children, dropout=nn.Dropout(0.5)), x)
 
 
-def test_a_result_between_that_is_used_elsewhere_is_skipped() -> None:
+def test_intermediate_result_with_another_reader_is_skipped() -> None:
     graph_module = by_fx(
         lambda m, x: m.norm(y := m.identity(m.layer(x))) + y,
         layer=nn.Conv2d(4, 4, 1),
@@ -158,7 +158,7 @@ def test_a_result_between_that_is_used_elsewhere_is_skipped() -> None:
     check_refused(FuseBatchNorm(), graph_module, _x(2), "has other users")
 
 
-def test_a_norm_of_an_image_without_batch_axis_stays() -> None:
+def test_norm_of_an_image_without_batch_axis_stays() -> None:
     x = torch.randn(4, 6, 5)
     graph_module = by_export(x, _layer_then_norm, layer=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm1d(6))
     check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
@@ -172,7 +172,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     check_applied(FuseBatchNorm(), by_export(x, _layer_then_norm, layer=layer, norm=norm), x)
 
 
-def test_a_norm_on_either_side_goes_into_the_same_layer() -> None:
+def test_norms_on_both_sides_are_folded_into_the_same_layer() -> None:
     graph_module = by_export(
         _x(2),
         lambda m, x: m.after(m.layer(m.before(x))),
@@ -184,7 +184,7 @@ def test_a_norm_on_either_side_goes_into_the_same_layer() -> None:
 
 
 @pytest.mark.parametrize("between", [nn.Identity, nn.Dropout, nn.Flatten])
-def test_across_what_has_hooks_it_stays(between: Any) -> None:
+def test_norm_across_a_module_with_hooks_stays(between: Any) -> None:
     module = between()
     module.register_forward_hook(lambda module, args, result: result + 1)
     x = torch.randn(3, 4)
@@ -213,7 +213,7 @@ def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
-def test_a_norm_far_from_zero_goes_only_into_what_is_before_it(body: Any) -> None:
+def test_norm_far_from_zero_is_folded_into_earlier_layers(body: Any) -> None:
     """After a layer, large products of the mean cancel; before the norm, they have cancelled already."""
     x = torch.randn(3, 4)
     graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))

@@ -136,7 +136,7 @@ def test_a_frozen_linear_stays_frozen(body: Any) -> None:
 @pytest.mark.sample(1)
 @ORDERS
 @pytest.mark.parametrize("channels", [3, 4])
-def test_three_dimensions_of_fitting_sizes_are_skipped(body: Any, channels: int) -> None:
+def test_three_dimensions_of_equal_sizes_are_skipped(body: Any, channels: int) -> None:
     x = torch.randn(2, channels, 4)
     graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(channels))
     first = "layer" if body is _after else "norm"
@@ -248,7 +248,7 @@ def test_a_batch_of_another_size_is_right_after_the_fold() -> None:
 
 @ORDERS
 @pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[1:].mul_(3), lambda x: torch.relu_(x)])
-def test_an_input_that_is_changed_between_the_two_is_seen(body: Any, change: Any) -> None:
+def test_input_changed_between_the_layers_is_detected(body: Any, change: Any) -> None:
     def changing(m: Any, x: torch.Tensor) -> torch.Tensor:
         first, second = (m.layer, m.norm) if body is _after else (m.norm, m.layer)
         x = x * 2
@@ -260,7 +260,7 @@ def test_an_input_that_is_changed_between_the_two_is_seen(body: Any, change: Any
     check_laws(RULE, _with_ranks(program, X), X)
 
 
-def test_what_lies_between_is_not_jumped_over() -> None:
+def test_other_operations_between_prevent_a_fold() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.norm(m.layer(x).relu())
 

@@ -121,13 +121,13 @@ def test_chains_below_containers_are_folded() -> None:
     check_applied(RULE, graph_of(randomise(model)), X, count=2)
 
 
-def test_of_two_norms_in_a_row_both_are_folded() -> None:
+def test_two_consecutive_norms_are_folded() -> None:
     model = nn.Sequential(nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3))
     graph_module = graph_of(randomise(model))
     assert not calls(check_laws(RULE, graph_module, X), nn.BatchNorm2d)
 
 
-def test_other_pairs_are_none_of_its_business() -> None:
+def test_other_pairs_are_ignored() -> None:
     conv, norm = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
     check_refused(RULE, by_fx(lambda m, x: m.norm(m.conv(x).relu()), conv=conv, norm=norm), X)
     check_refused(RULE, by_fx(lambda m, x: m.conv(m.norm(x)), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(4)), X)
@@ -195,7 +195,7 @@ def test_a_layer_with_hooks_is_skipped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["conv", "norm"])
-def test_a_layer_whose_forward_was_replaced_is_skipped(name: str) -> None:
+def test_layer_with_a_replaced_forward_is_skipped(name: str) -> None:
     program = _pair()
     layer = getattr(program, name)
     forward = layer.forward
@@ -242,7 +242,7 @@ def test_a_tied_parameter_is_skipped(layer: str, name: str) -> None:
     check_refused(RULE, graph_module, X, f"{layer}: its {name} is tied to other.tied")
 
 
-def test_statistics_that_another_norm_shares_stay_with_it() -> None:
+def test_statistics_shared_with_another_norm_stay() -> None:
     layers = {"conv": nn.Conv2d(4, 6, 3), "norm": nn.BatchNorm2d(6), "other": nn.BatchNorm2d(6)}
     layers["other"].running_mean = layers["norm"].running_mean
     check_applied(RULE, by_fx(lambda m, x: m.other(_folded(m, x).relu()), **layers), X)
@@ -254,7 +254,7 @@ def test_mixed_dtypes_are_skipped() -> None:
     check_refused(RULE, graph_of(program), X.bfloat16(), "norm and conv differ in dtype or device")
 
 
-def test_a_weight_that_the_graph_reads_elsewhere_is_skipped() -> None:
+def test_weight_read_elsewhere_is_skipped() -> None:
     graph_module = by_fx(
         lambda m, x: _folded(m, x) + m.conv.weight.sum(), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)
     )

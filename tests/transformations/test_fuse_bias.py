@@ -27,13 +27,13 @@ def _plus(m: Any, x: torch.Tensor) -> Any:
 def test_a_parameter_added_to_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
     more = nn.Parameter(torch.randn(shape))
     graph_module = by_export(X, _plus, layer=nn.Linear(4, 5, bias=bias), more=more)
-    if len(shape) > 1:  # with a vector, such a sum has one axis more
+    if len(shape) > 1:  # with a vector, such a sum has one more axis
         check_refused(FuseBias(), graph_module, X, "does not have one number for each of the 5 features")
     else:
         check_applied(FuseBias(), graph_module, X)
 
 
-def test_it_may_stand_before_the_layer() -> None:
+def test_constant_may_be_the_first_operand() -> None:
     graph_module = by_export(
         X, lambda m, x: m.more + m.layer(x), layer=nn.Linear(4, 5), more=nn.Parameter(torch.ones(5))
     )
@@ -56,7 +56,7 @@ def test_a_parameter_added_to_a_convolution(shape: tuple[int, ...], groups: int)
     check_applied(FuseBias(), graph_module, IMAGE)
 
 
-def test_a_constant_along_the_last_axis_of_an_image_is_no_bias() -> None:
+def test_constant_along_the_last_axis_of_an_image_is_no_bias() -> None:
     graph_module = by_export(IMAGE, _plus, layer=nn.Conv2d(3, 3, 2), more=nn.Parameter(torch.randn(3)))
     check_refused(FuseBias(), graph_module, IMAGE, "does not have one number for each of the 3 features")
 
@@ -70,14 +70,14 @@ def test_the_constant_is_removed_if_it_has_no_other_readers() -> None:
     check_applied(FuseBias(), twice, X)
 
 
-def test_sums_one_after_the_other_all_go() -> None:
+def test_consecutive_sums_are_all_folded() -> None:
     graph_module = by_export(
         X, lambda m, x: m.layer(x) + m.more + 1.0, layer=nn.Linear(4, 5), more=nn.Parameter(torch.ones(5))
     )
     check_applied(FuseBias(), graph_module, X, count=2)
 
 
-def test_a_result_that_is_used_elsewhere_is_skipped() -> None:
+def test_result_that_is_used_elsewhere_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (m.layer(x) + 1.0) * m.layer(x), layer=nn.Linear(4, 5))
     check_refused(FuseBias(), graph_module, X, "layer: it is called more than once")
     used = by_export(X, lambda m, x: ((y := m.layer(x)) + 1.0) * y, layer=nn.Linear(4, 5))
@@ -93,7 +93,7 @@ def test_a_subclass_and_a_tied_layer_are_skipped() -> None:
     check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph also reads its weight directly")
 
 
-def test_a_buffer_that_the_graph_changes_is_no_constant() -> None:
+def test_buffer_changed_by_the_graph_is_not_a_constant() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.norm.running_mean.add_(1.0)
         return m.layer(x) + m.norm.running_mean
@@ -109,7 +109,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     check_applied(FuseBias(), by_export(X.to(dtype), _plus, layer=layer, more=more), X.to(dtype))
 
 
-def test_another_precision_than_the_layers_is_skipped() -> None:
+def test_precision_other_than_the_layers_is_skipped() -> None:
     more = nn.Parameter(torch.randn(5, dtype=torch.float64))
     graph_module = by_export(X, _plus, layer=nn.Linear(4, 5), more=more)
     check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
@@ -123,11 +123,11 @@ def test_a_complex_constant_is_skipped(value: torch.Tensor) -> None:
     check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
 
 
-def test_a_number_that_no_float_holds_is_none_of_its_business() -> None:
+def test_number_beyond_the_range_of_floats_is_ignored() -> None:
     check_refused(FuseBias(), by_fx(lambda m, x: m.layer(x) + 10**400, layer=nn.Linear(4, 5)), None)
 
 
-def test_a_constant_of_no_numbers_is_skipped() -> None:
+def test_constant_without_numbers_is_skipped() -> None:
     program = Program(_plus, layer=nn.Linear(4, 5))
     program.register_buffer("more", torch.ones((), device="meta"))
     _, report = run(FuseBias(), graph_of(program.eval()))
@@ -143,6 +143,6 @@ def test_a_constant_of_no_numbers_is_skipped() -> None:
         lambda m, x: m.layer(x) + m.norm.weight + m.norm(x),
     ],
 )
-def test_a_constant_that_a_called_layer_holds_stays_for_it(body: Any) -> None:
+def test_constant_held_by_a_called_layer_stays_for_it(body: Any) -> None:
     layers = {"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
     check_applied(FuseBias(), by_fx(body, **layers), X)

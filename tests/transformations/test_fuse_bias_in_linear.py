@@ -52,7 +52,7 @@ def test_no_linear_with_a_bias_is_left(name: str) -> None:
     check_applied(FuseBiasInLinear(), graph_module, models.inputs(name), count=len(biased))
 
 
-def test_a_linear_without_a_bias_is_none_of_its_business() -> None:
+def test_linear_without_a_bias_is_ignored() -> None:
     check_refused(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(4, 2, bias=False)), X)
     check_refused(FuseBiasInLinear(), by_fx(_call, layer=nn.LayerNorm(4)), X)
 
@@ -162,7 +162,7 @@ def test_a_linear_under_two_names_is_skipped() -> None:
     check_refused(FuseBiasInLinear(), GraphModule(program, graph), X, f"layer: {reason}", f"alias: {reason}")
 
 
-def test_a_linear_whose_bias_is_read_elsewhere_is_skipped() -> None:
+def test_linear_with_a_bias_read_elsewhere_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.layer(x) - m.layer.bias, layer=nn.Linear(4, 4))
     check_refused(FuseBiasInLinear(), graph_module, X, "layer: the graph also reads its bias directly")
 
@@ -173,13 +173,13 @@ def test_a_bias_of_another_dtype_is_skipped() -> None:
     check_refused(FuseBiasInLinear(), graph_of(program), None, "layer: weight and bias differ in dtype")
 
 
-def test_a_bias_that_alone_is_trained_is_skipped() -> None:
+def test_only_trainable_bias_is_skipped() -> None:
     layer = nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
     check_refused(FuseBiasInLinear(), by_fx(_call, layer=layer), X, "layer: weight and bias differ in")
 
 
-def test_a_call_on_other_than_a_single_tensor_is_skipped() -> None:
+def test_call_without_a_single_tensor_is_skipped() -> None:
     graph_module = by_fx(_call, layer=nn.Linear(4, 4))
     (call,) = calls(graph_module, nn.Linear)
     call.args = ((call.args[0],),)

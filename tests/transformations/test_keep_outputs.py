@@ -34,7 +34,7 @@ _CHILDREN = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3), "third": nn.Li
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("kept", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
-def test_what_is_wanted_stays_and_what_only_the_rest_needed_goes(kept: tuple[str, ...], trace: str) -> None:
+def test_only_selected_outputs_and_their_inputs_stay(kept: tuple[str, ...], trace: str) -> None:
     original = by_fx(_three, **_CHILDREN) if trace == "fx" else by_export(X, _three, **_CHILDREN)
     before = owned(original)
     want = dict(zip("abc", outputs(original, X), strict=True))
@@ -48,18 +48,18 @@ def test_what_is_wanted_stays_and_what_only_the_rest_needed_goes(kept: tuple[str
     assert KeepOutputs(outputs=kept)(changed).code == code
 
 
-def test_without_names_all_stay() -> None:
+def test_all_outputs_stay_without_names() -> None:
     original = by_export(X, _three, **_CHILDREN)
     assert KeepOutputs()(sharing(original)).code == original.code
 
 
-def test_a_name_that_is_none_is_one_clear_error() -> None:
+def test_unknown_output_name_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match='keep-outputs: the graph has no output "pooled"') as caught:
         KeepOutputs(outputs=("a", "pooled"))(by_export(X, _three, **_CHILDREN))
     assert caught.value.exit_code == 2
 
 
-def test_outputs_without_names_are_named_as_everywhere() -> None:
+def test_unnamed_outputs_have_their_usual_names() -> None:
     original = by_export(X, lambda m, x: (m.first(x), m.second(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 3))
     assert list(KeepOutputs(outputs=("output_1",))(original)(X)) == ["output_1"]
 
@@ -77,7 +77,7 @@ def test_in_place_changes_for_a_kept_output_stay(trace: str) -> None:
     assert_same(outputs(KeepOutputs(outputs=("a",))(original), X), want, "kept")
 
 
-def test_an_input_that_is_no_longer_read_stays_an_input() -> None:
+def test_input_that_is_no_longer_read_stays_an_input() -> None:
     model = randomise(Program(lambda m, x: {"a": m.first(x), "b": x + 1}, first=nn.Linear(4, 4)))
     changed = KeepOutputs(outputs=("b",))(symbolic_trace(model, example_inputs={"x": X}))
     assert [node.target for node in changed.graph.find_nodes(op="placeholder")] == ["x"]
@@ -112,7 +112,7 @@ Holding.__module__ = "torch.nn"
         (Holding(), lambda m, x: {"a": m.t(x), "b": m.t.held.one(x)}),
     ],
 )
-def test_modules_that_a_caller_holds_keep_their_parts(layer: nn.Module, body: Any) -> None:
+def test_modules_held_by_the_caller_keep_their_parts(layer: nn.Module, body: Any) -> None:
     model = randomise(Program(body, t=layer))
     original = graph_of(model)
     before, want = owned(model), outputs(model, X)
@@ -177,7 +177,7 @@ _DRAWS = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("how", _DRAWS)
-def test_what_stays_gets_the_random_numbers_that_it_got(how: str, trace: str) -> None:
+def test_kept_output_gets_the_same_random_numbers(how: str, trace: str) -> None:
     children = {"drop": nn.Dropout(0.5), "sequence": nn.Sequential(nn.Dropout(0.5)), "stirs": _Stirs()}
     children["recurrent"] = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     program = Program(_of_chance(_DRAWS[how]), **children).train()
@@ -196,7 +196,7 @@ _IDLE = {
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
 @pytest.mark.parametrize("how", _IDLE)
-def test_what_draws_no_random_numbers_goes(how: str, trace: str) -> None:
+def test_operations_without_random_numbers_are_removed(how: str, trace: str) -> None:
     program = Program(lambda m, x: {"gone": _IDLE[how](m, x), "kept": x + 1}, drop=nn.Dropout(0.5)).eval()
     original = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
     changed = KeepOutputs(outputs=("kept",))(original)
@@ -226,7 +226,7 @@ _STATEFUL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", _STATEFUL)
-def test_what_a_module_finds_out_for_an_output_that_goes_stays(how: str) -> None:
+def test_state_updated_for_a_removed_output_stays(how: str) -> None:
     program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=_STATEFUL[how]()).train()
     original = leaves(program)
     _, want = outputs(original, X)
@@ -234,14 +234,14 @@ def test_what_a_module_finds_out_for_an_output_that_goes_stays(how: str) -> None
     assert len(original.graph.find_nodes(op="call_module")) == 2
 
 
-def test_a_parametrization_outside_of_training_finds_out_nothing() -> None:
+def test_parametrization_in_eval_mode_updates_no_state() -> None:
     layer = parametrizations.spectral_norm(nn.Linear(4, 4))
     program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=layer).eval()
     changed = KeepOutputs(outputs=("kept",))(leaves(program))
     assert len(changed.graph.find_nodes(op="call_module")) == 1
 
 
-def test_what_is_done_to_an_object_that_is_an_input_stays() -> None:
+def test_change_of_an_object_input_stays() -> None:
     class Logs(nn.Module):
         def forward(self, x, log):  # type: ignore[no-untyped-def]
             log.append(x * 2)
@@ -258,7 +258,7 @@ def test_random_integers_stay_if_several_schemas_fit() -> None:
     assert_same(outputs(KeepOutputs(outputs=("kept",))(original), X), [want], "kept")
 
 
-def test_what_torch_vmap_computes_goes_whole_or_stays_whole() -> None:
+def test_torch_vmap_is_removed_or_kept_as_a_whole() -> None:
     def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"gone": x + 1, "kept": torch.vmap(m.layer)(x)}
 

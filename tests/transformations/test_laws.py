@@ -135,7 +135,7 @@ def test_all_rules_together_keep_the_laws_on_every_model(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_rules_have_work_in_the_graph_for_every_order() -> None:
+def test_all_rules_have_matches_in_the_graph_for_every_order() -> None:
     for rule in RULES:
         _, report = run(rule, sharing(_with_work_for_all()))
         assert report.changes, rule
@@ -285,6 +285,6 @@ def test_a_broken_rule_fails_the_laws(broken: Transformation, law: str) -> None:
         check_laws(broken, graph_module, X)
 
 
-def test_a_subclass_by_itself_says_nothing_to_a_rule() -> None:
+def test_subclass_is_accepted_by_a_rule_that_expects_it() -> None:
     graph_module = by_fx(lambda m, x: m.q(x) - m.k(x), q=Inherited(4, 3), k=Inherited(4, 3))
     assert folding.find_plain_problem(graph_module.get_submodule("q"), Inherited) is None

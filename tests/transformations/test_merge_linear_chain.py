@@ -1,4 +1,4 @@
-"""MergeLinearChain merges linears in a row and low-rank adapters if that is less work."""
+"""MergeLinearChain merges consecutive linears and low-rank adapters if that is less work."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_three_in_a_row() -> None:
     check_applied(MergeLinearChain(), graph_module, X, count=2)
 
 
-def test_a_bottleneck_would_be_more_work() -> None:
+def test_bottleneck_is_not_merged_because_it_would_cost_more() -> None:
     graph_module = by_export(X, _chain, one=nn.Linear(4, 1), two=nn.Linear(1, 4))
     check_refused(MergeLinearChain(), graph_module, X, "one and two: one linear would need more multiplications")
     same = by_export(X, _chain, one=nn.Linear(4, 2), two=nn.Linear(2, 4))
@@ -91,7 +91,7 @@ def test_dropout_and_identity_between() -> None:
     check_applied(MergeLinearChain(), raised, X)
 
 
-def test_what_stands_between_keeps_them_apart() -> None:
+def test_other_operations_between_prevent_a_merge() -> None:
     for between in (torch.tanh, lambda y: y + 1, lambda y: y.transpose(0, 1), lambda y: y * 2):
         graph_module = by_export(
             X, lambda m, x, f=between: m.two(f(m.one(x))), one=nn.Linear(4, 4), two=nn.Linear(4, 4)
@@ -137,7 +137,7 @@ def test_biases_anywhere(biases: int) -> None:
     check_applied(MergeLinearChain(), by_export(X, _adapted, **layers), X)
 
 
-def test_two_adapters_and_a_linear_beside_another() -> None:
+def test_two_adapters_and_a_linear_of_the_same_input() -> None:
     graph_module = by_export(
         X,
         lambda m, x: m.base(x) + m.b(m.a(x)) * 2.0 + m.d(m.c(x)) * 3.0 + m.e(x),
@@ -149,7 +149,7 @@ def test_two_adapters_and_a_linear_beside_another() -> None:
     check_applied(MergeLinearChain(), graph_module, X, count=3)
 
 
-def test_a_chain_that_an_adapter_kept_apart() -> None:
+def test_chain_interrupted_by_an_adapter() -> None:
     graph_module = by_export(
         X, lambda m, x: m.base(y := m.one(x)) + m.b(m.a(y)) * 2.0, one=nn.Linear(4, 4), **_layers()
     )
@@ -179,7 +179,7 @@ def test_a_frozen_linear_stays_frozen() -> None:
         lambda m, x: m.base(x) * m.b(m.a(x)),
     ],
 )
-def test_what_is_no_adapter_stays(body: Any) -> None:
+def test_result_that_is_not_an_adapter_stays(body: Any) -> None:
     graph_module = by_export(X, body, **_layers())
     _, report = run(MergeLinearChain(), sharing(graph_module))
     assert not report.changes
@@ -187,12 +187,12 @@ def test_what_is_no_adapter_stays(body: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_that_broadcasts_is_no_adapter() -> None:
+def test_result_that_broadcasts_is_not_an_adapter() -> None:
     graph_module = by_export(
         X, _adapted, base=nn.Linear(4, 5), a=nn.Linear(4, 2, bias=False), b=nn.Linear(2, 1, bias=False)
     )
     _, report = run(MergeLinearChain(), sharing(graph_module))
-    assert [change.nodes for change in report.changes] == [("linear_2",)]  # the chain alone
+    assert [change.nodes for change in report.changes] == [("linear_2",)]  # only the chain
     check_laws(MergeLinearChain(), graph_module, X)
 
 
@@ -207,7 +207,7 @@ def test_parts_that_are_used_elsewhere_stay() -> None:
     check_refused(MergeLinearChain(), same, X, "the result of linear has other users")
 
 
-def test_an_input_that_is_changed_in_place_between() -> None:
+def test_input_changed_in_place_in_between() -> None:
     def chain(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 2
         y = m.one(x)
@@ -225,7 +225,7 @@ def test_an_input_that_is_changed_in_place_between() -> None:
     check_refused(MergeLinearChain(), by_fx(adapted, **_layers()), X, "mul is changed in place by add_ between them")
 
 
-def test_a_middle_that_is_changed_in_place() -> None:
+def test_middle_result_changed_in_place() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.one(x)
         y.add_(1.0)
@@ -242,7 +242,7 @@ def _two(change: Any) -> Any:
     return graph_module
 
 
-def test_more_than_a_linear_stays() -> None:
+def test_subclassed_or_hooked_linear_stays() -> None:
     rule = MergeLinearChain()
     check_refused(rule, by_fx(_chain, one=Inherited(4, 4), two=nn.Linear(4, 4)), X, "one: Inherited is a subclass")
     check_refused(rule, _two(lambda one: one.register_forward_hook(lambda *a: a[2] * 2)), X, "one: it has hooks")
@@ -270,7 +270,7 @@ def test_shared_and_tied_linears_stay() -> None:
 
 
 @pytest.mark.slow
-def test_calls_by_keyword_stay_so() -> None:
+def test_keyword_calls_stay_keyword_calls() -> None:
     graph_module = by_fx(lambda m, x: m.two(input=m.one(input=x)), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
     check_applied(MergeLinearChain(), graph_module, X)
     changed, _ = run(MergeLinearChain(), sharing(graph_module))
@@ -303,7 +303,7 @@ def test_an_adapter_that_overflows_stays() -> None:
     check_refused(MergeLinearChain(), graph_module, None, "its weights would overflow")
 
 
-def test_a_factor_that_no_float_holds_is_none_of_its_business() -> None:
+def test_factor_beyond_the_range_of_floats_is_ignored() -> None:
     check_refused(MergeLinearChain(), by_fx(lambda m, x: m.base(x) + 10**400 * m.b(m.a(x)), **_layers()), None)
 
 
@@ -378,7 +378,7 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("name", models.NAMES)
-def test_models_without_adapters_have_no_work(name: str) -> None:
+def test_models_without_adapters_have_no_matches(name: str) -> None:
     _, report = run(MergeLinearChain(), sharing(models.traced(name)))
     assert not report.changes
 

@@ -79,7 +79,7 @@ def test_gate_and_up_projections_are_merged() -> None:
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
     _, report = run(MergeLinears(), sharing(models.traced(name)))
-    # The keys and values of the encoder state in both decoder layers.
+    # The keys and values of the encoder state, in both decoder layers.
     assert sorted(len(change.replaced) for change in report.changes)[-1] == 4
 
 
@@ -103,7 +103,7 @@ def test_undo_restores_alternating_calls() -> None:
 
 
 @pytest.mark.parametrize("biased", [(True, True), (True, False), (False, True), (False, False)])
-def test_undo_adds_no_bias_that_was_not_there(biased: tuple[bool, bool]) -> None:
+def test_undo_adds_no_new_bias(biased: tuple[bool, bool]) -> None:
     q, k = (nn.Linear(4, 2, bias=bias) for bias in biased)
     check_applied(MergeLinears(), by_fx(lambda m, x: m.q(x) * m.k(x), q=q, k=k), X)
 
@@ -158,7 +158,7 @@ def test_inputs_of_every_rank(shape: tuple[int, ...]) -> None:
     check_applied(MergeLinears(), graph_module, torch.randn(shape))
 
 
-def test_heads_are_cut_out_of_a_slice_as_out_of_the_whole() -> None:
+def test_heads_are_viewed_from_a_slice_like_from_the_whole() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         q = m.q(x).view(2, 3, 2, 3).transpose(1, 2)
         k = m.k(x).view((2, -1, 2, 3)).transpose(1, 2)
@@ -169,7 +169,7 @@ def test_heads_are_cut_out_of_a_slice_as_out_of_the_whole() -> None:
     check_applied(MergeLinears(), by_export(X, body, **linears), X)
 
 
-def test_two_groups_on_one_input_are_merged_apart() -> None:
+def test_two_groups_on_one_input_are_merged_separately() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.a(x) + m.b(x) + m.c(x) + m.d(x)
 
@@ -189,7 +189,7 @@ def test_two_groups_with_different_calls_are_merged_separately() -> None:
     assert [change.target for change in report.changes] == ["a-b-merged", "c-d-merged"]
 
 
-def test_what_is_frozen_stays_frozen() -> None:
+def test_frozen_linears_stay_frozen() -> None:
     layers = {name: nn.Linear(4, 2).requires_grad_(False) for name in "qk"}
     check_applied(MergeLinears(), by_fx(lambda m, x: m.q(x) * m.k(x), **layers), X)
 
@@ -203,7 +203,7 @@ def test_an_input_may_change_before_or_after_all_calls() -> None:
     check_applied(MergeLinears(), by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 2)), X)
 
 
-def test_a_result_that_is_changed_in_place_changes_no_other() -> None:
+def test_in_place_change_of_a_result_changes_no_other() -> None:
     def body(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = m.q(x)
         q.relu_()
@@ -212,7 +212,7 @@ def test_a_result_that_is_changed_in_place_changes_no_other() -> None:
     check_applied(MergeLinears(), by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 2)), X)
 
 
-def test_results_that_nothing_reads_come_back_too() -> None:
+def test_unused_results_are_restored_too() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.q(x)
         return m.k(x)
@@ -220,7 +220,7 @@ def test_results_that_nothing_reads_come_back_too() -> None:
     check_applied(MergeLinears(), by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 3)), X)
 
 
-def test_a_name_that_is_taken_is_not_taken_again() -> None:
+def test_existing_name_is_not_used_again() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return getattr(m, "q-k-merged")(m.q(x) * m.k(x))
 
@@ -228,7 +228,7 @@ def test_a_name_that_is_taken_is_not_taken_again() -> None:
     check_applied(MergeLinears(), by_fx(body, **layers), X)
 
 
-def test_nodes_are_found_by_what_they_now_call() -> None:
+def test_nodes_are_found_by_their_new_target() -> None:
     graph_module = by_fx(_three, q=nn.Linear(4, 2), k=nn.Linear(4, 3), v=nn.Linear(4, 1))
     MergeLinears()(graph_module)
     assert len(graph_module.graph.find_nodes(op="call_function", target=operator.getitem)) == 3
@@ -238,7 +238,7 @@ def test_nodes_are_found_by_what_they_now_call() -> None:
     assert not graph_module.graph.find_nodes(op="call_function", target=operator.getitem)
 
 
-def test_the_model_that_was_traced_keeps_its_linears() -> None:
+def test_traced_model_keeps_its_linears() -> None:
     model = randomise(Program(_three, q=nn.Linear(4, 2), k=nn.Linear(4, 3), v=nn.Linear(4, 1)))
     want = outputs(model, X)
     MergeLinears()(graph_of(model))
@@ -246,7 +246,7 @@ def test_the_model_that_was_traced_keeps_its_linears() -> None:
     assert torch.equal(outputs(model, X)[0], want[0])
 
 
-def test_a_container_of_the_callers_own_is_not_changed() -> None:
+def test_callers_container_is_not_changed() -> None:
     program = randomise(Program(_sum_of_block, block=nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))))
     graph_module = graph_of(program)
     graph_module.block = program.block
@@ -254,13 +254,13 @@ def test_a_container_of_the_callers_own_is_not_changed() -> None:
     assert len(program.block) == 2
 
 
-def test_linears_in_different_modes_come_back_in_their_own() -> None:
+def test_linears_in_different_modes_keep_their_modes() -> None:
     graph_module = by_fx(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 2), k=nn.Linear(4, 2))
     graph_module.q.train()
     check_laws(MergeLinears(), graph_module, X)
 
 
-def test_shapes_in_the_metadata_fit_the_merged_linear() -> None:
+def test_shapes_in_the_metadata_match_the_merged_linear() -> None:
     graph_module = by_export(X, _three, q=nn.Linear(4, 2), k=nn.Linear(4, 3), v=nn.Linear(4, 1))
     transformed = MergeLinears()(graph_module)
     (merged,) = calls(transformed, nn.Linear)
@@ -317,13 +317,13 @@ def test_time_is_linear_in_the_number_of_groups(reverse: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_undone_before_a_later_rule_it_is_right_or_refuses(bias: bool) -> None:
+def test_undo_before_a_later_rule_is_right_or_refused(bias: bool) -> None:
     graph_module = by_fx(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 2, bias=bias), k=nn.Linear(4, 2))
     check_undo_alone([MergeLinears(), FuseBiasInLinear()], graph_module, X)
 
 
 @pytest.mark.slow
-def test_linears_of_whole_numbers() -> None:
+def test_linears_with_integer_weights() -> None:
     layers = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 3, bias=False)}
     program = Program(lambda m, x: m.q(x) - 2 * m.k(x), **layers).eval()
     for layer in layers.values():

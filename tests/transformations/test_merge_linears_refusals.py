@@ -30,7 +30,7 @@ def _layers() -> tuple[nn.Linear, nn.Linear]:
     return nn.Linear(4, 4), nn.Linear(4, 4)
 
 
-def test_other_nodes_and_lonely_linears_are_none_of_its_business() -> None:
+def test_other_nodes_and_single_linears_are_ignored() -> None:
     check_refused(MergeLinears(), by_fx(lambda m, x: m.q(x) + m.norm(x), q=nn.Linear(4, 4), norm=nn.LayerNorm(4)), X)
     check_refused(MergeLinears(), models.traced("resnet"), None)
 
@@ -50,7 +50,7 @@ def test_a_linear_with_hooks_is_skipped(kind: str) -> None:
 def test_a_linear_whose_forward_was_replaced_is_skipped() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     weight = program.q.weight
-    program.q.forward = lambda x: F.linear(x, weight * 2)  # as offloading libraries do
+    program.q.forward = lambda x: F.linear(x, weight * 2)  # like offloading libraries
     check_refused(MergeLinears(), graph_of(program), X, "q: ")
 
 
@@ -95,14 +95,14 @@ def test_a_linear_under_two_names_is_skipped() -> None:
     check_refused(MergeLinears(), GraphModule(program, graph), X, "q: the same module has the names alias and q")
 
 
-def test_a_linear_whose_weight_is_tied_is_skipped() -> None:
+def test_linear_with_a_tied_weight_is_skipped() -> None:
     layers = {name: nn.Linear(4, 4) for name in ("q", "k", "other")}
     layers["other"].weight = layers["q"].weight
     graph_module = by_fx(lambda m, x: _sum(m, x) + m.other(x.neg()), **layers)
     check_refused(MergeLinears(), graph_module, X, "q: its weight is tied to other.weight")
 
 
-def test_a_head_that_is_tied_to_the_embedding_is_skipped() -> None:
+def test_head_tied_to_the_embedding_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = m.embed(x)
         return m.head(hidden), m.other(hidden)
@@ -112,7 +112,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_skipped() -> None:
     check_refused(MergeLinears(), graph_of(program), torch.arange(6), "head: its weight is tied to embed.weight")
 
 
-def test_a_linear_whose_weight_is_read_elsewhere_is_skipped() -> None:
+def test_linear_with_a_weight_read_elsewhere_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: _sum(m, x) @ m.q.weight, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
     check_refused(MergeLinears(), graph_module, X, "q: the graph also reads its weight directly")
 
@@ -127,7 +127,7 @@ def test_a_linear_called_twice_with_one_input_is_skipped() -> None:
     check_refused(MergeLinears(), graph_module, X, "q: it is called twice with the same input")
 
 
-def test_a_call_on_other_than_a_single_tensor_is_skipped() -> None:
+def test_call_without_a_single_tensor_is_skipped() -> None:
     graph_module = by_fx(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
     (call,) = graph_module.graph.find_nodes(op="call_module", target="q")
     call.args = ((call.args[0],),)
@@ -151,7 +151,7 @@ def test_linears_on_different_devices_are_skipped() -> None:
     assert str(MergeLinears()(graph_module).graph) == text
 
 
-def test_a_linear_of_which_only_a_part_is_frozen_is_skipped() -> None:
+def test_partly_frozen_linear_is_skipped() -> None:
     q, k = _layers()
     q.bias.requires_grad_(False)
     check_refused(MergeLinears(), by_fx(_sum, q=q, k=k), X, "q: its weight and bias differ in requires_grad")
@@ -163,13 +163,13 @@ def test_a_linear_with_a_transposed_weight_is_skipped() -> None:
     check_refused(MergeLinears(), graph_of(program), X, "q: its weight or bias is not contiguous")
 
 
-def test_a_linear_whose_bias_is_a_slice_is_skipped() -> None:
+def test_linear_with_a_slice_as_its_bias_is_skipped() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     program.q.bias = nn.Parameter(torch.randn(4, 3)[:, 1])
     check_refused(MergeLinears(), graph_of(program), None, "q: its weight or bias is not contiguous")
 
 
-def test_linears_of_which_one_is_frozen_are_skipped() -> None:
+def test_frozen_and_trained_linears_are_skipped() -> None:
     q, k = _layers()
     check_refused(MergeLinears(), by_fx(_sum, q=q.requires_grad_(False), k=k), X, "q, k: they differ in")
 
@@ -224,7 +224,7 @@ def _changed_between(m: Any, x: torch.Tensor, change: str) -> torch.Tensor:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", _CHANGES)
-def test_a_change_of_the_input_between_two_linears_is_seen(change: str) -> None:
+def test_change_of_the_input_between_two_linears_is_detected(change: str) -> None:
     q, k = _layers()
     graph_module = by_fx(lambda m, x: _changed_between(m, x, change), q=q, k=k, **_CHILDREN)
     check_laws(MergeLinears(), graph_module, X, exact=True)
@@ -241,7 +241,7 @@ def test_an_input_change_between_linears_after_export(change: str) -> None:
 
 
 @pytest.mark.parametrize("exported", [False, True])
-def test_a_change_of_what_the_input_is_a_view_of_is_seen(exported: bool) -> None:
+def test_change_of_the_base_of_the_input_is_detected(exported: bool) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         base = x * 2
         part = base[:, :2]
@@ -299,7 +299,7 @@ def test_a_result_that_is_detached_in_place_is_skipped() -> None:
     check_refused(MergeLinears(), graph_module, X[0], "detach_ may view the result of q")
 
 
-def test_a_result_of_which_only_the_size_is_viewed_is_merged() -> None:
+def test_result_with_a_view_of_only_its_size_is_merged() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q, k = m.q(x), m.k(x)
         return q + 1, k.view(q.size(0), q.shape[1], 2, 2) + 1
@@ -309,7 +309,7 @@ def test_a_result_of_which_only_the_size_is_viewed_is_merged() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [lambda q: torch.mul(q, torch.sigmoid(q)), lambda q: q.relu()])
-def test_a_long_way_from_a_result_is_followed_once(step: Callable[[Any], Any]) -> None:
+def test_long_path_from_a_result_is_followed_once(step: Callable[[Any], Any]) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         q = m.q(x)
         for _ in range(1100):
@@ -320,7 +320,7 @@ def test_a_long_way_from_a_result_is_followed_once(step: Callable[[Any], Any]) -
     assert len(report.changes) == 1
 
 
-def test_others_are_merged_beside_one_that_is_skipped() -> None:
+def test_skipped_linear_does_not_prevent_other_merges() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.q(x) + m.k(x) + m.odd(x)
 

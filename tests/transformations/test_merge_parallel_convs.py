@@ -1,4 +1,4 @@
-"""MergeParallelConvs adds kernels with the same input and the same centre."""
+"""MergeParallelConvs adds kernels with the same input and the same center."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_sums_of_all_kinds(make: Any, name: str) -> None:
     check_applied(RULE, make(SUMS[name], **children), _x())
 
 
-def test_one_block_after_the_other() -> None:
+def test_consecutive_blocks() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         y = m.a(x) + x
         return m.b(y) + y
@@ -136,7 +136,7 @@ def test_one_block_after_the_other() -> None:
     ],
     ids=str,
 )
-def test_kernels_whose_middles_meet(options: dict[str, Any]) -> None:
+def test_kernels_with_the_same_center(options: dict[str, Any]) -> None:
     graph_module = by_export(_x(), _two, **_pair(**options))
     check_applied(RULE, graph_module, _x())
     merged, _ = run(RULE, sharing(graph_module))
@@ -167,7 +167,7 @@ def test_kernels_whose_middles_meet(options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-def test_kernels_whose_middles_do_not_meet(options: dict[str, Any], reason: str) -> None:
+def test_kernels_with_different_centers(options: dict[str, Any], reason: str) -> None:
     check_refused(RULE, by_fx(_two, **_pair(**options)), _x(), reason)
 
 
@@ -183,7 +183,7 @@ def test_kernels_whose_middles_do_not_meet(options: dict[str, Any], reason: str)
     ],
     ids=str,
 )
-def test_an_input_that_is_no_kernel(conv: nn.Conv2d, reason: str) -> None:
+def test_input_that_cannot_be_a_kernel(conv: nn.Conv2d, reason: str) -> None:
     size = 3 if conv.padding == (0, 0) else 5
     x = torch.randn(2, conv.in_channels, size, size)
     check_refused(RULE, by_fx(lambda m, x: m.a(x) + x, a=conv), x, reason)
@@ -211,14 +211,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_skipped(name: str) -> None:
+def test_skipped_graphs_report_the_reason(name: str) -> None:
     body, reason = REFUSED[name]
     graph_module = by_fx(body, **_pair(), norm=nn.BatchNorm2d(4))
     check_refused(RULE, graph_module, _x(), *([reason] if reason else []))
 
 
 @pytest.mark.parametrize("change", [lambda x: x.add_(1.0), lambda x: x[0].mul_(2.0)], ids=["whole", "a view"])
-def test_an_input_that_is_changed_in_place_between_the_terms(change: Any) -> None:
+def test_input_changed_in_place_between_the_terms(change: Any) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         y = m.a(x)
         change(x)
@@ -262,7 +262,7 @@ def _replaced(conv: nn.Conv2d) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_convolution_that_is_more_than_its_class_says(spoil: Any, reason: str) -> None:
+def test_subclassed_or_hooked_convolution_is_skipped(spoil: Any, reason: str) -> None:
     children = _pair(kernel_size=[3, 3], padding=1)
     graph_module = by_fx(_two, **children)
     spoil(graph_module.get_submodule("b"))
@@ -274,7 +274,7 @@ def _transposed(conv: nn.Conv2d) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3, 3], [3, 1], [1, 1]])
-def test_convolutions_that_are_all_channels_last_stay_so(sizes: list[int]) -> None:
+def test_convolutions_in_channels_last_stay_so(sizes: list[int]) -> None:
     children = {name: nn.Conv2d(4, 4, size, padding=size // 2) for name, size in zip("ab", sizes, strict=True)}
     graph_module = by_fx(_two, **children).to(memory_format=torch.channels_last)
     check_applied(RULE, graph_module, _x())

@@ -29,7 +29,7 @@ from tests.transformations.test_merge_parallel_convs import RULE, _pair, _two, _
         (nn.BatchNorm2d(4).requires_grad_(False), "they differ in requires_grad"),
     ],
 )
-def test_a_norm_that_cannot_be_a_kernel(norm: nn.BatchNorm2d, reason: str) -> None:
+def test_norm_that_cannot_be_a_kernel_is_skipped(norm: nn.BatchNorm2d, reason: str) -> None:
     check_refused(RULE, by_fx(lambda m, x: m.a(x) + m.norm(x), **_pair(), norm=norm), None, reason)
 
 
@@ -50,7 +50,7 @@ def test_a_norm_with_and_without_weights(affine: bool) -> None:
 
 def test_a_norm_of_unknown_rank_is_skipped() -> None:
     children = {"a": nn.Conv1d(4, 4, 3, padding=1), "norm": nn.BatchNorm1d(4)}
-    # In two dimensions, the channels of the norm are the last axis, those of the convolution the first.
+    # For two axes, the norm's channels are the last axis, and the convolution's channels the first.
     square = torch.randn(4, 4)
     graph_module = by_fx(lambda m, x: m.a(x) + m.norm(x), **children)
     check_refused(RULE, graph_module, None, "the input of norm is not known to have 3 dimensions")
@@ -58,7 +58,7 @@ def test_a_norm_of_unknown_rank_is_skipped() -> None:
     check_refused(RULE, exported, square, "the input of norm is not known to have 3 dimensions")
 
 
-def test_one_image_that_is_not_in_a_batch() -> None:
+def test_single_image_without_a_batch_axis() -> None:
     graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
     check_applied(RULE, graph_module, _x()[0])
 
@@ -77,7 +77,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_what_came_out_is_written_like_this() -> None:
+def test_result_is_written_like_this() -> None:
     graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
     merged, report = run(RULE, sharing(graph_module))
     assert str(merged.graph).strip().split("\n") == [
@@ -148,7 +148,7 @@ def test_all_repvgg_blocks_of_rt_detr() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("term", [lambda m, x: m.linear(x), lambda m, x: 1.0, lambda m, x: x.relu()])
-def test_a_sum_of_very_many_other_terms_is_none_of_its_business(term: Any) -> None:
+def test_long_sum_of_other_terms_is_ignored(term: Any) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         total = m.linear(x)
         for _ in range(1500):

@@ -117,7 +117,7 @@ def test_a_change_in_place_between_two_calls_is_seen(rule: Transformation, chang
     [lambda m, a: a * a.stride(0), lambda m, a: a * a.is_contiguous(), lambda m, a: m.clone(a).view(-1)],
     ids=["strides", "is_contiguous", "a module called clone"],
 )
-def test_results_whose_memory_is_looked_at_are_not_merged(read: Callable[..., Any]) -> None:
+def test_results_whose_memory_is_compared_are_not_merged(read: Callable[..., Any]) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         a, b = two(m, x)
         return read(m, a), b
@@ -125,7 +125,7 @@ def test_results_whose_memory_is_looked_at_are_not_merged(read: Callable[..., An
     agrees(MergeLinears(), body, X, **linears(), clone=nn.Identity())
 
 
-def test_a_module_called_flatten_is_none() -> None:
+def test_module_called_flatten_is_not_treated_as_flatten() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         return m.layer(m.flatten(m.norm(x), 1))
 
@@ -207,14 +207,14 @@ def stays(rule: Transformation, body: Callable[..., Any], **modules: nn.Module) 
 
 
 @pytest.mark.parametrize("how", FOREIGN)
-def test_foreign_code_may_view_what_it_is_given_in_any_shape(how: str) -> None:
+def test_foreign_code_may_view_its_arguments_in_any_shape(how: str) -> None:
     call, modules = FOREIGN[how](flattened)
     stays(MergeLinears(), lambda m, x: (call(m, m.a(x)), m.b(x)), **linears(), **modules)
     stays(MergeLinears(), lambda m, x: (call(m, m.a(x).unsqueeze(0)), m.b(x)), **linears(), **modules)
 
 
 @pytest.mark.parametrize("how", FOREIGN)
-def test_foreign_code_may_change_what_it_is_given(how: str) -> None:
+def test_foreign_code_may_change_its_arguments(how: str) -> None:
     call, modules = FOREIGN[how](doubled)
 
     def body(m: Any, x: Any) -> Any:
@@ -240,13 +240,13 @@ def test_foreign_code_may_change_its_arguments_with_its_result(how: str) -> None
 
 
 @pytest.mark.parametrize("overload", ["default", None])
-def test_operators_of_others_may_need_contiguous_memory(overload: str | None) -> None:
+def test_foreign_operators_may_need_contiguous_memory(overload: str | None) -> None:
     packet = torch.ops.optexport_names.flattened
     function = getattr(packet, overload) if overload else packet
     stays(MergeLinears(), lambda m, x: (_call(function, m.a(x)), m.b(x)), **linears())
 
 
-def test_what_is_pytorchs_own_is_no_foreign_code() -> None:
+def test_code_of_pytorch_is_not_foreign_code() -> None:
     def body(m: Any, x: Any) -> Any:
         y = F.layer_norm(torch.relu(m.drop(m.a(x))), (4,))
         z = m.many(m.b(x)).softmax(-1)
@@ -258,7 +258,7 @@ def test_what_is_pytorchs_own_is_no_foreign_code() -> None:
     assert not any(modules_of_graphs.is_foreign(graph_module, node) for node in graph_module.graph.nodes)
 
 
-def test_linears_beside_foreign_code_are_merged_still() -> None:
+def test_linears_next_to_foreign_code_are_merged() -> None:
     def body(m: Any, x: Any) -> Any:
         return _call(doubled, m.a(x) + 1), m.b(x)
 

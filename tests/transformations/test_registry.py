@@ -183,7 +183,7 @@ def test_a_module_that_fails_to_import_is_explained(text: str, tmp_path: Path) -
     before = list(sys.path)
     message = refusal(f"{name}:Mine", tmp_path)
     assert f"{name} cannot be imported" in message
-    assert "beside the config" not in message  # it is there already
+    assert "beside the config" not in message  # it exists already
     assert message.endswith("Install not_there." if "not_there" in text else f"run python -c 'import {name}'.")
     assert sys.path == before
 

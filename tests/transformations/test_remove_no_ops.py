@@ -65,14 +65,14 @@ def _left(graph_module: GraphModule) -> list[str]:
         lambda m, x: F.dropout(F.dropout(x.tanh().view(2, 3, 4), 0.1, training=False).float()[:], training=False),
     ],
 )
-def test_what_changes_nothing_goes(body: Any) -> None:
+def test_no_ops_are_removed(body: Any) -> None:
     graph_module = _fixed(body)
     check_laws(RemoveNoOps(), graph_module, X, exact=True)
     assert _left(graph_module) == ["tanh.default"]
 
 
 @pytest.mark.slow
-def test_so_it_does_at_sizes_that_are_not_known() -> None:
+def test_no_ops_are_removed_at_unknown_sizes() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         y = (x * 2).view(batch, -1, width)[:, :length].expand(batch, length, width)
@@ -104,7 +104,7 @@ def test_so_it_does_at_sizes_that_are_not_known() -> None:
         lambda m, x: F.dropout(x.tanh(), 0.0, training=False) + F.dropout1d(x[0], 0.5, training=True) * 0,
     ],
 )
-def test_what_changes_something_stays(body: Any) -> None:
+def test_operations_with_an_effect_stay(body: Any) -> None:
     graph_module = _fixed(body)
     changed, _ = run(RemoveNoOps(), sharing(graph_module))
     names = [node.name for node in graph_module.graph.nodes if node.target is not aten.dropout.default]
@@ -113,7 +113,7 @@ def test_what_changes_something_stays(body: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_transposition_that_is_used_by_itself_stays() -> None:
+def test_transposition_with_another_reader_stays() -> None:
     graph_module = by_export(X, lambda m, x: (y := x.tanh().transpose(1, 2)).transpose(1, 2) @ y)
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
     assert _left(graph_module) == ["tanh.default", "transpose.int", "matmul.default"]
@@ -141,7 +141,7 @@ def test_dropout_in_train_mode_stays() -> None:
     check_refused(RemoveNoOps(), raised, X, "it is in train mode")
 
 
-def test_more_than_a_dropout_stays() -> None:
+def test_subclassed_or_hooked_dropout_stays() -> None:
     class Louder(nn.Dropout):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
             return input * 2
@@ -155,7 +155,7 @@ def test_more_than_a_dropout_stays() -> None:
 
 
 @pytest.mark.slow
-def test_contiguous_and_clone_of_what_a_layer_gives() -> None:
+def test_contiguous_and_clone_of_a_layers_result_are_removed() -> None:
     graph_module = _fixed(lambda m, x: m.layer(x).view(6, 4).clone() * 2, layer=nn.Linear(4, 4))
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
     assert _left(graph_module) == ["layer", "view.default", "mul"]
@@ -177,7 +177,7 @@ def test_contiguous_of_a_slice_of_merged_linears_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_that_keeps_memory_apart_stays() -> None:
+def test_copy_that_separates_memory_stays() -> None:
     def changed(m: Any, x: torch.Tensor) -> Any:
         y = m.layer(x)
         z = y.clone()
@@ -190,7 +190,7 @@ def test_a_copy_that_keeps_memory_apart_stays() -> None:
     check_refused(RemoveNoOps(), returned, X, "clone is an output, or shares memory with one")
 
 
-def test_a_view_in_memory_that_is_changed_in_place_stays() -> None:
+def test_view_of_memory_changed_in_place_stays() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         y = x * 2
         z = y.view(2, 3, 4)
@@ -210,7 +210,7 @@ def test_outputs_do_not_become_inputs_or_other_outputs() -> None:
     check_refused(RemoveNoOps(), twice, X, "view is an output, and tanh cannot be one in its place")
 
 
-def test_an_output_may_become_what_is_computed() -> None:
+def test_output_may_become_a_computed_tensor() -> None:
     graph_module = by_export(X, lambda m, x: F.dropout(x.tanh().view(2, 3, 4), training=False))
     check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
 
@@ -227,7 +227,7 @@ def test_an_empty_tensor() -> None:
     check_applied(RemoveNoOps(), by_export(empty, lambda m, x: (x * 2)[:, 0:]), empty, exact=True)
 
 
-def test_without_shapes_only_what_needs_none_goes() -> None:
+def test_only_shape_independent_no_ops_go_without_shapes() -> None:
     graph_module = by_fx(lambda m, x: m.drop(aten.view.default(x, [2, 3, 4])) * 1, drop=nn.Dropout())
     check_applied(RemoveNoOps(), graph_module, X, exact=True)
     assert _left(graph_module) == ["view.default", "mul"]
@@ -280,7 +280,7 @@ def test_other_masks_stay_joined(join: Any) -> None:
     assert [name for name in _left(graph_module) if name in joins] == joins
 
 
-def test_a_mask_of_the_same_shape_goes_whatever_reads_it() -> None:
+def test_redundant_mask_of_the_same_shape_is_removed() -> None:
     assert "__and__.Tensor" not in _left(_fixed(lambda m, x: ((x > 0) & (x.new_ones(x.shape) > 0)).float() * x))
 
 

@@ -41,7 +41,7 @@ PAIRS += [(new, old) for old, new in PAIRS]
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 @pytest.mark.parametrize("functions", [FUNCTIONS, IN_PLACE], ids=["as it is", "in place"])
-def test_what_comes_out_is_the_new_activation(functions: Any, old: str, new: str) -> None:
+def test_result_is_the_new_activation(functions: Any, old: str, new: str) -> None:
     def body(function: Any) -> Any:
         def program(m: Any, x: torch.Tensor) -> Any:
             y = x * 2
@@ -61,7 +61,7 @@ def test_what_comes_out_is_the_new_activation(functions: Any, old: str, new: str
     check_refused(rule, want, X)
 
 
-def test_the_default_is_written_out_or_left_out() -> None:
+def test_explicit_and_omitted_defaults_match() -> None:
     graph_module = by_export(X, lambda m, x: F.gelu(x, approximate="none") + F.gelu(x))
     for node in graph_module.graph.nodes:
         if node.name == "gelu":
@@ -71,7 +71,7 @@ def test_the_default_is_written_out_or_left_out() -> None:
     check_laws(ReplaceActivation(), graph_module, X)
 
 
-def test_whole_numbers_and_what_is_not_known_are_skipped() -> None:
+def test_integers_and_unknown_dtypes_are_skipped() -> None:
     whole = torch.arange(6).reshape(2, 3)
     rule = ReplaceActivation(old="sigmoid", new="hardsigmoid")  # it does not support integers
     check_refused(rule, by_export(whole, lambda m, x: torch.sigmoid(x)), whole, "x is not known to be floating-point")
@@ -90,7 +90,7 @@ def test_other_precisions(old: str, new: str, dtype: torch.dtype) -> None:
     check_laws(rule, graph_module, X.to(dtype))
 
 
-def test_there_and_back_are_undone_one_after_the_other() -> None:
+def test_opposite_replacements_are_undone_one_after_the_other() -> None:
     graph_module = by_export(X, lambda m, x: F.gelu(x))
     there, back = ReplaceActivation(), ReplaceActivation(old="gelu-tanh", new="gelu")
     changed = back(there(sharing(graph_module)))
@@ -100,7 +100,7 @@ def test_there_and_back_are_undone_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("gelu", "silu"), ("gelu", "gelu"), ("relu", "gelu"), ("gelu", "gelu_tanh")])
-def test_names_that_mean_nothing_are_refused(old: str, new: str) -> None:
+def test_unknown_names_are_refused(old: str, new: str) -> None:
     with pytest.raises(ConfigError):
         ReplaceActivation(old=old, new=new)
 

@@ -60,7 +60,7 @@ def test_undo_restores_attributes_hooks_and_parameter_order(rule: ReversibleRule
 
 
 @each_rule
-def test_undo_restores_the_same_attributes_and_copies_its_own(rule: ReversibleRule) -> None:
+def test_undo_restores_equal_attributes_and_copies_in_a_copy(rule: ReversibleRule) -> None:
     graph_module = _graph(_tagged)
     tag = graph_module.q.tag
     changed = rule(graph_module)
@@ -90,7 +90,7 @@ def test_undo_keeps_the_mode_that_was_set_in_between(rule: ReversibleRule) -> No
 
 
 @pytest.mark.parametrize("order", [RULES, RULES[::-1]])
-def test_undo_of_both_brings_back_all(order: tuple[ReversibleRule, ...]) -> None:
+def test_undo_of_both_rules_restores_everything(order: tuple[ReversibleRule, ...]) -> None:
     graph_module = _graph(_tagged)
     before = written(graph_module)
     both = compose(*order)
@@ -122,14 +122,14 @@ def test_a_merge_keeps_no_second_copy_of_the_weights() -> None:
 
 
 @each_rule
-def test_what_is_recorded_on_a_node_is_plain_data(rule: ReversibleRule) -> None:
+def test_node_records_are_plain_data(rule: ReversibleRule) -> None:
     for node in rule(_graph(_tagged)).graph.nodes:
         json.dumps(list(marks(node).values()))
 
 
 @pytest.mark.sample(1)
 @each_rule
-def test_what_was_replaced_is_exported_and_saved_without_a_word(rule: ReversibleRule) -> None:
+def test_replaced_modules_do_not_disturb_export_and_save(rule: ReversibleRule) -> None:
     graph_module = _graph(_tagged)
     with torch.no_grad():
         want = graph_module(X)
@@ -147,13 +147,13 @@ def test_what_was_replaced_is_exported_and_saved_without_a_word(rule: Reversible
 
 
 @each_rule
-def test_undo_after_a_transformer_brings_back_attributes(rule: ReversibleRule) -> None:
+def test_undo_after_a_transformer_restores_attributes(rule: ReversibleRule) -> None:
     changed = fx.Transformer(rule(_graph(_tagged))).transform()
     assert rule(changed, reverse=True).q.tag == ["mine"]
 
 
 @each_rule
-def test_a_weight_whose_strides_undo_would_lose_is_skipped(rule: ReversibleRule) -> None:
+def test_weight_with_strides_that_undo_would_lose_is_skipped(rule: ReversibleRule) -> None:
     program = Program(_two, q=nn.Linear(1, 3), k=nn.Linear(1, 3)).eval()
     for linear in (program.q, program.k):
         linear.weight = nn.Parameter(torch.randn(3).as_strided((3, 1), (1, 5)))

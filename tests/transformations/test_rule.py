@@ -60,12 +60,12 @@ def _sums() -> GraphModule:
     return by_fx(lambda m, x: (x + x.exp()) + (m.q(x) + 1), q=nn.Linear(4, 4))
 
 
-def test_a_keyword_that_the_helper_does_not_know_is_told_by_name() -> None:
+def test_unknown_keyword_of_the_helper_is_named() -> None:
     with pytest.raises(TypeError, match="places"):
         check_applied(SwapSummands(), _sums(), X, places=2)  # type: ignore[call-arg]
 
 
-def test_a_rule_of_ones_own_keeps_the_laws() -> None:
+def test_custom_rule_keeps_the_laws() -> None:
     report = check_applied(SwapSummands(), _sums(), X, count=2, exact=True)
     assert [near_miss.reason for near_miss in report.near_misses] == ["a number is added"]
     check_laws(compose(SwapSummands(), MergeLinears(), SwapSummands(backwards=True)), _sums(), X)
@@ -90,7 +90,7 @@ def test_changes_and_near_misses_are_reported_by_node() -> None:
     assert [(n.node, n.reason) for n in divided.near_misses] == [("truediv_1", "the divisor is 0")]
 
 
-def test_a_report_names_the_nodes_that_bear_the_mark() -> None:
+def test_report_names_the_marked_nodes() -> None:
     graph_module, report = run(
         MergeLinears(), by_fx(lambda m, x: m.q(x) + m.k(x), q=nn.Linear(4, 2), k=nn.Linear(4, 2))
     )
@@ -105,7 +105,7 @@ def test_a_second_run_reports_nothing_new() -> None:
     assert not second.changes
 
 
-def test_a_rule_that_matches_nothing_says_nothing() -> None:
+def test_rule_without_matches_reports_nothing() -> None:
     check_refused(FuseBatchNorm2dInConv2d(), _sums(), X)
 
 
@@ -130,7 +130,7 @@ def test_other_transformations_report_the_nodes_that_differ() -> None:
     assert not report.changes
 
 
-def test_what_runs_is_linted_and_recompiled() -> None:
+def test_graph_is_linted_and_recompiled_after_a_run() -> None:
     graph_module, _ = run(MergeLinears(), by_fx(lambda m, x: m.q(x) + m.k(x), q=nn.Linear(4, 2), k=nn.Linear(4, 2)))
     assert "q_k_merged" in graph_module.code
     assert outputs(graph_module, X)[0].shape == (3, 2)
@@ -172,7 +172,7 @@ def test_a_failed_transformation_restores_the_graph() -> None:
     assert not Breaks().get_transformed_nodes(graph_module)
 
 
-def test_an_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
+def test_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
     class Locks(Transformation):
         def __init__(self) -> None:
             self.lock = threading.Lock()

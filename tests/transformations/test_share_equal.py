@@ -60,7 +60,7 @@ def test_whole_subgraphs_become_one() -> None:
     assert len(changed.graph.find_nodes(op="call_function", target=aten.gelu.default)) == 1
 
 
-def test_a_layer_called_by_position_and_by_name_is_called_once() -> None:
+def test_layer_called_by_position_and_keyword_is_called_once() -> None:
     graph_module = by_fx(lambda m, x: m.layer(x) - m.layer(input=x) * 2, layer=nn.Linear(4, 4))
     check_applied(ShareEqual(), graph_module, X, exact=True)
 
@@ -80,14 +80,14 @@ def test_a_layer_called_by_position_and_by_name_is_called_once() -> None:
         lambda m, x: aten.empty_like.default(x) * 0 + aten.empty_like.default(x) * 0,
     ],
 )
-def test_what_differs_or_is_random_stays(body: Any) -> None:
+def test_different_and_random_calls_stay(body: Any) -> None:
     graph_module = by_fx(body, one=nn.Linear(4, 4), two=nn.Linear(4, 4))
     _, report = run(ShareEqual(), sharing(graph_module))
     assert not report.changes
     assert not report.near_misses
 
 
-def test_a_batch_norm_that_learns_and_layers_that_are_more_stay() -> None:
+def test_batch_norm_in_train_mode_and_subclasses_stay() -> None:
     graph_module = by_fx(lambda m, x: m.norm(x) - m.norm(x) * 2, norm=nn.BatchNorm1d(4))
     check_applied(ShareEqual(), graph_module, X, exact=True)
     learning = copy.deepcopy(graph_module)
@@ -129,18 +129,18 @@ def test_a_result_with_a_view_changed_in_place_is_skipped() -> None:
     check_refused(ShareEqual(), by_export(X, body), X, "their results are changed in place")
 
 
-def test_an_input_that_is_changed_between_gives_another_result() -> None:
+def test_input_changed_in_between_gives_another_result() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 2
         y = aten.tanh.default(x)
         x.add_(1.0)
         return y - aten.tanh.default(x)
 
-    check_refused(ShareEqual(), by_export(X, body), X)  # reads the result of add_ the second time
+    check_refused(ShareEqual(), by_export(X, body), X)  # this reads the result of add_
     check_refused(ShareEqual(), by_fx(body), X, "mul is changed in place by add_ between them")
 
 
-def test_weights_that_are_changed_between_give_another_result() -> None:
+def test_weights_changed_in_between_give_another_result() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.layer(x)
         m.layer.weight.detach().add_(1.0)
@@ -212,7 +212,7 @@ def _equal_layers(body: Any) -> GraphModule:
     return graph_module
 
 
-def test_equal_weights_are_left_alone_unless_asked_for() -> None:
+def test_equal_weights_stay_separate_by_default() -> None:
     graph_module = _equal_layers(lambda m, x: m.two(m.one(x).tanh()))
     check_refused(ShareEqual(), graph_module, X)
 
@@ -227,7 +227,7 @@ def test_equal_weights_become_one_under_both_names() -> None:
     assert len(list(graph_module.parameters())) == 4
 
 
-def test_an_equal_parameter_that_is_read_and_equal_buffers() -> None:
+def test_equal_read_parameter_and_equal_buffers() -> None:
     graph_module = _read()
     check_applied(ShareEqual(weights=True), graph_module, X, exact=True)
     changed, _ = run(ShareEqual(weights=True), sharing(graph_module))
@@ -252,7 +252,7 @@ def _read() -> GraphModule:
 
 
 @pytest.mark.parametrize("difference", ["bits", "zero", "dtype", "requires_grad", "strides", "hooks", "train"])
-def test_weights_that_differ_in_anything_stay(difference: str) -> None:
+def test_weights_that_differ_in_any_property_stay(difference: str) -> None:
     graph_module = _equal_layers(lambda m, x: m.two(m.one(x).tanh()))
     two = graph_module.get_submodule("two")
     assert isinstance(two, nn.Linear)
@@ -301,7 +301,7 @@ def test_a_tie_stays_a_tie() -> None:
     check_laws(ShareEqual(weights=True), graph_module, X, exact=True)
 
 
-def test_undoing_what_was_selected_before_is_right_or_refused() -> None:
+def test_undo_of_an_earlier_selection_is_right_or_refused() -> None:
     graph_module = models.traced("bert")
     for rules in ((SinkSelect(), ShareEqual()), (ShareEqual(), SinkSelect()), (MergeLinears(), ShareEqual())):
         check_laws(compose(*rules), graph_module, models.inputs("bert"))
@@ -323,7 +323,7 @@ def test_tuple_and_list_indices_differ() -> None:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"])
-def test_operators_that_work_in_place_are_seen_as_methods_too(name: str) -> None:
+def test_in_place_operators_are_recognized_as_methods_too(name: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         one = y + 1
@@ -346,7 +346,7 @@ def test_python_operators_ending_in_an_underscore_are_pure() -> None:
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
-def test_a_statistic_that_is_learned_between_is_read_twice(trace: str) -> None:
+def test_statistic_updated_in_between_is_read_twice(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         first = x + m.norm.running_mean
         return first.exp() * m.norm(x) - (x + m.norm.running_mean)
@@ -376,14 +376,14 @@ def test_weights_that_a_layer_changes_stay_apart(trace: str) -> None:
         check_refused(ShareEqual(weights=True), original, x)
 
 
-def test_a_weight_with_a_hook_of_its_own_stays() -> None:
+def test_weight_with_a_hook_stays() -> None:
     graph_module = _equal_layers(lambda m, x: m.two(m.one(x).tanh()))
     for tensor in graph_module.get_submodule("two").parameters():
         tensor.register_hook(lambda gradient: gradient * 2)
     check_refused(ShareEqual(weights=True), graph_module, None)
 
 
-def test_a_weight_that_a_layer_has_too_stays_the_same_for_both() -> None:
+def test_weight_shared_with_a_layer_stays() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.ones(4, 4))
     one, two = nn.Parameter(torch.ones(4, 4)), layer.weight

@@ -116,13 +116,13 @@ def test_different_transformations_have_different_signatures() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(-1, -2), (1, True), (0, False), (1, 1.0), (0.0, -0.0), (2**61 - 1, 0)])
-def test_values_that_hash_alike_are_told_apart(one: Any, other: Any) -> None:
+def test_values_with_equal_hashes_are_distinct(one: Any, other: Any) -> None:
     assert Does(one).signature != Does(other).signature
     assert Does([one]).signature != Does([other]).signature
     assert Does({"k": one}).signature != Does({"k": other}).signature
 
 
-def test_two_functions_without_a_name_are_told_apart() -> None:
+def test_two_functions_without_a_name_are_distinct() -> None:
     assert Does(lambda x: x + 1).signature != Does(lambda x: x + 2).signature
 
 
@@ -137,7 +137,7 @@ def test_the_order_of_a_dict_or_set_does_not_matter() -> None:
     assert Does(1, a=1, b=2).signature == Does(1, b=2, a=1).signature
 
 
-def test_options_that_cannot_be_hashed_are_no_obstacle() -> None:
+def test_options_may_be_unhashable() -> None:
     transformation = compose(Does([1, {2: [3]}]), MergeLinears())
     assert transformation.signature == compose(Does([1, {2: [3]}]), MergeLinears()).signature
 

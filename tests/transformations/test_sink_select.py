@@ -1,4 +1,4 @@
-"""SinkSelect computes only the rows that are used."""
+"""SinkSelect computes only the selected rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_positions_along_any_axis() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_that_is_used_whole_too_is_left_alone_and_said() -> None:
+def test_result_that_is_also_used_whole_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: ((y := _feed_forward(m, x))[:, 0], y), **copy.deepcopy(_CHILDREN))
     check_refused(SinkSelect(), graph_module, X, "output also reads other positions of layer_norm")
 
@@ -69,7 +69,7 @@ def test_two_positions_are_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_one_position_that_is_read_twice_is_one() -> None:
+def test_position_that_is_read_twice_counts_once() -> None:
     graph_module = by_export(X, lambda m, x: (y := _feed_forward(m, x)[:, 0]) * y.exp(), **copy.deepcopy(_CHILDREN))
     check_applied(SinkSelect(), graph_module, X)
 
@@ -95,12 +95,12 @@ def test_cheap_work_is_not_worth_a_slice() -> None:
         lambda m, x: torch.cat([m.up(x), m.up(x)], 1)[:, 0],
     ],
 )
-def test_what_mixes_positions_is_not_passed(mixes: Any) -> None:
+def test_operations_across_positions_are_not_passed(mixes: Any) -> None:
     graph_module = by_export(X, mixes, up=nn.Linear(8, 16))
     check_laws(SinkSelect(), graph_module, X)
 
 
-def test_a_result_that_is_changed_in_place_is_skipped() -> None:
+def test_result_changed_in_place_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.up(x)
         y.add_(1.0)
@@ -110,7 +110,7 @@ def test_a_result_that_is_changed_in_place_is_skipped() -> None:
 
 
 @pytest.mark.slow
-def test_an_input_changed_in_place_later_is_read_before() -> None:
+def test_input_changed_in_place_later_is_read_before() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
         y = m.up(x)
@@ -143,7 +143,7 @@ def test_queries_sink_and_keys_do_not(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_attention_that_is_written_out() -> None:
+def test_manual_attention() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         scores = (m.q(x) @ m.k(x).transpose(1, 2) / 8**0.5).softmax(-1)
         return m.o(scores @ m.v(x))[:, 0]
@@ -155,14 +155,14 @@ def test_attention_that_is_written_out() -> None:
 
 
 @pytest.mark.slow
-def test_attention_to_oneself_by_the_same_tensor_is_skipped() -> None:
+def test_self_attention_with_the_same_tensor_is_skipped() -> None:
     graph_module = by_export(
         X, lambda m, x: nn.functional.scaled_dot_product_attention(y := m.q(x), y, y)[:, 0], q=nn.Linear(8, 8)
     )
     check_laws(SinkSelect(), graph_module, X)
 
 
-def test_a_graph_whose_shapes_are_not_known_is_skipped() -> None:
+def test_graph_with_unknown_shapes_is_skipped() -> None:
     check_refused(SinkSelect(), by_fx(lambda m, x: m.up(x)[:, 0], up=nn.Linear(8, 16)), X)
 
 
@@ -183,7 +183,7 @@ def test_the_last_layer_of_bert_computes_one_row_for_the_pooler() -> None:
 
 
 class LastToken(nn.Module):
-    """Predicts the next token of texts that are padded at the left."""
+    """Predicts the next token of texts with padding on the left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_a_decoder_computes_logits_of_the_last_position_only() -> None:
     assert _rows(changed, "model.model.layers.1.self_attn.k_proj") != 1
 
 
-def test_a_part_of_a_cat_that_has_no_positions_is_not_cut() -> None:
+def test_part_of_a_cat_without_positions_is_not_cut() -> None:
     graph_module = by_export(X, lambda m, x: torch.cat([torch.tensor([]), m.up(x)], -1)[:, 0], up=nn.Linear(8, 4))
     check_refused(SinkSelect(), graph_module, X)
     alike = by_export(X, lambda m, x: torch.cat([x, m.up(x)], -1)[:, 0], up=nn.Linear(8, 4))

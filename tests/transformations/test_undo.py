@@ -56,7 +56,7 @@ def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, why: str) 
 
 
 @each_reversible
-def test_undo_of_what_was_never_applied_refuses(rule: ReversibleRule) -> None:
+def test_undo_without_application_is_refused(rule: ReversibleRule) -> None:
     _refuses_to_undo(rule, _graph(), "it was not applied to this graph")
 
 
@@ -69,7 +69,7 @@ def test_undo_without_matches_changes_nothing(rule: ReversibleRule) -> None:
 
 
 @each_reversible
-def test_undo_of_a_mark_that_was_set_by_hand_refuses(rule: ReversibleRule) -> None:
+def test_undo_of_a_mark_set_by_hand_is_refused(rule: ReversibleRule) -> None:
     graph_module = _graph()
     for node in graph_module.graph.nodes:
         rule.mark_as_transformed(node)
@@ -85,7 +85,7 @@ def test_a_second_undo_changes_nothing(rule: ReversibleRule) -> None:
 
 
 @each_reversible
-def test_apply_and_undo_may_take_turns(rule: ReversibleRule) -> None:
+def test_apply_and_undo_may_alternate(rule: ReversibleRule) -> None:
     graph_module = _graph()
     before = written(graph_module)
     for _ in range(3):
@@ -108,7 +108,7 @@ def _saved(graph_module: GraphModule) -> GraphModule:
 
 @each_reversible
 @pytest.mark.parametrize("through", [_pickled, _saved, lambda graph_module: _pickled(copy.deepcopy(graph_module))])
-def test_undo_after_pickling_says_that_the_marks_are_lost(
+def test_undo_after_pickling_reports_lost_marks(
     rule: ReversibleRule, through: Callable[[GraphModule], GraphModule]
 ) -> None:
     _refuses_to_undo(rule, through(rule(_graph())), r"the number of marked nodes changed \(found 0,")
@@ -176,7 +176,7 @@ def test_undo_after_dead_code_elimination_fails_and_restores(rule: ReversibleRul
     assert written(graph_module) == before
 
 
-def test_an_undo_that_fails_half_way_leaves_the_graph_as_it_was() -> None:
+def test_undo_that_fails_midway_leaves_the_graph_unchanged() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.c(x)
         y = m.a(x) + m.b(x)
@@ -194,7 +194,7 @@ def test_an_undo_that_fails_half_way_leaves_the_graph_as_it_was() -> None:
     assert written(graph_module) == before
 
 
-def test_undo_of_a_merge_that_is_used_as_a_whole_fails() -> None:
+def test_undo_of_a_merge_with_a_reader_of_the_whole_fails() -> None:
     graph_module = _graph()
     MergeLinears()(graph_module)
     (merged,) = [n for n in calls(graph_module, nn.Linear) if "merged" in n.target]
@@ -207,12 +207,12 @@ def test_undo_of_a_merge_that_is_used_as_a_whole_fails() -> None:
     assert written(graph_module) == before
 
 
-def test_undo_of_another_option_of_a_rule_refuses() -> None:
+def test_undo_with_another_option_of_a_rule_is_refused() -> None:
     graph_module = ChangeTrueDivToMulByInverse()(_graph())
     _refuses_to_undo(ChangeTrueDivToMulByInverse(exact=True), graph_module, "it was not applied to this graph")
 
 
-def test_rules_of_different_places_are_undone_in_any_order() -> None:
+def test_rules_with_different_matches_are_undone_in_any_order() -> None:
     for order in itertools.permutations(REVERSIBLE[::2]):
         graph_module = _graph()
         before = written(graph_module)
@@ -259,7 +259,7 @@ class _FailsAtTheSecond(ReversibleRule):
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None: ...
 
 
-def test_a_rule_that_fails_half_way_leaves_nothing_to_undo() -> None:
+def test_rule_that_fails_midway_leaves_nothing_to_undo() -> None:
     graph_module = _graph()
     with pytest.raises(RuntimeError, match="on purpose"):
         _FailsAtTheSecond()(graph_module)
@@ -267,7 +267,7 @@ def test_a_rule_that_fails_half_way_leaves_nothing_to_undo() -> None:
     assert not _FailsAtTheSecond().get_transformed_nodes(graph_module)
 
 
-def test_what_is_undone_fits_an_export_of_the_model() -> None:
+def test_undone_graph_matches_an_export_of_the_model() -> None:
     graph_module = by_export(X, lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))
     want = outputs(graph_module, X)
     rules = compose(MergeLinears(), FuseBiasInLinear())

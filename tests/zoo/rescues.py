@@ -323,7 +323,7 @@ def names(extra: Sequence[Path], cost: int, types: Sequence[str] = ()) -> list[s
     Args:
         extra: Python files with more models.
         cost: Seconds that an architecture may have taken in COVERAGE.md.
-        types: Architectures to add, whatever they cost.
+        types: Architectures to add at any cost.
     """
     added = [f"{path}:{name}" for path in extra for name in runpy.run_path(str(path))["MODELS"]]
     own = [f"module:{name}" for name in test_any_module.TABLE] + [f"tiny:{name}" for name in models.NAMES]
@@ -440,7 +440,7 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
 
 
 def run(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int) -> dict[str, Any]:
-    """Traces one model in a process of its own, with one workaround off or all on."""
+    """Traces one model in a separate process, with one workaround off or all on."""
     context = multiprocessing.get_context("fork")  # so that the child imports nothing again
     answer, end = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, off, sizes, seconds, end))

@@ -211,7 +211,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
 
 
 def _check(outcome: Outcome, stage: str, work: Callable[[], list[Any]]) -> None:
-    """Does the work of a stage that yields comparisons, one of which may fail."""
+    """Does the work of a stage that yields comparisons. A comparison may fail."""
     for target in outcome.run(stage, work) or ():
         for output in target.outputs:
             if not output.passed and outcome.stages[stage] != WRONG:

@@ -57,7 +57,7 @@ def _grids() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_model_that_reads_a_buffer_has_only_dynamic_sizes():
+def test_model_that_reads_a_buffer_needs_no_constant_input():
     model = Switched().eval()
     traced = trace.trace(model, {"x": torch.randn(3, 4)})
     assert traced.held == {}

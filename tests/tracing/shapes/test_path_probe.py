@@ -26,7 +26,7 @@ def writer(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> Writer:
 
 
 def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
-    """Returns the number of elements in whole groups of four, or all of them."""
+    """Convolves whole groups of four elements, so that the result may be shorter than the input."""
     return m.up(m.down(x))[..., : x.shape[-1]]
 
 

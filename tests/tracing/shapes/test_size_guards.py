@@ -62,7 +62,7 @@ def test_sizes_fixed_by_an_equation_become_static() -> None:
 
 
 @pytest.mark.slow
-def test_model_traced_beside_a_branch_holds_at_that_size_too() -> None:
+def test_trace_at_another_size_holds_at_the_branch_size_too() -> None:
     model = _model()
     traced = trace(model, {"x": OTHER})
     (image,) = traced.signature.inputs
@@ -172,7 +172,7 @@ def test_few_declared_sizes_with_another_branch_are_in_doubt(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("condition", [lambda x: x.numel() > 9000, lambda x: x.numel() * x.element_size() > 30_000])
-def test_bound_exceeded_only_by_three_large_sizes_is_reported(condition: Callable[..., bool]) -> None:
+def test_bound_on_the_product_of_three_sizes_is_reported(condition: Callable[..., bool]) -> None:
     """No tried size exceeded it, and the files were wrong at the largest size of each axis."""
     dynamic = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
     model = Program(lambda m, x: x * (2 if condition(x) else 1)).eval()

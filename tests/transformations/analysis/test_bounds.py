@@ -72,19 +72,19 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
         (lambda m, x: _ones(x).float().view(torch.int32), (-(2**31), 2**31 - 1), (-(2**31), 2**31 - 1)),
     ],
 )
-def test_what_is_known(body: Any, whole: Any, first: Any) -> None:
+def test_bounds_of_operations(body: Any, whole: Any, first: Any) -> None:
     assert _found(body) == (whole, first)
 
 
 @pytest.mark.slow
-def test_a_constant_is_looked_at() -> None:
+def test_constant_has_the_bounds_of_its_values() -> None:
     table = nn.Parameter(torch.tensor([[0.0, 1.0], [0.5, -math.inf]]))
     assert _found(lambda m, x: m.table.tensor + 1, table=Held(table)) == ((-math.inf, 2), (1, 1.5))
     assert _found(lambda m, x: m.table.tensor + 1, table=Held(table * math.nan)) == (None, None)
 
 
 @pytest.mark.slow
-def test_what_is_changed_in_place_is_not_known() -> None:
+def test_tensor_changed_in_place_has_no_bounds() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros_like(x)
         zeros.add_(x)
@@ -93,14 +93,14 @@ def test_what_is_changed_in_place_is_not_known() -> None:
     assert _found(body) == (None, None)
 
 
-def test_without_shapes_nothing_is_known() -> None:
+def test_graph_without_shapes_has_no_bounds() -> None:
     graph_module = by_fx(lambda m, x: torch.zeros(3))
     assert bounds(graph_module, graph_module.graph.output_node()) is None
     assert all(bounds(graph_module, node) is None for node in graph_module.graph.nodes)
 
 
 @pytest.mark.slow
-def test_a_deep_graph_is_given_up() -> None:
+def test_deep_graph_has_no_bounds() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         for _ in range(200):

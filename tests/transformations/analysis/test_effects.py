@@ -89,5 +89,5 @@ def test_all_functions_that_draw_random_numbers_are_recognized() -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "rrelu"])
-def test_a_function_that_is_told_not_to_train_draws_nothing(name: str) -> None:
+def test_function_with_training_disabled_draws_nothing(name: str) -> None:
     assert not draws(*_call(getattr(F, name), (torch.ones(2, 2),), {"training": False}))

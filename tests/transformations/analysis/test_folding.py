@@ -78,7 +78,7 @@ def _instead(layer: nn.Module, name: str, tensor: Any, *, buffer: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
-def test_each_place_is_one_where_the_rule_applies(rule: Rule) -> None:
+def test_rule_applies_in_each_program(rule: Rule) -> None:
     graph_module, _ = _graph(rule, lambda layer: None)
     assert len(run(rule, sharing(graph_module))[1].changes) == 1
 
@@ -87,7 +87,7 @@ def test_each_place_is_one_where_the_rule_applies(rule: Rule) -> None:
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
-def test_a_weight_or_bias_that_is_no_parameter_is_skipped(rule: Rule, name: str, buffer: bool) -> None:
+def test_weight_or_bias_that_is_not_a_parameter_is_skipped(rule: Rule, name: str, buffer: bool) -> None:
     graph_module, x = _graph(rule, lambda own: _instead(own, name, getattr(own, name).detach(), buffer=buffer))
     check_refused(rule, graph_module, x, "its weight or bias is not a parameter")
 
@@ -114,7 +114,7 @@ def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)
-def test_weights_that_hold_no_numbers_are_skipped(rule: Rule) -> None:
+def test_weights_without_numbers_are_skipped(rule: Rule) -> None:
     _, _, body, others = _PLACES[rule]
     program = Program(body, layer=_PLACES[rule][0](), **others).eval()
     text = str(graph_of(program).graph)
@@ -137,7 +137,7 @@ def _whole(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
-def test_weights_that_are_whole_numbers_are_skipped(rule: Rule) -> None:
+def test_integer_weights_are_skipped(rule: Rule) -> None:
     check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights are not real floating-point numbers")
 
 
@@ -212,7 +212,7 @@ def test_a_dropout_with_additional_tensors_is_skipped() -> None:
     check_refused(RemoveNoOps(), graph_module, X, "drop: its tensor more does not belong to Dropout")
 
 
-def test_a_layer_norm_keeps_all_but_its_gain_and_shift() -> None:
+def test_layer_norm_keeps_everything_except_gain_and_shift() -> None:
     graph_module, _ = _graph(FoldNormAffine(), lambda layer: None)
     graph_module.norm.tag = "mine"
     bare = FoldNormAffine()(graph_module).norm
@@ -235,7 +235,7 @@ _TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["layer", "other"])
 @pytest.mark.parametrize("what", _TRAINED)
-def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: str) -> None:
+def test_trained_and_frozen_tensors_are_not_combined(what: str, frozen: str) -> None:
     rule, x, make, body, other = _TRAINED[what]
     program = Program(body, layer=make(), other=other()).eval()
     applied = symbolic_trace(program, example_inputs={"x": x})
@@ -269,7 +269,7 @@ def test_a_weight_keeps_its_strides(what: str) -> None:
         assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
 
 
-def test_a_weight_keeps_its_stride_along_an_axis_of_one_position() -> None:
+def test_weight_keeps_its_stride_along_an_axis_of_one_element() -> None:
     layer = nn.Linear(1, 4)
     layer.weight = nn.Parameter(torch.randn(4).as_strided((4, 1), (1, 7)))
     graph_module = graph_of(Program(lambda m, x: m.layer(x) * 3, layer=layer).eval())
@@ -279,7 +279,7 @@ def test_a_weight_keeps_its_stride_along_an_axis_of_one_position() -> None:
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale(), FoldNormAffine()], ids=_name)
 @pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
-def test_a_weight_whose_strides_no_other_can_have_is_skipped(rule: Rule, weight: torch.Tensor) -> None:
+def test_weight_with_strides_that_cannot_be_kept_is_skipped(rule: Rule, weight: torch.Tensor) -> None:
     graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
     check_refused(rule, graph_module, x, "the strides of its weight have gaps or overlap")
 

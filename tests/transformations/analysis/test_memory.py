@@ -1,4 +1,4 @@
-"""In-place changes of a tensor are found under all its names; reading a size is not a view."""
+"""An in-place change of a tensor is found under all its names; reading a size is not a view."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _statistics() -> nn.Module:
         lambda m, x: (m.layer(x) + m.norm.running_mean) + m.norm(x),
     ],
 )
-def test_statistics_that_are_learned_are_no_constants(body: Any, trace: str) -> None:
+def test_updated_statistics_are_not_constants(body: Any, trace: str) -> None:
     model = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), own=_statistics())).train()
     assert not _reasons(FuseBias(), _traced(trace, model))
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
-def test_statistics_that_are_only_read_are_constants(trace: str) -> None:
+def test_read_only_statistics_are_constants(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, m.own.mean, m.own.var) + (m.layer(x) + m.own.mean) + m.norm(x)
 
@@ -73,7 +73,7 @@ def test_statistics_that_are_only_read_are_constants(trace: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trace", ["fx", "export"])
-def test_a_weight_that_is_changed_under_another_name_stays(trace: str) -> None:
+def test_weight_changed_under_another_name_stays(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.alias.w.mul_(x.mean())
         return m.one(x) * m.two(x)
@@ -85,7 +85,7 @@ def test_a_weight_that_is_changed_under_another_name_stays(trace: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_statistic_that_is_changed_under_another_name_stays() -> None:
+def test_statistic_changed_under_another_name_stays() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.alias.w.mul_(x.mean())
         return m.norm(m.conv(x))
@@ -109,7 +109,7 @@ def test_a_nested_layer_changes_its_own_state() -> None:
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])
-def test_sizes_hand_no_memory_on(trace: str) -> None:
+def test_sizes_share_no_memory(trace: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0] if trace == "export" else x.size(0)
         y, z = (x * 2).view(rows, 2, 2), (x * 3).view(rows * 2, 2)
@@ -122,7 +122,7 @@ def test_sizes_hand_no_memory_on(trace: str) -> None:
     assert [len(memory.aliased_inputs(original, view)) for view in views] == [1, 1]
 
 
-def test_what_getattr_reads_is_a_view_unless_it_is_a_size() -> None:
+def test_getattr_result_is_a_view_unless_it_is_a_size() -> None:
     original = graph_of(Program(lambda m, x: x.T.view(x.shape[0], operator.mul(x.ndim, 2))))
     read = {
         node.args[1]: memory.aliased_inputs(original, node) for node in original.graph.nodes if node.target is getattr

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Rule, torch.Tensor, Callable[[Any, Any], Any], dict[str, 
     "remove-no-ops": (RemoveNoOps(), ROWS, lambda m, x: x.tanh().reshape(2, 3, 4) * 2, {}),
     "share-equal": (ShareEqual(), X, lambda m, x: x.tanh() - x.tanh() * 2, {}),
 }
-# Rules that replace weights, whose dtype must be that of the result.
+# Rules that replace weights. The dtype of the weights must be the dtype of the result.
 FOLDING = [name for name in CASES if name.startswith(("fuse-b", "fold", "merge-linear-chain", "merge-parallel"))]
 
 
@@ -150,7 +150,7 @@ def test_a_division_becomes_a_product_in_any_state() -> None:
     check_applied(ChangeTrueDivToMulByInverse(), graph_module, X)
 
 
-def test_a_factor_in_another_state_is_no_part_of_attention() -> None:
+def test_factor_in_another_state_is_not_part_of_attention() -> None:
     rule, graph_module, x = _graph("fuse-attention")
     factor = next(node for node in graph_module.graph.nodes if node.target is operator.mul)
     _around(graph_module, factor, factor)
@@ -227,7 +227,7 @@ REGIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONS)
-def test_what_torch_vmap_computes_is_skipped(name: str) -> None:
+def test_torch_vmap_is_skipped(name: str) -> None:
     body = lambda m, x: torch.vmap(lambda row: REGIONS[name](m, row))(x)  # noqa: E731
     graph_module = by_export(ROWS, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     refused = []
@@ -240,7 +240,7 @@ def test_what_torch_vmap_computes_is_skipped(name: str) -> None:
     assert refused
 
 
-def test_work_before_and_after_torch_vmap_is_in_one_state() -> None:
+def test_work_before_and_after_torch_vmap_has_one_state() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         return m.a(x), torch.vmap(torch.tanh)(x), m.b(x)
 
@@ -250,7 +250,7 @@ def test_work_before_and_after_torch_vmap_is_in_one_state() -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["autocast", "condition"])
-def test_the_laws_are_kept_by_graphs_that_hold_graphs(name: str) -> None:
+def test_nested_graphs_keep_the_laws(name: str) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         if name == "condition":
             return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), m.a(x), m.b(x)
