@@ -295,7 +295,7 @@ def test_model_without_inputs_is_refused_for_such_a_backend() -> None:
         ('[export]\nlayout = "tritn"\n', "triton"),
     ],
 )
-def test_config_where_the_layout_is_invalid_is_refused(tables: str, why: str, tmp_path: Path) -> None:
+def test_config_with_an_unsuitable_layout_is_refused(tables: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config(f'[model]\nsource = "org/name"\n{tables}', tmp_path / "config.toml")
 

@@ -100,7 +100,7 @@ def test_axes_that_must_be_equal_share_one_name() -> None:
 
 
 @pytest.mark.slow
-def test_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
+def test_size_that_makes_a_view_divide_by_zero_is_in_doubt() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
 

@@ -313,7 +313,7 @@ def test_the_same_rule_twice_keeps_the_laws() -> None:
     check_laws(compose(MergeLinears(), compose(FuseBiasInLinear(), MergeLinears())), _two_linears(), X)
 
 
-def test_composition_promises_what_all_its_members_promise() -> None:
+def test_composition_promises_only_what_all_members_promise() -> None:
     assert compose(MergeLinears(), ChangeTrueDivToMulByInverse()).preserves_computation
     assert compose(MergeLinears(), inplace=False).preserves_computation
     assert not compose(MergeLinears(), AddInsteadOfMul()).preserves_computation

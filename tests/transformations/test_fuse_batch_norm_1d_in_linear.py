@@ -96,7 +96,7 @@ def test_norms_on_both_sides_are_folded() -> None:
     check_applied(RULE, graph_module, X, count=2)
 
 
-def test_a_norm_between_two_linears_goes_into_one_of_them() -> None:
+def test_norm_between_two_linears_is_folded_into_one_of_them() -> None:
     graph_module = by_export(
         X, lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 3), norm=nn.BatchNorm1d(3), b=nn.Linear(3, 2)
     )

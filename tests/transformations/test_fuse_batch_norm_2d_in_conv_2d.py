@@ -100,7 +100,7 @@ def test_weights_keep_their_memory_format() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["conv", "norm", "both"])
-def test_what_is_trained_stays_trained(frozen: str) -> None:
+def test_trained_parameters_stay_trained(frozen: str) -> None:
     program = _pair()
     for name in ("conv", "norm"):
         if frozen in (name, "both"):
@@ -108,7 +108,7 @@ def test_what_is_trained_stays_trained(frozen: str) -> None:
     check_laws(RULE, graph_of(program), X)
 
 
-def test_a_frozen_weight_beside_a_trained_bias_keeps_both_flags() -> None:
+def test_frozen_weight_with_a_trained_bias_keeps_both_flags() -> None:
     program = _pair()
     program.conv.weight.requires_grad_(False)
     check_laws(RULE, graph_of(program), X)

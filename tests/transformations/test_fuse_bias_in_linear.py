@@ -132,7 +132,7 @@ def test_a_linear_with_hooks_is_skipped() -> None:
     check_refused(FuseBiasInLinear(), graph_of(program), X, "layer: it has hooks")
 
 
-def test_a_linear_whose_forward_was_replaced_is_skipped() -> None:
+def test_linear_with_a_replaced_forward_is_skipped() -> None:
     program = randomise(Program(_call, layer=nn.Linear(4, 4)))
     weight = program.layer.weight
     program.layer.forward = lambda x: F.linear(x, weight * 2)
@@ -218,7 +218,7 @@ def test_a_bias_cut_out_of_another_tensor_is_skipped() -> None:
     check_refused(FuseBiasInLinear(), graph_module, None, "layer: its weight or bias is not contiguous")
 
 
-def test_what_is_known_of_the_padded_input_is_said() -> None:
+def test_metadata_of_the_padded_input_has_its_shape() -> None:
     x = torch.randn(2, 4)
     graph_module = FuseBiasInLinear()(by_export(x, lambda m, x: m.layer(x), layer=nn.Linear(4, 3)))
     (padded,) = graph_module.graph.find_nodes(op="call_function", target=F.pad)

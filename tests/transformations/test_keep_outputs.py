@@ -1,4 +1,4 @@
-"""KeepOutputs keeps named outputs bit-exact, and removes what only others need."""
+"""KeepOutputs keeps named outputs bit-exact, and removes operations that only other outputs need."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_a_linear_with_hooks_is_skipped(kind: str) -> None:
     check_refused(MergeLinears(), graph_of(program), X, "q: it has hooks")
 
 
-def test_a_linear_whose_forward_was_replaced_is_skipped() -> None:
+def test_linear_with_a_replaced_forward_is_skipped() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     weight = program.q.weight
     program.q.forward = lambda x: F.linear(x, weight * 2)  # like offloading libraries

@@ -63,7 +63,7 @@ def test_single_image_without_a_batch_axis() -> None:
     check_applied(RULE, graph_module, _x()[0])
 
 
-def test_convolutions_whose_sum_broadcasts_are_skipped() -> None:
+def test_convolutions_with_a_broadcast_sum_are_skipped() -> None:
     graph_module = by_fx(_two, **_pair(out_channels=[4, 1]))
     check_refused(RULE, graph_module, _x(), "they differ in channels, groups or stride")
 
@@ -158,7 +158,7 @@ def test_long_sum_of_other_terms_is_ignored(term: Any) -> None:
     check_refused(RULE, by_fx(body, linear=nn.Linear(4, 4)), None)
 
 
-def test_a_norm_far_from_zero_stays_beside_a_convolution() -> None:
+def test_norm_far_from_zero_stays_next_to_a_convolution() -> None:
     graph_module = by_export(_x(), lambda m, x: m.a(x) + m.norm(x), a=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4))
     with torch.no_grad():
         graph_module.norm.running_mean.fill_(1e6)  # type: ignore[operator, union-attr]

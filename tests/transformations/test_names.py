@@ -101,7 +101,7 @@ def test_a_write_through_a_view_of_attention_is_not_lost() -> None:
     ],
     ids=["by keyword", "inside a sequence", "inside a graph"],
 )
-def test_a_change_in_place_between_two_calls_is_seen(rule: Transformation, change: Callable[..., Any]) -> None:
+def test_change_in_place_between_two_calls_is_detected(rule: Transformation, change: Callable[..., Any]) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         a, again = m.a(x), x * 2
         change(m, x)
@@ -117,7 +117,7 @@ def test_a_change_in_place_between_two_calls_is_seen(rule: Transformation, chang
     [lambda m, a: a * a.stride(0), lambda m, a: a * a.is_contiguous(), lambda m, a: m.clone(a).view(-1)],
     ids=["strides", "is_contiguous", "a module called clone"],
 )
-def test_results_whose_memory_is_compared_are_not_merged(read: Callable[..., Any]) -> None:
+def test_results_with_inspected_memory_are_not_merged(read: Callable[..., Any]) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         a, b = two(m, x)
         return read(m, a), b

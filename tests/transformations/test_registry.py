@@ -207,7 +207,7 @@ def test_modules_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
     assert isinstance(registry.load("merge-linears", {}, tmp_path, "here"), MergeLinears)
 
 
-def test_a_plugin_whose_constructor_fails_is_explained(tmp_path: Path) -> None:
+def test_plugin_with_a_failing_constructor_is_explained(tmp_path: Path) -> None:
     text = "    def __init__(self, depth=1):\n        raise ValueError('too deep')\n"
     rule = plugin(tmp_path, f"from optexport.transformations import RemoveNoOps\n\nclass Mine(RemoveNoOps):\n{text}")
     assert "too deep" in refusal(f"{rule}:Mine", tmp_path)

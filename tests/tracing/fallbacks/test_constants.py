@@ -101,7 +101,7 @@ def test_declared_sizes_error_explains_how_to_fix_the_input():
 
 
 @pytest.mark.slow
-def test_config_constants_may_be_lists_beside_declared_sizes(tmp_path):
+def test_config_constants_may_be_lists_with_declared_sizes(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(
         """
@@ -271,7 +271,7 @@ class Nested(nn.Module):
         return x * 2 if twice else x
 
 
-def test_nested_input_may_be_constant_beside_others():
+def test_nested_input_may_be_constant_with_other_constants():
     model = Nested()
     example, arguments = flat_inputs(model, {"x": torch.randn(6, 3), "sizes": {"rows": torch.tensor(4)}, "twice": True})
     loaded = Loaded(model).called_with(example, arguments)

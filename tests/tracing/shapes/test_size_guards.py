@@ -133,7 +133,7 @@ BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("bat
     ],
     ids=str,
 )
-def test_condition_on_sizes_changes_where_sympy_says(condition: Any) -> None:
+def test_condition_on_sizes_matches_sympy(condition: Any) -> None:
     def by_sympy(sizes: dict[sympy.Symbol, int]) -> bool:
         try:
             return bool(condition.xreplace({k: sympy.Integer(v) for k, v in sizes.items()}) == sympy.false)
@@ -180,7 +180,7 @@ def test_bound_on_the_product_of_three_sizes_is_reported(condition: Callable[...
         trace(model, {"x": torch.randn(3, 7, 5)}, dynamic)
 
 
-def test_conditions_of_a_model_that_returns_its_input_are_seen() -> None:
+def test_conditions_of_a_model_that_returns_its_input_count() -> None:
     """torch.export asserts nothing for a graph without operators."""
     model = Program(lambda m, x: x / 2 if x.shape[0] * x.shape[1] > 1024 else x).eval()
     dynamic = {"x": {0: Dim("batch", 1, 32), 1: Dim("rows", 1, 256)}}
