@@ -1,4 +1,4 @@
-"""A small network and batches of it, for tests of what is measured."""
+"""A small network and batches for it, shared by the parity tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches that a model is checked on: sizes never traced, inside what was declared, made of what was given."""
+"""Tests the batches that a model is checked on: their sizes and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiers import examples
 EFFORTS = get_args(Effort)
 BUDGET = 8192
 AT_ENDS = 1 << 20
-LONGEST = 12  # above this, the ranges below have no end for these tests
+LONGEST = 12  # stands in for the maximum of an unbounded range
 
 Checks = tuple[Batch, list[Batch], Signature]
 
@@ -39,7 +39,7 @@ def signature_of(batch: Batch, axes: dict[str, dict[int, str]], dims: dict[str, 
 
 
 def texts(rows: int, columns: int, *dims: Dim) -> tuple[Batch, Signature]:
-    """Token ids, no two alike, with their mask; the batch is dynamic, or the batch and the sequence."""
+    """Returns distinct token ids with their mask, and a signature with these dynamic dimensions."""
     ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns)
     made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     axes = {axis: dim.name for axis, dim in enumerate(dims)}
@@ -48,7 +48,7 @@ def texts(rows: int, columns: int, *dims: Dim) -> tuple[Batch, Signature]:
 
 @st.composite
 def checked(draw: st.DrawFn) -> Checks:
-    """A batch to trace with, data to check on, and what is declared of them."""
+    """Draws an example batch, data to check and a signature."""
     dims, sizes = [], []
     for name in draw(st.sampled_from([["batch"], ["batch", "sequence"]])):
         low, more = draw(dim_ranges)
@@ -69,7 +69,7 @@ def with_data(made: tuple[Batch, Signature]) -> Checks:
 
 
 def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
-    """How many sizes there are that were not traced, as far as the question is whether there are enough."""
+    """Counts the declared sizes that were not traced, up to ``wanted``."""
     traced = signature.sizes(example)
     choices = [range(dim.min, (dim.max or traced[name] + wanted) + 1) for name, dim in signature.dims.items()]
     others = (sizes for sizes in itertools.product(*choices) if sizes != tuple(traced[name] for name in signature.dims))
@@ -80,9 +80,7 @@ def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
 @example(with_data(texts(2, 5, Dim("batch", 2, 64))), "standard")
 @example(with_data(texts(8, 5, Dim("batch", 1, 8))), "standard")
 @example(with_data(texts(2, 5, Dim("batch", 1, 4))), "quick")
-def test_three_sizes_are_checked_that_were_never_traced_wherever_there_are_three(
-    checks: Checks, effort: Effort
-) -> None:
+def test_at_least_three_untraced_sizes_are_checked_if_possible(checks: Checks, effort: Effort) -> None:
     batch, real, signature = checks
     sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature, effort=effort)]
     assert len(set(sizes) - {tuple(signature.sizes(batch).items())}) >= untraced(batch, signature)
@@ -100,7 +98,7 @@ def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort)
 @example(with_data(texts(2, 5, Dim("batch", 1, 64))))
 @example(with_data(texts(2, 5, Dim("batch", 1, 9), Dim("sequence", 2, 40))))
 def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
-    """A range is a promise, and it is mostly at its ends that it is broken."""
+    """Most errors in a range show at its ends."""
     signature = checks[2]
     found = [signature.sizes(case.batch) for case in cases(*checks)]
     for name, dim in signature.dims.items():
@@ -109,8 +107,8 @@ def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
         assert dim.max is None or dim.max in sizes
 
 
-def test_each_end_is_checked_alone_where_all_ends_at_once_are_too_large() -> None:
-    """An image of 1024 by 1024 was cut to 512 by 512, and nothing else was as wide or as high as was declared."""
+def test_each_end_is_checked_alone_if_all_at_once_are_too_large() -> None:
+    """An image of 1024 by 1024 was cut to 512 by 512, so no case reached the declared maximum."""
     dims = [Dim("batch", 1, 8), Dim("height", 16, 1024), Dim("width", 16, 1024)]
     batch = {"x": torch.randn(2, 3, 32, 48)}
     spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
@@ -121,7 +119,7 @@ def test_each_end_is_checked_alone_where_all_ends_at_once_are_too_large() -> Non
 
 @pytest.mark.slow
 @given(checked())
-def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
+def test_inputs_sharing_a_dimension_have_the_same_size(checks: Checks) -> None:
     for case in cases(*checks):
         sizes: dict[str, set[int]] = {}
         for name, axis, dim in checks[2].axes():
@@ -131,7 +129,7 @@ def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
 
 @pytest.mark.slow
 @given(checked())
-def test_an_axis_that_is_not_dynamic_keeps_its_size(checks: Checks) -> None:
+def test_a_static_axis_keeps_its_size(checks: Checks) -> None:
     for case in cases(*checks):
         for spec in checks[2].inputs:
             fixed = [(axis, size) for axis, size in enumerate(spec.shape) if isinstance(size, int)]
@@ -140,7 +138,7 @@ def test_an_axis_that_is_not_dynamic_keeps_its_size(checks: Checks) -> None:
 
 
 @given(checked())
-def test_integers_are_ones_that_the_input_had(checks: Checks) -> None:
+def test_integers_come_from_the_example_input(checks: Checks) -> None:
     batch, real, signature = checks
     for case in cases(batch, real, signature):
         if "input_ids" in batch:
@@ -150,7 +148,7 @@ def test_integers_are_ones_that_the_input_had(checks: Checks) -> None:
 
 @pytest.mark.slow
 @given(checked())
-def test_the_same_is_checked_every_time_and_nothing_given_is_changed(
+def test_cases_are_deterministic_and_leave_inputs_unchanged(
     checks: Checks,
 ) -> None:
     batch, real, signature = checks
@@ -167,7 +165,7 @@ def test_the_same_is_checked_every_time_and_nothing_given_is_changed(
 
 @pytest.mark.slow
 @given(checked())
-def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) -> None:
+def test_case_names_and_sizes_are_unique(checks: Checks) -> None:
     batch, real, signature = checks
     made = cases(batch, real, signature)
     assert len({case.name for case in made}) == len(made)
@@ -178,7 +176,7 @@ def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) ->
 @pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(st.integers(2, 9), st.integers(2, 300), st.integers(1, 2), st.integers(300, 5000))
-def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
+def test_case_size_stays_within_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
     made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
     most = max(BUDGET, 4 * 2 * batch * sequence)
     for case in cases(made, [], signature, effort="quick"):
@@ -188,7 +186,7 @@ def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int,
         assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else most)
 
 
-def test_no_size_is_cut_where_no_effort_is_spared() -> None:
+def test_exhaustive_effort_does_not_cut_sizes() -> None:
     made, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
     found = [signature.sizes(case.batch) for case in cases(made, [], signature, effort="exhaustive")]
     assert {"batch": 40, "sequence": 300} in found
@@ -204,7 +202,7 @@ def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
     assert quick <= standard <= exhaustive
 
 
-def test_a_model_without_dynamic_dimensions_is_checked_on_what_is_given() -> None:
+def test_a_static_model_is_checked_on_example_and_data_only() -> None:
     batch = {"x": torch.ones(2, 3)}
     signature = signature_of(batch, {}, {})
     assert [case.name for case in cases(batch, [], signature)] == ["traced"]
@@ -213,7 +211,7 @@ def test_a_model_without_dynamic_dimensions_is_checked_on_what_is_given() -> Non
     assert [case.name for case in cases(batch, [other, other], signature)] == ["traced", "data 0", "data 1"]
 
 
-def test_masks_are_padded_at_the_right_at_the_left_and_over_whole_rows() -> None:
+def test_masks_are_padded_right_left_and_over_whole_rows() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8), Dim("sequence", 1, 40))
     rows = [row for case in cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
     assert any(row[0] == 1 and row[-1] == 0 for row in rows)
@@ -222,16 +220,14 @@ def test_masks_are_padded_at_the_right_at_the_left_and_over_whole_rows() -> None
     assert any(row.all() for row in rows)
 
 
-def test_padding_that_the_user_gave_stays_padding() -> None:
+def test_user_padding_stays_padding() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8))
     batch["attention_mask"][:, 7:] = 0
     assert all(not case.batch["attention_mask"][:, 7:].any() for case in cases(batch, [], signature))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), dim_ranges)
-def test_an_example_is_made_traceable_inside_the_declared_range(
-    rows: int, columns: int, limits: tuple[int, int]
-) -> None:
+def test_an_example_is_resized_for_tracing_within_its_range(rows: int, columns: int, limits: tuple[int, int]) -> None:
     low, more = limits
     dim = Dim("batch", low, None if more is None else low + more)
     axes: dict[str, dict[int, str | Dim]] = {"x": {0: dim}, "mask": {0: dim, 1: "sequence"}}
@@ -242,10 +238,10 @@ def test_an_example_is_made_traceable_inside_the_declared_range(
     assert made["x"].shape[1] == 3
     assert made["mask"].shape[1] == max(columns, 2)
     if dim.min <= rows and 2 <= rows <= (dim.max or rows):
-        assert made["x"].shape[0] == rows  # what will do is kept
+        assert made["x"].shape[0] == rows  # a valid size is not changed
 
 
-def test_data_that_is_the_traced_batch_is_checked_once_and_counts_as_data() -> None:
+def test_data_equal_to_the_traced_batch_is_checked_once_as_data() -> None:
     batch, other = {"x": torch.ones(2, 3)}, {"x": torch.zeros(2, 3)}
     signature = Signature((TensorSpec("x", "float32", (2, 3)),), (), {})
     copied = {"x": batch["x"].clone()}
@@ -262,8 +258,8 @@ def test_a_declared_axis_without_elements_is_refused() -> None:
         traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
 
 
-def test_what_cannot_be_cut_does_not_keep_others_from_being_cut() -> None:
-    """A run was refused, as no batch was small enough, with a dimension left at eight times its least."""
+def test_a_dimension_at_its_minimum_does_not_stop_cutting_others() -> None:
+    """A run was refused as too large, although one dimension was at eight times its minimum."""
     x = torch.zeros(4, 8, 16)
     dims = {"a": Dim("a", 4, 8), "b": Dim("b", 1, 32), "n": Dim("n", 4, 1000)}
     signature = signature_of({"x": x}, {"x": {0: "a", 1: "b", 2: "n"}}, dims)

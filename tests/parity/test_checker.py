@@ -1,4 +1,4 @@
-"""The proof: what must pass, what must fail, and that a failure names its case."""
+"""Tests the parity check: limits, failures and the case that each failure names."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.parity.measuring import EPS, Network, Tensors, call, network
 
 
 def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = None) -> Reference:
-    """One output ``y`` that had these values, a case each."""
+    """Returns a reference with one output ``y`` and one case per value."""
     cases = tuple(Case(f"case {i}", {"index": torch.tensor(i)}) for i in range(len(original)))
     exact = tuple(o.double() if o.is_floating_point() else o for o in original) if exact is None else exact
     return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
 
 
 def extreme_of(known: Reference) -> Reference:
-    """The same, with a last case that is extreme."""
+    """Returns the reference with its last case marked extreme."""
     return replace(known, cases=(*known.cases[:-1], replace(known.cases[-1], extreme=True)))
 
 
 def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, **fixed: float) -> OutputParity:
-    """How a candidate compares that gives these values, a case each."""
+    """Compares a candidate that returns one value per case."""
 
     def run(batch: Batch) -> Tensors:
         return {"y": candidate[int(batch["index"])]}
@@ -44,7 +44,7 @@ def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, *
     return output
 
 
-def test_an_output_without_an_element_in_any_ordinary_case_proves_nothing() -> None:
+def test_an_output_empty_in_all_ordinary_cases_is_refused() -> None:
     found, nothing = torch.ones(2, 4), torch.zeros(0, 4)
     for known in (reference(nothing, nothing), extreme_of(reference(nothing, found))):
         with pytest.raises(ParityError, match="nothing can be proven: the model gives no element"):
@@ -54,13 +54,13 @@ def test_an_output_without_an_element_in_any_ordinary_case_proves_nothing() -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_output_of_nothing_finite_proves_nothing_and_no_trace_is_to_blame(value: float) -> None:
-    """The results were said to differ, though they were those of the original, and its sizes to be baked in."""
+def test_an_output_without_finite_values_is_refused(value: float) -> None:
+    """The error blamed baked-in sizes, although the results matched the original."""
     with pytest.raises(ParityError, match="nothing can be proven: the model itself gives nothing but NaN or infinity"):
         bounds(reference(torch.full((2, 4), value)), 4.0)
 
 
-def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_proven() -> None:
+def test_a_file_checked_only_on_empty_outputs_fails() -> None:
     known = reference(torch.zeros(0, 4), torch.ones(2, 4))
     cases = (known.cases[0], Case("wider", {"index": torch.tensor([1])}))
     proof = ParityChecker(replace(known, cases=cases), bounds(known, 4.0))
@@ -68,7 +68,7 @@ def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_
     assert output.failure == "at case 0: the original gives nothing, so nothing is proven"
 
 
-def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
+def test_a_model_passes_against_itself_at_its_noise_floor() -> None:
     model, cases = network()
     known = run_original(call, model, cases)
     limits = bounds(known, 4.0)
@@ -94,7 +94,7 @@ def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> Non
         assert compare(known, candidate, multiple=multiple).multiple == pytest.approx(share * multiple, rel=1e-3)
 
 
-def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> None:
+def test_without_rounding_only_a_few_ulps_pass() -> None:
     weight = torch.tensor([0.5, 3.0, -1.0])
     known = reference(weight)
     assert bounds(known, 4.0)["y"].floor == 0.0
@@ -108,7 +108,7 @@ def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> No
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fixed", [{}, {"atol": 1e9, "rtol": 1.0}])
-def test_nan_or_infinity_fails_where_the_original_has_none(value: float, fixed: dict[str, float]) -> None:
+def test_nan_or_infinity_fails_if_the_original_is_finite(value: float, fixed: dict[str, float]) -> None:
     known = reference(torch.ones(2, 3), torch.ones(4, 3))
     wrong = torch.ones(4, 3)
     wrong[2, 1] = value
@@ -117,7 +117,7 @@ def test_nan_or_infinity_fails_where_the_original_has_none(value: float, fixed: 
     assert output.worst_case == "case 1"
 
 
-def test_nan_and_infinity_pass_where_the_original_has_the_same() -> None:
+def test_nan_and_infinity_pass_if_the_original_has_the_same() -> None:
     values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     output = compare(reference(values), values.clone())
     assert output.passed
@@ -130,7 +130,7 @@ def test_an_infinity_must_stay_the_same_infinity(value: float) -> None:
     assert "infinite" in str(compare(known, torch.tensor([value, 1.0])).failure)
 
 
-def test_values_whose_difference_overflows_are_apart() -> None:
+def test_values_fail_if_their_difference_overflows() -> None:
     most = torch.finfo(torch.float64).max
     original = torch.tensor([-most, 1.0], dtype=torch.float64)
     output = compare(reference(original), torch.tensor([most, 1.0], dtype=torch.float64))
@@ -140,7 +140,7 @@ def test_values_whose_difference_overflows_are_apart() -> None:
     assert compare(reference(original), original.clone()).passed
 
 
-def test_an_overflow_of_float64_alone_is_compared_with_the_original() -> None:
+def test_overflow_in_float64_only_compares_with_the_original() -> None:
     known = reference(torch.tensor([2.0, 1.0]), exact=(torch.tensor([math.inf, 1.0], dtype=torch.float64),))
     assert compare(known, torch.tensor([2.0, 1.0])).passed
     assert not compare(known, torch.tensor([3.0, 1.0])).passed
@@ -160,7 +160,7 @@ def test_another_shape_or_dtype_fails_and_names_the_case(wrong: torch.Tensor, wh
     assert output.failure == f"at case 1: {why}"
 
 
-def test_a_missing_output_fails_and_the_others_are_compared_all_the_same() -> None:
+def test_a_missing_output_fails_and_the_others_are_compared() -> None:
     case = Case("only", {})
     both = {"first": torch.ones(2), "second": torch.ones(2)}
     known = Reference((case,), (both,), ({name: value.double() for name, value in both.items()},))
@@ -199,7 +199,7 @@ def test_large_integers_must_be_equal_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
+def test_every_precision_has_its_own_noise_floor(dtype: torch.dtype) -> None:
     model = randomise(Network()).to(dtype)
     known = run_original(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
     limits = bounds(known, 4.0)
@@ -224,15 +224,15 @@ def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
         ({"atol": 0.0}, (1e-6, 0.0), False),
     ],
 )
-def test_a_fixed_tolerance_is_against_the_original_element_by_element(
+def test_a_fixed_tolerance_compares_elements_with_the_original(
     fixed: dict[str, float], offset: tuple[float, float], passes: bool
 ) -> None:
-    # Far from float64, which must not matter here.
+    # The float64 values are far away, which must not matter here.
     known = reference(torch.tensor([1.0, 100.0]), exact=(torch.tensor([5.0, 500.0], dtype=torch.float64),))
     assert compare(known, torch.tensor([1.0, 100.0]) + torch.tensor(offset), **fixed).passed is passes
 
 
-def test_the_reported_tolerance_is_the_one_that_would_just_have_passed() -> None:
+def test_the_reported_tolerance_is_the_smallest_that_passes() -> None:
     known = reference(torch.randn(4, 5), torch.randn(2, 5))
     candidate = [o["y"] + 0.01 * torch.randn_like(o["y"]) for o in known.outputs]
     tolerance = compare(known, *candidate).tolerance
@@ -253,7 +253,7 @@ def test_a_masked_element_does_not_hide_a_fault_in_the_others(filler: tuple[floa
     assert not compare(known, torch.tensor([filler[0], 3.0, -40.0])).passed
 
 
-def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
+def test_a_majority_of_masked_elements_hides_no_fault() -> None:
     original = torch.full((4, 10), -1e9)
     original[:, :3] = torch.randn(4, 3)
     exact = original.double()
@@ -265,7 +265,7 @@ def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
     assert not compare(known, wrong).passed
 
 
-def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() -> None:
+def test_large_results_are_not_taken_for_mask_values() -> None:
     original = torch.cat([torch.full((8,), -0.375), 1e6 * torch.arange(1.0, 9.0)])
     exact = original.double()
     exact[-1] += 80
@@ -277,7 +277,7 @@ def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() 
     assert not compare(known, moved).passed
 
 
-def test_what_finds_no_memory_is_said_to_and_is_no_wrong_result() -> None:
+def test_out_of_memory_is_not_reported_as_a_wrong_result() -> None:
     known = reference(torch.ones(3))
     with pytest.raises(ExportError, match="not enough memory to run it at case 0") as raised:
         ParityChecker(known, bounds(known, 4.0)).check("pt2", lambda batch: {"y": torch.ones(1 << 50)})
@@ -285,12 +285,12 @@ def test_what_finds_no_memory_is_said_to_and_is_no_wrong_result() -> None:
     assert raised.value.location == "pt2"
 
 
-def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
+def test_argmax_agreement_is_the_share_of_rows_with_equal_argmax() -> None:
     known = reference(torch.eye(4), torch.eye(4))
     assert compare(known, torch.eye(4), torch.eye(4)[[1, 0, 2, 3]]).argmax_agreement == 0.75
 
 
-def test_cosine_is_that_of_the_worst_case() -> None:
+def test_cosine_is_taken_from_the_worst_case() -> None:
     known = reference(torch.ones(3), torch.ones(3))
     assert compare(known, torch.ones(3), -torch.ones(3)).cosine == pytest.approx(-1.0)
     assert compare(known, torch.ones(3), torch.zeros(3)).cosine == 0.0
@@ -304,7 +304,7 @@ def test_scalars_and_empty_outputs_compare(make: Callable[[], torch.Tensor]) -> 
     assert proof.check("here", lambda _: {"y": make()}).passed
 
 
-def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
+def test_a_fixed_shape_file_is_checked_at_the_traced_shape_only() -> None:
     cases = tuple(Case(name, {"x": torch.ones(size)}) for name, size in [("traced", 2), ("data", 3), ("again", 2)])
     outputs = tuple({"y": case.batch["x"]} for case in cases)
     kept = Reference(cases, outputs, outputs, "why").at_traced_shape()
@@ -314,14 +314,14 @@ def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
 
 
 def extreme(ordinary: float, unlike: float, *, noise: float) -> Reference:
-    """An ordinary and an extreme case of these sizes, with a relative noise."""
+    """Returns a reference with an ordinary and an extreme case, and relative noise."""
     known = reference(torch.tensor([ordinary]), torch.tensor([unlike]))
     exact = tuple({"y": o["y"].double() * (1 + noise)} for o in known.outputs)
     cases = (known.cases[0], replace(known.cases[1], extreme=True))
     return replace(known, cases=cases, exact=exact)
 
 
-def test_an_extreme_case_has_a_limit_of_its_own_and_no_say_in_that_of_others() -> None:
+def test_an_extreme_case_has_its_own_limit() -> None:
     known = extreme(1.0, 1000.0, noise=1e-5)
     bound = bounds(known, 4.0)["y"]
     assert bound.limit == pytest.approx(4e-5, rel=1e-2)
@@ -334,8 +334,8 @@ def test_an_extreme_case_has_a_limit_of_its_own_and_no_say_in_that_of_others() -
     assert wrong.failure.startswith("at case 1: ")
 
 
-def test_whole_numbers_must_be_equal_at_an_extreme_case_where_the_original_itself_is_sure() -> None:
-    """A rule that made `x >= 0` of `x > 0` passed: at zeros every result was another one."""
+def test_integers_at_extreme_cases_must_match_if_float64_agrees() -> None:
+    """A rule that turned `x > 0` into `x >= 0` passed, although it changed every result at zeros."""
     ordinary, extremes = torch.tensor([True, False]), torch.tensor([False, False])
     known = reference(ordinary, extremes)
     known = replace(known, cases=(known.cases[0], replace(known.cases[1], extreme=True)))
@@ -347,12 +347,12 @@ def test_whole_numbers_must_be_equal_at_an_extreme_case_where_the_original_itsel
     assert compare(unsure, ordinary, ~extremes).passed
 
 
-def test_zeros_at_which_the_original_happens_to_round_well_raise_no_alarm() -> None:
+def test_an_extreme_case_without_noise_still_has_a_tolerance() -> None:
     known = extreme(1.0, 3.2, noise=0.0)
     assert compare(known, torch.tensor([1.0]), torch.tensor([3.2 + 7e-6])).passed
 
 
-def test_where_noise_drowns_an_extreme_case_only_nan_and_shape_are_checked() -> None:
+def test_a_noisy_extreme_case_is_checked_for_nan_and_shape_only() -> None:
     known = extreme(1.0, 1e6, noise=1e-6)
     exact = ({"y": known.exact[0]["y"]}, {"y": torch.tensor([5e5], dtype=torch.float64)})
     known = replace(known, exact=exact)
@@ -362,7 +362,7 @@ def test_where_noise_drowns_an_extreme_case_only_nan_and_shape_are_checked() -> 
     assert not compare(known, torch.tensor([1.0]), torch.tensor([1e6, 1e6])).passed
 
 
-def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
+def test_each_target_is_compared_with_its_source_target() -> None:
     known = reference(torch.ones(3))
     proof = ParityChecker(known, bounds(known, 4.0, atol=1.0))
 
@@ -381,14 +381,15 @@ def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
     }
 
 
-def test_an_extreme_case_alone_is_compared_too_as_blame_does() -> None:
+def test_a_single_extreme_case_is_compared() -> None:
+    """Diagnosis checks one case at a time."""
     known = extreme(1.0, 1000.0, noise=1e-5)
     proof = ParityChecker(known.only([1]), bounds(known, 4.0))
     assert proof.check("here", lambda _: {"y": torch.tensor([1000.0])}).passed
     assert not proof.check("there", lambda _: {"y": torch.tensor([2000.0])}).passed
 
 
-def test_one_batch_of_far_larger_values_hides_no_fault_in_the_others() -> None:
+def test_one_batch_of_large_values_hides_no_fault_in_others() -> None:
     usual = [torch.full((4,), 1.0 + index / 8) for index in range(3)]
     known = reference(*usual, torch.full((4,), 1e5))
     exact = tuple({"y": outputs["y"].double() * (1 + 1e-7)} for outputs in known.outputs)
@@ -404,7 +405,7 @@ def test_one_batch_of_far_larger_values_hides_no_fault_in_the_others() -> None:
         assert checked.passed is not fails
 
 
-def test_whole_numbers_that_rounding_decides_are_refused_with_the_reason() -> None:
+def test_integers_decided_by_rounding_fail_with_the_reason() -> None:
     labels, others = torch.tensor([3, 4, 5, 6]), torch.tensor([3, 4, 5, 7])
     known = replace(reference(labels), exact=({"y": others},))
     failure = compare(known, torch.tensor([3, 9, 5, 6])).failure

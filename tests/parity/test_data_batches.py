@@ -1,4 +1,4 @@
-"""The rows of data are cut into batches that fit in memory; how many were checked is told."""
+"""Tests that data rows are split into batches and that unchecked rows are counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ enabled = false
 
 @settings(max_examples=examples(60))
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
-def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
+def test_every_row_is_in_one_batch_of_a_declared_size(rows: int, low: int, more: int | None) -> None:
     dim = Dim("batch", low, None if more is None else low + more)
     batch = {"x": torch.arange(rows * 3).reshape(rows, 3), "ids": torch.arange(rows), "scale": torch.ones(4)}
     cut = shards(batch, ["x", "ids"], dim)
@@ -62,7 +62,7 @@ def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: in
 
 @settings(max_examples=examples(60))
 @given(st.integers(1, 300))
-def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
+def test_batches_of_an_undeclared_axis_have_one_size(rows: int) -> None:
     cut = shards({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
     assert len({shard["ids"].shape for shard in cut}) == 1
     kept = torch.cat([shard["ids"] for shard in cut]).tolist()
@@ -75,13 +75,13 @@ def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(3, 60), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 21]))
-def test_a_batch_holds_no_more_numbers_than_its_budget_unless_two_rows_do(rows: int, numbers: int) -> None:
+def test_batch_size_stays_within_the_budget_or_two_rows(rows: int, numbers: int) -> None:
     batch = {"x": torch.zeros(1, numbers, dtype=torch.uint8).expand(rows, -1)}
     cut = shards(batch, ["x"], Dim("batch"))
     assert all(shard["x"].numel() <= max(1 << 20, 2 * numbers) for shard in cut)
 
 
-def test_what_was_not_checked_is_counted_in_rows_or_batches() -> None:
+def test_unchecked_data_is_counted_in_rows_or_batches() -> None:
     cut = shards({"x": torch.zeros(100, 3)}, ["x"], Dim("batch"))
     checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
     assert len(cut) == 4
@@ -98,9 +98,9 @@ def run(folder: Path, effort: str, rows: int = 100) -> Result:
 
 
 @pytest.mark.slow
-def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
+def test_all_rows_are_checked_except_with_quick_effort(tmp_path: Path) -> None:
     standard = run(tmp_path, "standard").manifest.parity
-    assert standard.cases[0] == "traced"  # on the first of the data
+    assert standard.cases[0] == "traced"  # the first batch of the data
     assert [case for case in standard.cases if case.startswith("data")] == ["data 1", "data 2", "data 3"]
     assert standard.left_out == []
     quick = run(tmp_path, "quick").manifest.parity
@@ -109,14 +109,14 @@ def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_whose_results_would_not_fit_on_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_results_too_large_for_disk_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_run, "_DATA_BYTES", 300)
     found = run(tmp_path, "standard").manifest.parity
     assert [case for case in found.cases if case.startswith("data")] == ["data 1"]
     assert found.left_out == ["data: 50 of 100 rows are checked"]
 
 
-def test_large_results_are_kept_in_files_that_have_no_name() -> None:
+def test_large_results_are_stored_in_unnamed_files() -> None:
     large, small = torch.randn(1 << 18).reshape(512, -1).t(), torch.randn(3)
     kept = spilled({"large": large, "small": small, "half": large.bfloat16().repeat(2, 1)})
     assert torch.equal(kept["large"], large)
@@ -127,7 +127,7 @@ def test_large_results_are_kept_in_files_that_have_no_name() -> None:
     assert not Path(target).exists()
 
 
-def test_results_without_room_are_an_error_and_no_crash() -> None:
+def test_results_too_large_for_a_file_raise_an_error() -> None:
     size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))

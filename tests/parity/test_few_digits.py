@@ -1,4 +1,4 @@
-"""A proof that shows little, by a floor that may hide a fault or outputs of zeros, is told of wherever it is read."""
+"""Tests the warnings about a large noise floor and about outputs of only zeros."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from tests._helpers.models import randomise
 
 
 class OtherwiseInFloat64(nn.Module):
-    """Code that looks at the dtype, as hand-written kernels do: the proof takes the difference for noise."""
+    """Branches on the dtype, as hand-written kernels do, so the difference counts as noise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(1.702 * x) if x.dtype == torch.float32 else nn.functional.gelu(x)
 
 
-def test_an_original_that_shares_few_digits_with_float64_is_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_noise_floor_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH)
     (told,) = result.manifest.few_digits
     assert float(told.split(" by ")[1].split(",")[0]) == pytest.approx(0.02, rel=0.1)
@@ -41,14 +39,14 @@ def test_an_original_that_shares_few_digits_with_float64_is_told_of(
 
 
 @pytest.mark.slow
-def test_with_a_tolerance_and_of_an_ordinary_model_nothing_is_told(tmp_path: Path) -> None:
+def test_no_warning_with_a_tolerance_or_an_ordinary_model(tmp_path: Path) -> None:
     fixed = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", atol=1e-6)
     assert fixed.manifest.few_digits == []
     assert exports.exported().manifest.few_digits == []
 
 
 class OftenZero(nn.Module):
-    """Of ordinary inputs it makes zeros, and something else of those that are 64 times as large."""
+    """Returns zeros for ordinary inputs, but not for inputs 64 times as large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +67,10 @@ class ByAHundredth(Transformation):
 
 
 @pytest.mark.slow
-def test_zeros_everywhere_but_in_extreme_cases_are_told_of_and_these_are_then_held_as_others_are(
+def test_only_zeros_are_reported_and_make_extreme_cases_strict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hundredth too much passed as proven, within limits that are for gross faults."""
+    """An error of 0.01 passed, because the limits of extreme cases are loose."""
     model, x = randomise(OftenZero()), {"x": torch.linspace(-1, 1, 24).reshape(4, 6)}
     result = exports.quick(model, x, tmp_path / "bundle", dynamic=exports.BATCH)
     assert result.manifest.only_zeros == [output.name for output in result.manifest.outputs]

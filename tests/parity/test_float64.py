@@ -1,4 +1,4 @@
-"""A model in float64 that holds its large weights in their own precision computes what a copy in float64 does."""
+"""Tests that a model with upcast weights computes the same as a float64 copy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FAST = ("bert", "llama", "resnet")
 @pytest.mark.parametrize(
     "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]
 )
-def test_outputs_are_those_of_a_copy(name: str, dtype: torch.dtype) -> None:
+def test_outputs_match_a_float64_copy(name: str, dtype: torch.dtype) -> None:
     _check_same(copy.deepcopy(models.model(name)).to(dtype), **in_double(models.inputs(name)))
 
 
@@ -51,12 +51,12 @@ def test_outputs_are_those_of_a_copy(name: str, dtype: torch.dtype) -> None:
     [nn.LSTM(8, 6, 2, bidirectional=True), nn.TransformerEncoderLayer(8, 2, 12), nn.MultiheadAttention(8, 2)],
     ids=lambda layer: type(layer).__name__,
 )
-def test_outputs_of_layers_that_look_at_the_kind_of_their_weights_are_those_of_a_copy(layer: nn.Module) -> None:
+def test_layers_checking_weight_types_match_a_float64_copy(layer: nn.Module) -> None:
     x = torch.randn(5, 3, 8, dtype=torch.float64)
     _check_same(models.randomise(layer), *([x] * 3 if isinstance(layer, nn.MultiheadAttention) else [x]))
 
 
-def test_large_weights_are_shared_with_the_model_and_tell_of_float64() -> None:
+def test_large_weights_share_memory_and_report_float64() -> None:
     model = models.model("llama")
     double = float64.upcasting(model)
     shared = dict(model.named_parameters())
@@ -67,7 +67,7 @@ def test_large_weights_are_shared_with_the_model_and_tell_of_float64() -> None:
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_code_that_passes_a_weight_by_finds_nan() -> None:
+def test_code_bypassing_torch_functions_reads_nan() -> None:
     weight = next(float64.upcasting(models.model("bert")).parameters())
     with torch._C.DisableTorchFunctionSubclass():
         assert bool(weight.isnan().all())
@@ -81,7 +81,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 class Refers(nn.Module):
-    """A layer whose weight is referred to from where no module holds parameters."""
+    """A layer whose weight is also referenced outside its registered parameters."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Refers(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["list", "dict", "unregistered"])
-def test_a_weight_is_there_for_whatever_refers_to_it(way: str) -> None:
+def test_every_reference_to_a_weight_is_upcast(way: str) -> None:
     model, x = models.randomise(Refers(way)), torch.randn(3, 8, dtype=torch.float64)
     double = float64.upcasting(model)
     assert double.others[0] is double.layer.weight
@@ -108,7 +108,7 @@ def test_a_weight_is_there_for_whatever_refers_to_it(way: str) -> None:
 
 
 class Writes(nn.Module):
-    """A weight that is written to as the model runs, so that its result depends on that, or that is read unseen."""
+    """Writes to its weight in the forward pass, or reads it past the torch function override."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _scripted() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", ["in place", "by a view", "by data", "unseen", "scripted"])
-def test_a_model_that_cannot_go_without_a_copy_gets_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_incompatible_with_upcasting_is_copied(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = (_scripted() if way == "scripted" else Writes(way)).eval()
     cases = [Case(f"{size} rows", {"x": torch.randn(size, 4)}) for size in (1, 3)]
     found = run_original(call, model, cases)

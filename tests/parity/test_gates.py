@@ -1,4 +1,4 @@
-"""Gates on decisions: what a config may ask, that each place is held against it, and what is said when it fails."""
+"""Tests gates on decisions: their values, their outputs and their failure messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optexport.signature.signature import Batch
 
 
 def reference(*outputs: Mapping[str, torch.Tensor], batch: Batch | None = None) -> Reference:
-    """A case of the user's for each of these outputs, which float64 does not differ from."""
+    """Returns a reference with one data case per output and no noise."""
     inputs = ({"index": torch.tensor(i), **(batch or {})} for i in range(len(outputs)))
     cases = tuple(Case(f"case {i}", given, data=True) for i, given in enumerate(inputs))
     return Reference(
@@ -44,7 +44,7 @@ def decide(known: Reference, *candidate: Mapping[str, torch.Tensor] | str, **dem
 
 
 def rows(wrong: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The original's scores, and a candidate's that chooses otherwise in some rows."""
+    """Returns the original's scores and a candidate's with another argmax in some rows."""
     original = torch.eye(4).repeat(-(-of // 4), 1)[:of]
     candidate = original.clone()
     candidate[:wrong] = candidate[:wrong].roll(1, -1)
@@ -55,21 +55,21 @@ def rows(wrong: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, True), (2, False)])
-def test_a_gate_passes_at_its_very_value_and_fails_below(wrong: int, passes: bool) -> None:
+def test_a_gate_passes_at_its_exact_value_and_fails_below(wrong: int, passes: bool) -> None:
     original, candidate = rows(wrong, 1000)
     decision = decide(reference({"y": original}), {"y": candidate}, argmax_agreement=0.999)
     assert decision.passed is passes
     assert (decision.value, decision.count, decision.ties) == ((1000 - wrong) / 1000, 1000, 0)
 
 
-def test_a_value_that_misses_its_gate_by_its_last_digit_does_not_look_as_if_it_passed() -> None:
+def test_a_value_just_below_its_gate_is_printed_in_full() -> None:
     known = reference({"y": torch.ones(2, 3)})
     (gate,) = gates(known, cosine=1.0)
     nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], known), value=1 - 2.0**-40)
     assert described(nearly).startswith("0.9999999999990905 (the smallest of 2")
 
 
-def test_a_failure_tells_output_value_count_interval_and_gate() -> None:
+def test_a_failure_names_output_value_count_interval_and_gate() -> None:
     original, candidate = rows(2, 100)
     decision = decide(reference({"y": original}), {"y": candidate}, argmax_agreement=0.99)
     assert decision.failure == (
@@ -77,7 +77,7 @@ def test_a_failure_tells_output_value_count_interval_and_gate() -> None:
     )
 
 
-def test_positions_have_the_same_weight_whatever_case_they_are_in() -> None:
+def test_positions_have_equal_weight_in_every_case() -> None:
     (one, _), (many, wrong) = rows(0, 1), rows(3, 9)
     decision = decide(reference({"y": one}, {"y": many}), {"y": one}, {"y": wrong}, argmax_agreement=0.5)
     assert decision.value == 7 / 10
@@ -85,7 +85,7 @@ def test_positions_have_the_same_weight_whatever_case_they_are_in() -> None:
 
 
 def of_kinds(known: Reference, **kinds: list[int]) -> Reference:
-    """The same with some cases extreme, and some of the user's data."""
+    """Returns the reference with some cases marked as extreme or as data."""
     cases = [
         Case(c.name, c.batch, **{kind: i in which for kind, which in kinds.items()}) for i, c in enumerate(known.cases)
     ]
@@ -93,14 +93,14 @@ def of_kinds(known: Reference, **kinds: list[int]) -> Reference:
 
 
 @pytest.mark.parametrize("kinds", [{"extreme": [1]}, {"data": [0]}, {"data": [0, 1], "extreme": [1]}])
-def test_the_users_data_count_and_without_them_all_but_extreme_cases(kinds: dict[str, list[int]]) -> None:
+def test_gates_count_data_cases_or_else_all_ordinary_cases(kinds: dict[str, list[int]]) -> None:
     original, candidate = rows(3, 9)
     known = of_kinds(reference({"y": original}, {"y": original}), **kinds)
     decision = decide(known, {"y": original}, {"y": candidate}, argmax_agreement=1.0)
     assert (decision.value, decision.count) == (1.0, 9)
 
 
-def test_of_made_up_inputs_there_is_no_interval() -> None:
+def test_made_up_inputs_have_no_interval() -> None:
     original, candidate = rows(3, 9)
     known = of_kinds(reference({"y": original}))
     for demanded in ({"argmax_agreement": 1.0}, {"cosine": 1.0}):
@@ -110,7 +110,7 @@ def test_of_made_up_inputs_there_is_no_interval() -> None:
         assert "interval" not in str(decision.failure)
 
 
-def test_where_a_file_takes_none_of_the_data_the_other_cases_count_and_there_is_no_interval() -> None:
+def test_other_cases_count_if_a_file_takes_no_data_case() -> None:
     original, candidate = rows(3, 9)
     known = of_kinds(reference({"y": original}, {"y": original}), data=[1])
     (gate,) = gates(known, argmax_agreement=1.0)
@@ -119,7 +119,7 @@ def test_where_a_file_takes_none_of_the_data_the_other_cases_count_and_there_is_
     assert (decision.passed, decision.count, decision.low) == (False, 9, None)
 
 
-def test_the_gate_on_cosines_is_on_the_smallest_which_a_mean_would_hide() -> None:
+def test_a_cosine_gate_applies_to_the_smallest_row() -> None:
     original = torch.ones(100, 2)
     candidate = original.clone()
     candidate[7] = torch.tensor([1.0, 0.0])
@@ -141,7 +141,7 @@ def test_the_gate_on_cosines_is_on_the_smallest_which_a_mean_would_hide() -> Non
     ],
     ids=["raises", "missing", "shape", "nan"],
 )
-def test_what_cannot_be_compared_agrees_nowhere(measure: str, candidate: Any, why: str) -> None:
+def test_an_incomparable_output_agrees_nowhere(measure: str, candidate: Any, why: str) -> None:
     known = reference({"y": torch.eye(4)}, {"y": torch.eye(4)})
     decision = decide(known, {"y": torch.eye(4)}, candidate, **{measure: 0.0})
     assert str(decision.failure).endswith(f", at case 1: {why}")
@@ -149,7 +149,7 @@ def test_what_cannot_be_compared_agrees_nowhere(measure: str, candidate: Any, wh
     assert decision.mean == 0.5
 
 
-def test_rows_that_the_largest_k_fill_are_not_counted() -> None:
+def test_rows_of_at_most_k_elements_are_not_counted() -> None:
     known = reference({"y": torch.rand(2, 3)}, {"y": torch.rand(2, 9)})
     decision = decide(known, *known.outputs, top_k_agreement={"min": 1.0, "k": 3})
     assert (decision.count, decision.value) == (2, 1.0)
@@ -165,7 +165,7 @@ def test_padding_of_the_inputs_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("fixed", [{}, {"atol": 10.0}])
-def test_what_is_forgiven_is_the_measured_limit_whatever_tolerance_is_allowed(fixed: dict[str, float]) -> None:
+def test_slack_is_the_measured_limit_even_with_a_tolerance(fixed: dict[str, float]) -> None:
     exact = torch.randn(50, 4, dtype=torch.float64)
     noisy = (exact + 1e-3).float()
     known = Reference((Case("only", {}),), ({"y": noisy},), ({"y": exact},))
@@ -175,12 +175,12 @@ def test_what_is_forgiven_is_the_measured_limit_whatever_tolerance_is_allowed(fi
     assert gate.slack == pytest.approx(limit)
 
 
-# Which outputs
+# Choice of outputs
 
 THREE = reference({"logits": torch.rand(2, 3, 9), "pooled": torch.rand(2, 9), "ids": torch.ones(2, 3).long()})
 
 
-def test_without_an_output_a_gate_is_on_each_that_it_is_defined_on() -> None:
+def test_a_gate_without_output_applies_to_all_fitting_outputs() -> None:
     named = {g.measure: [] for g in gates(THREE, argmax_agreement=1.0, cosine=1.0, iou=1.0, greedy_tokens=1.0)}
     for gate in gates(THREE, argmax_agreement=1.0, cosine=1.0, iou=1.0, greedy_tokens=1.0):
         named[gate.measure].append(gate.output)
@@ -210,9 +210,7 @@ def test_without_an_output_a_gate_is_on_each_that_it_is_defined_on() -> None:
         ({"top_k_agreement": {"min": 1.0, "k": 9}}, "top_k_agreement", "last axis is longer than 9"),
     ],
 )
-def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
-    demanded: dict[str, Any], target: str, words: str
-) -> None:
+def test_a_missing_or_unfit_output_is_refused(demanded: dict[str, Any], target: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         gates(THREE, **demanded)
     assert caught.value.location == f"parity.metrics.{target}"
@@ -230,7 +228,7 @@ def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
     ],
     ids=["raises", "nan", "none", "a tensor of several", "below the gate", "leaves"],
 )
-def test_a_metric_that_the_original_itself_fails_is_a_mistake_of_the_config(metric: Metric, why: str) -> None:
+def test_a_metric_failed_by_the_original_is_a_config_error(metric: Metric, why: str) -> None:
     name = "python:mine:f1"
     proof = ParityChecker(THREE, bounds(THREE, 4.0), gates(THREE, {name: metric}))
     with pytest.raises(ConfigError) as caught:
@@ -239,7 +237,7 @@ def test_a_metric_that_the_original_itself_fails_is_a_mistake_of_the_config(metr
     assert why in str(caught.value)
 
 
-def test_a_metric_cannot_change_what_is_compared_next() -> None:
+def test_a_metric_cannot_change_later_comparisons() -> None:
     def spoils(candidate: dict[str, torch.Tensor], original: dict[str, torch.Tensor]) -> float:
         candidate["pooled"].zero_()
         del original["ids"]
@@ -250,7 +248,7 @@ def test_a_metric_cannot_change_what_is_compared_next() -> None:
     assert proof.check("here", lambda batch: THREE.outputs[0]).passed
 
 
-def test_a_gate_with_nothing_to_count_is_a_mistake_of_the_config() -> None:
+def test_a_gate_with_nothing_to_count_is_a_config_error() -> None:
     known = reference({"y": -torch.rand(2, 3, 4)})
     proof = ParityChecker(known, bounds(known, 4.0), gates(known, iou=0.0))
     with pytest.raises(ConfigError, match="nothing to count"):

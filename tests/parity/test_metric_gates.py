@@ -1,4 +1,4 @@
-"""Gates on decisions as a config states them: mistakes, runs, bundles."""
+"""Tests gates from a config: mistakes, runs, bundles and the Python API."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ MISTAKES = {
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_is_needed(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_config_mistake_names_its_key_and_the_nearest_name(name: str, tmp_path: Path) -> None:
     text, target, words = MISTAKES[name]
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     result = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
@@ -59,7 +57,7 @@ def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_
     assert words in result.stderr
 
 
-# A whole run. The rule puts another activation in, which fixed tolerances allow, so that decisions alone tell.
+# Full runs. The rule replaces an activation within the fixed tolerance, so only gates can fail.
 
 MODULE = """
 import torch
@@ -124,7 +122,7 @@ atol = 1.0
 def folder(tmp_path: Path) -> Path:
     for name, text in (("decisions_model", MODULE), ("my_metrics", METRICS)):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-        sys.modules.pop(name, None)  # that of another test
+        sys.modules.pop(name, None)  # imported by another test
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((ROWS, 8), np.float32))
     return tmp_path
 
@@ -134,7 +132,7 @@ def call(folder: Path, *gates: str, text: str = CONFIG) -> Result:
     return CliRunner().invoke(cli, ["run", str(folder / "mine.toml")])
 
 
-def test_where_a_tolerance_allows_the_distances_a_gate_decides(folder: Path) -> None:
+def test_a_gate_can_fail_outputs_within_the_tolerance(folder: Path) -> None:
     passed = call(folder, "argmax_agreement = 0.5", "cosine = { min = 0.5, output = 'logits' }")
     assert passed.exit_code == 0, passed.stderr
     assert re.search(r"onnx, optimised +logits, argmax_agreement +0\.\d+ +0\.5 ", passed.stdout)
@@ -152,7 +150,7 @@ def test_where_a_tolerance_allows_the_distances_a_gate_decides(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(folder: Path) -> None:
+def test_an_exact_transformation_passes_the_strictest_gates(folder: Path) -> None:
     text = CONFIG.replace(
         'use = "replace-activation"\nold = "silu"\nnew = "hardswish"', 'use = "merge-linears"'
     ).replace("atol = 1.0", "")
@@ -174,7 +172,7 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
 
 
 @pytest.mark.slow
-def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
+def test_a_parity_failure_overrides_the_exit_code_of_a_gate(folder: Path) -> None:
     result = call(folder, "argmax_agreement = 1.0", text=CONFIG.replace("atol = 1.0", "atol = 1e-6"))
     assert result.exit_code == 4
     assert "from the reference" in result.stderr
@@ -182,7 +180,7 @@ def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
+def test_a_user_metric_is_a_gate(folder: Path) -> None:
     assert call(folder, '"python:my_metrics:agreement" = 0.5').exit_code == 0
     failed = call(folder, '"python:my_metrics:agreement" = 0.999')
     assert failed.exit_code == 6
@@ -203,7 +201,7 @@ def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
     ],
     ids=["raises", "low", "unknown", "no function", "unknown output"],
 )
-def test_a_gate_that_cannot_be_measured_is_one_clear_message(folder: Path, gate: str, code: int, words: str) -> None:
+def test_an_unmeasurable_gate_is_one_clear_message(folder: Path, gate: str, code: int, words: str) -> None:
     result = call(folder, gate)
     assert result.exit_code == code
     assert words in result.stderr
@@ -242,21 +240,21 @@ def change_gate(bundle: Path, **values: Any) -> None:
     exports.edit_json(bundle / "manifest.json", lambda d: d["parity"]["gates"][0].update(values))
 
 
-def test_a_bundle_is_held_against_its_gates_again_but_not_those_of_code_that_it_does_not_hold(bundle: Path) -> None:
+def test_verify_checks_all_gates_except_user_metrics(bundle: Path) -> None:
     targets = verify(bundle).targets[1:]
     assert all(target.passed for target in targets)
     assert [[d.gate.name for d in target.decisions] for target in targets] == [["logits, argmax_agreement"]] * 3
 
 
 @pytest.mark.slow
-def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
+def test_stored_cases_need_not_exceed_their_recorded_value(bundle: Path) -> None:
     recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["targets"][2]["decisions"][0]
     change_gate(bundle, min=recorded["value"] + 0.01)
     assert all(target.passed for target in verify(bundle).targets[1:]), "as where the other cases had made up for them"
 
 
 @pytest.mark.slow
-def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Path) -> None:
+def test_a_bundle_failing_a_gate_exits_with_the_gate_code(bundle: Path) -> None:
     def pretend(document: dict[str, Any]) -> None:
         document["parity"]["gates"][0]["min"] = 1.0
         for target in document["parity"]["targets"]:
@@ -272,7 +270,7 @@ def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"measure": "magic"}, {"output": "other"}, {"output": None}])
-def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[str, Any]) -> None:
+def test_a_gate_on_an_unknown_measure_is_a_damaged_bundle(bundle: Path, wrong: dict[str, Any]) -> None:
     change_gate(bundle, **wrong)
     result = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert result.exit_code == 4
@@ -283,7 +281,7 @@ def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[s
 
 
 @pytest.mark.slow
-def test_gates_can_be_given_from_python(tmp_path: Path) -> None:
+def test_gates_can_be_set_from_python(tmp_path: Path) -> None:
     given = {"dynamic": exports.DYNAMIC, "formats": ["pt2"], "transformations": []}
     demanded = {"cosine": {"min": 0.9999, "output": "hidden"}, "argmax_agreement": 1}
     result = export(exports.block(), exports.batch(), tmp_path / "block", metrics=demanded, **given)

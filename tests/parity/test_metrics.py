@@ -1,4 +1,4 @@
-"""What is counted of decisions: laws that hold whatever the numbers are, then values known from elsewhere."""
+"""Tests the decision metrics: properties for any values, then known values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _everywhere(values: torch.Tensor) -> torch.Tensor:
     return torch.ones(values.shape[:-1], dtype=torch.bool)
 
 
-# Each on an output [batch, sequence, classes], or [batch, height, width]: candidate, original, known, slack.
+# Arguments: candidate, original, known, slack; shape [batch, sequence, classes] or [batch, height, width].
 MEASURES: dict[str, Measure] = {
     "argmax": agreement,
     "top 3": lambda c, o, known, slack: agreement(c, o, known, slack, 3),
@@ -46,7 +46,7 @@ MEASURES: dict[str, Measure] = {
 
 @st.composite
 def outputs(draw: st.DrawFn) -> torch.Tensor:
-    """Values of any size, some of them equal, some marks."""
+    """Draws values of any scale, some of them equal, some of them mask values."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     shape = (draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(4, 9)))
     values = torch.randn(shape, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
@@ -60,7 +60,7 @@ def outputs(draw: st.DrawFn) -> torch.Tensor:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MEASURES)
 @given(values=outputs())
-def test_every_output_agrees_with_itself_to_the_last_position_and_without_ties(name: str, values: torch.Tensor) -> None:
+def test_every_output_agrees_with_itself_without_ties(name: str, values: torch.Tensor) -> None:
     tally = MEASURES[name](values.clone(), values, values.double(), 0.0)
     assert bool((tally.values == 1.0).all())
     assert tally.ties == 0
@@ -87,7 +87,7 @@ DECIDING = sorted(set(MEASURES) - {"cosine"})
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DECIDING)
 @given(values=outputs(), seed=st.integers(0, 1000), share=st.floats(0.0, 0.99))
-def test_what_stays_within_the_slack_of_float64_changes_no_decision_but_ties(
+def test_values_within_the_slack_change_decisions_only_at_ties(
     name: str, values: torch.Tensor, seed: int, share: float
 ) -> None:
     exact = values.double().nan_to_num(neginf=-1.0)
@@ -104,7 +104,7 @@ def test_what_stays_within_the_slack_of_float64_changes_no_decision_but_ties(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DECIDING)
 @given(values=outputs(), seed=st.integers(0, 1000))
-def test_forgiving_less_never_agrees_more(name: str, values: torch.Tensor, seed: int) -> None:
+def test_less_slack_never_increases_agreement(name: str, values: torch.Tensor, seed: int) -> None:
     values = values.nan_to_num(neginf=-1.0)
     other = values + values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
     totals = []
@@ -113,25 +113,25 @@ def test_forgiving_less_never_agrees_more(name: str, values: torch.Tensor, seed:
         assert tally.ties >= 0
         totals.append(float(tally.values.sum()) / max(1, tally.values.numel()))
     assert totals == sorted(totals)
-    assert totals[-1] in (0.0, 1.0)  # 0 where there is no mask at all
+    assert totals[-1] in (0.0, 1.0)  # 0 without any mask
 
 
 @given(margin=st.floats(0.01, 10.0), slack=st.floats(0.001, 10.0))
-def test_a_changed_argmax_is_a_tie_up_to_twice_the_slack_and_a_flip_beyond(margin: float, slack: float) -> None:
+def test_a_changed_argmax_is_a_tie_up_to_twice_the_slack(margin: float, slack: float) -> None:
     original = torch.tensor([[0.0, margin, -20.0]], dtype=torch.float64)
     tally = agreement(original[:, [1, 0, 2]], original, original, slack)
     expected = margin <= 2 * slack
     assert (float(tally.values), tally.ties) == (float(expected), int(expected))
 
 
-def test_a_flip_is_measured_between_the_two_that_changed_places_and_not_by_the_runner_up() -> None:
+def test_a_flip_is_measured_between_the_swapped_elements() -> None:
     original = torch.tensor([[1.0, 0.99, 0.0]], dtype=torch.float64)
     candidate = torch.tensor([[1.0, 0.99, 2.0]], dtype=torch.float64)
     assert agreement(candidate, original, original, 0.01).values.tolist() == [0.0]
     assert agreement(original[:, [1, 0, 2]], original, original, 0.01).values.tolist() == [1.0]
 
 
-def test_the_order_of_the_k_largest_is_no_part_of_their_set() -> None:
+def test_top_k_agreement_ignores_order() -> None:
     original = torch.tensor([[5.0, 4.0, 3.0, 1.0]])
     shuffled = torch.tensor([[3.0, 5.0, 4.0, 1.0]])
     assert agreement(shuffled, original, original, 0.0, 3) == Tally(torch.ones(1, dtype=torch.float64), 0)
@@ -140,14 +140,14 @@ def test_the_order_of_the_k_largest_is_no_part_of_their_set() -> None:
     assert agreement(other, original, original, 1.0, 3).values.tolist() == [1.0]
 
 
-def test_of_several_that_were_lost_the_one_farthest_from_what_came_decides() -> None:
+def test_the_largest_swapped_margin_decides_top_k_agreement() -> None:
     original = torch.tensor([[5.0, 4.0, 0.1, 0.0]])
     swapped = torch.tensor([[0.0, 0.1, 4.0, 5.0]])
     assert agreement(swapped, original, original, 2.4, 2).values.tolist() == [0.0]
     assert agreement(swapped, original, original, 2.5, 2).values.tolist() == [1.0]
 
 
-def test_what_the_original_holds_equal_may_be_chosen_either_way_infinities_too() -> None:
+def test_equal_values_may_be_chosen_in_any_order() -> None:
     for equal in (-math.inf, 0.0):
         original = torch.tensor([[5.0, equal, equal, equal]])
         for chosen in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_a_sequence_agrees_as_a_whole_or_not_at_all() -> None:
     assert tally.values.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_padding_is_left_out_of_sequences_and_a_sequence_of_padding_is_not_counted() -> None:
+def test_padding_and_sequences_of_only_padding_are_not_counted() -> None:
     original = torch.eye(4).repeat(3, 1, 1)
     candidate = original.flip(-1)
     candidate[:2, :2] = original[:2, :2]
@@ -182,24 +182,24 @@ def test_padding_is_left_out_of_sequences_and_a_sequence_of_padding_is_not_count
         ({"attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1]])}, 4),
         ({"attention_mask": torch.tensor([[True, False, False], [True, True, True]])}, 4),
         ({"attention_mask": torch.ones(2, 4, dtype=torch.int64)}, 6),
-        ({"attention_mask": torch.zeros(2, 3)}, 6),  # of floats it may be one to add
+        ({"attention_mask": torch.zeros(2, 3)}, 6),  # a float mask may be additive
         ({"attention_mask": torch.zeros(2, 3, dtype=torch.int64), "decoder_input_ids": torch.ones(2, 3)}, 6),
         ({"decoder_attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1]])}, 4),
         ({}, 6),
     ],
     ids=["integers", "booleans", "another length", "floats", "of the encoder", "of the decoder", "none"],
 )
-def test_only_a_mask_that_tells_padding_leaves_positions_out(batch: dict[str, torch.Tensor], counted: int) -> None:
+def test_only_padding_masks_exclude_positions(batch: dict[str, torch.Tensor], counted: int) -> None:
     assert int(real_positions(batch, torch.Size([2, 3])).sum()) == counted
 
 
-def test_cosine_is_that_of_each_row_whatever_its_size() -> None:
+def test_cosine_is_per_row_at_any_scale() -> None:
     original = torch.tensor([[3.0, 4.0], [1e-30, 0.0], [0.0, 0.0], [1e30, 1e30], [0.0, 0.0]])
     candidate = torch.tensor([[4.0, 3.0], [0.0, 1e-30], [0.0, 0.0], [-1e30, -1e30], [1.0, 0.0]])
     assert cosines(candidate, original).values.tolist() == pytest.approx([0.96, 0.0, 1.0, -1.0, 0.0])
 
 
-def test_intersection_over_union_of_masks_is_that_of_where_they_are_above_zero() -> None:
+def test_mask_iou_compares_the_positions_above_zero() -> None:
     original = torch.tensor([[[1.0, 2.0], [-1.0, 3.0]], [[-1.0, -1.0], [-1.0, -1.0]], [[1.0, -1.0], [-1.0, -1.0]]])
     candidate = torch.tensor([[[1.0, -2.0], [1.0, 3.0]], [[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0, -1.0]]])
     for add in (lambda v: v, lambda v: v[:, None]):  # [batch, height, width] and [batch, 1, height, width]
@@ -216,7 +216,7 @@ def test_a_pixel_within_the_slack_of_the_threshold_may_cross_it() -> None:
     assert (counted.values.tolist(), counted.ties) == ([pytest.approx(2 / 3)], 0)
 
 
-def test_several_channels_are_classes_unless_they_are_masks_of_their_own() -> None:
+def test_channels_are_classes_unless_declared_as_masks() -> None:
     original = torch.tensor([[[[2.0, 2.0, 1.0, 1.0]], [[1.0, 1.0, 2.0, 2.0]], [[-1.0] * 4]]])
     candidate = torch.tensor([[[[2.0, 2.0, 2.0, 1.0]], [[1.0, 1.0, 1.0, 2.0]], [[-1.0] * 4]]])
     classes = intersections_over_unions(candidate, original, original, 0.0)
@@ -230,12 +230,12 @@ def test_several_channels_are_classes_unless_they_are_masks_of_their_own() -> No
     # Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine 17 (1998), table I.
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
-def test_the_interval_of_a_share_is_wilsons(hits: int, count: int, low: float, high: float) -> None:
+def test_the_interval_of_a_share_is_the_wilson_interval(hits: int, count: int, low: float, high: float) -> None:
     assert wilson(hits, count) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(count=st.integers(1, 10**6), data=st.data())
-def test_the_interval_of_a_share_holds_it_and_is_mirrored_in_its_complement(count: int, data: st.DataObject) -> None:
+def test_the_wilson_interval_contains_its_share_and_is_symmetric(count: int, data: st.DataObject) -> None:
     hits = data.draw(st.integers(0, count))
     interval, mirrored = wilson(hits, count), wilson(count - hits, count)
     assert interval is not None
@@ -245,7 +245,7 @@ def test_the_interval_of_a_share_holds_it_and_is_mirrored_in_its_complement(coun
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx(interval, abs=1e-12)
 
 
-def test_the_interval_of_a_mean_is_the_normal_one_and_one_value_has_none() -> None:
+def test_a_mean_of_several_values_has_a_normal_interval() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     half = 1.959963984540054 * math.sqrt(5 / 3) / 2
     assert normal(values) == pytest.approx((2.5 - half, 2.5 + half))
@@ -254,9 +254,9 @@ def test_the_interval_of_a_mean_is_the_normal_one_and_one_value_has_none() -> No
 
 
 @pytest.mark.parametrize("nothing", [0.0, 1e-9])
-def test_a_row_that_is_made_of_nothing_counts_as_none_that_agrees(nothing: float) -> None:
+def test_a_nonzero_row_does_not_agree_with_a_zero_row(nothing: float) -> None:
     original = torch.tensor([[3.0, 4.0], [nothing, 0.0], [0.0, nothing]])
-    candidate = torch.tensor([[3.0, 4.0], [0.4, 0.0], [2.0, 0.0]])  # of which one could be rounding in fewer bits
+    candidate = torch.tensor([[3.0, 4.0], [0.4, 0.0], [2.0, 0.0]])  # one of them could be rounding at a lower precision
     assert cosines(candidate, original, 1e-6).values.tolist() == [1.0, 0.0]
     real = torch.tensor([True, True, False])
     assert cosines(candidate, original, 1e-6, real).values.tolist() == [1.0]

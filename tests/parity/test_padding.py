@@ -1,4 +1,4 @@
-"""Padding: that every mask gets every kind of it, and no two the same."""
+"""Tests that every mask gets every kind of padding, and each mask a different one."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def test_every_kind_of_padding_is_checked_at_the_traced_size(
 
 
 @given(st.sampled_from([torch.int64, torch.float32, torch.bool]), st.sampled_from([(3, 6), (2, 4, 5), (2, 3, 4, 4)]))
-def test_masks_by_any_name_are_padded_at_the_traced_size_and_images_nowhere_wholly(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    """One that was called ``padding_mask`` was whole in every case, so that nothing showed if it was used."""
+def test_masks_of_any_name_are_padded_and_images_only_partly(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A ``padding_mask`` was never padded, so a graph that ignored it passed."""
     example = {"x": torch.ones(2, 3), "key_padding_mask": torch.ones(shape, dtype=dtype)}
     made = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
     assert made
@@ -60,8 +58,8 @@ def test_masks_by_any_name_are_padded_at_the_traced_size_and_images_nowhere_whol
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_no_two_masks_are_padded_alike(rows: int) -> None:
-    """A rule that took the mask of one text for that of another passed."""
+def test_two_masks_are_never_padded_alike(rows: int) -> None:
+    """A rule that swapped the masks of two texts passed."""
     example = {f"{name}_attention_mask": torch.ones(rows, 6, dtype=torch.int64) for name in ("query", "document")}
     for case in special_cases(example, {}, "quick", 0):
         query, document = case.batch.values()
@@ -69,7 +67,7 @@ def test_no_two_masks_are_padded_alike(rows: int) -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort: Effort) -> None:
+def test_every_kind_of_padding_is_checked_at_untraced_sizes(effort: Effort) -> None:
     example = text(4, 9)
     found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
     masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
@@ -77,7 +75,7 @@ def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**20))
-def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
+def test_padding_only_removes_tokens(rows: int, columns: int, seed: int) -> None:
     example = text(rows, columns)
     example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
     for case in special_cases(example, {"input_ids": IDS}, "standard", 0):
@@ -87,7 +85,7 @@ def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> N
         assert torch.equal(case.batch["input_ids"], example["input_ids"])
 
 
-def test_what_is_no_padding_mask_is_left_alone() -> None:
+def test_other_inputs_are_not_padded() -> None:
     example = {"scale": torch.ones(4, 5), "attention_mask": torch.zeros(4, 1, 5, 5), "position_ids": torch.ones(4, 5)}
     for case in special_cases(example, {}, "quick", 0):
         assert all(torch.equal(case.batch[name], tensor) for name, tensor in example.items())
@@ -114,8 +112,8 @@ LEAST = torch.finfo(torch.float32).min
     ],
     ids=str,
 )
-def test_a_mask_that_no_padding_changes_is_tried_with_other_values(mask: torch.Tensor, tried: list[set[float]]) -> None:
-    """Rules that left such masks out, or took one for another, passed: nothing was ever hidden, or the same."""
+def test_a_mask_unchanged_by_padding_is_tried_with_other_values(mask: torch.Tensor, tried: list[set[float]]) -> None:
+    """Rules that dropped or swapped such masks passed, because no case changed their values."""
     found = special_cases({"any_mask": mask}, {}, "standard", 0)
     made = [case.batch["any_mask"] for case in found if not torch.equal(case.batch["any_mask"], mask)]
     assert [set(values.flatten().tolist()) for values in made] == [{float(torch.tensor(v)) for v in t} for t in tried]
@@ -125,7 +123,7 @@ def test_a_mask_that_no_padding_changes_is_tried_with_other_values(mask: torch.T
 
 
 class Positions(nn.Module):
-    """Counts from the first token that is no padding, and so has no position for one before it."""
+    """Counts positions from the first real token, so left padding has no valid position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,8 +134,8 @@ class Positions(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_that_refuses_some_padding_is_checked_with_less_and_that_is_told(tmp_path: Path) -> None:
-    """It was said to fail at a size, which it takes."""
+def test_padding_refused_by_the_model_is_skipped_and_reported(tmp_path: Path) -> None:
+    """The error said that the model fails at a size that it accepts."""
     inputs = {"x": torch.randn(4, 7), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}
     dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 32)} for name in inputs}
     result = quick(Positions(), inputs, tmp_path / "out", dynamic=dynamic)

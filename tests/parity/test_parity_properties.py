@@ -1,4 +1,4 @@
-"""What holds of the proof whatever the numbers are."""
+"""Tests properties of the parity check that hold for any values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optexport.parity.reference import Reference
 
 @st.composite
 def references(draw: st.DrawFn) -> Reference:
-    """What a model computed in two precisions: several cases, of any size of number, rounded as float32 is."""
+    """Draws a reference with several cases of any scale, rounded as in float32."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     scale = 10.0 ** draw(st.integers(-6, 6))
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -39,7 +39,7 @@ def judge(known: Reference, candidate: list[torch.Tensor], multiple: float = 4.0
 
 
 def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list[torch.Tensor], int]:
-    """The original's results, with one element a share of what it may be away from float64; and which case it is in."""
+    """Returns the original's results with one element moved by a share of its limit, and the index of its case."""
     bound = bounds(known, 4.0)["y"]
     candidate = [o["y"].double() for o in known.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
@@ -53,12 +53,12 @@ def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list
 
 
 def as_double(known: Reference) -> Reference:
-    """The same in float64, so that what a test adds is not rounded away; the floor stays that of float32."""
+    """Returns the reference in float64, so that added differences are not rounded away."""
     return Reference(known.cases, tuple({"y": o["y"].double()} for o in known.outputs), known.exact)
 
 
 @given(references(), st.floats(1.0, 100.0))
-def test_the_original_passes_whatever_it_computes(known: Reference, multiple: float) -> None:
+def test_the_original_always_passes(known: Reference, multiple: float) -> None:
     output = judge(known, [o["y"].clone() for o in known.outputs], multiple)
     assert output.passed
     assert output.multiple <= 1.0
@@ -128,7 +128,7 @@ def test_the_order_of_the_cases_does_not_change_the_verdict(known: Reference, sh
 
 @given(references(), st.floats(0.1, 10.0), st.data())
 def test_more_cases_never_let_a_fault_through(known: Reference, share: float, data: Any) -> None:
-    """An exact case more, of numbers no larger, leaves the verdict as it was."""
+    """An added exact case with no larger values must not change the verdict."""
     known = as_double(known)
     candidate, _ = perturbed(known, share, data)
     again = {"y": known.exact[0]["y"].clone()}
@@ -139,7 +139,7 @@ def test_more_cases_never_let_a_fault_through(known: Reference, share: float, da
 
 
 @given(references(), st.floats(0.001, 100.0), st.data())
-def test_a_fixed_tolerance_catches_what_is_beyond_it_and_nothing_else(known: Reference, atol: float, data: Any) -> None:
+def test_a_fixed_tolerance_catches_only_larger_differences(known: Reference, atol: float, data: Any) -> None:
     known = as_double(known)
     for share, passes in ((0.99, True), (1.01, False)):
         candidate = [o["y"].clone() for o in known.outputs]
@@ -150,7 +150,7 @@ def test_a_fixed_tolerance_catches_what_is_beyond_it_and_nothing_else(known: Ref
 
 
 @given(references(), st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
-def test_a_single_number_that_is_none_is_always_caught(known: Reference, value: float, data: Any) -> None:
+def test_a_single_nan_or_infinity_is_always_caught(known: Reference, value: float, data: Any) -> None:
     candidate = [o["y"].clone() for o in known.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
     row = data.draw(st.integers(0, candidate[index].shape[0] - 1))

@@ -1,4 +1,4 @@
-"""What rounding alone does to the original, where a result fails by little: asked of it, and of no faults."""
+"""Tests that rounding alone explains some small failures, and never a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parity.measuring import EPS, Tensors, call
 
 
 class Norm(nn.Module):
-    """Where the features of a row are nearly alike, it makes large what their products are rounded by."""
+    """Amplifies rounding errors if the features of a row are nearly equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Norm(nn.Module):
         return nn.functional.layer_norm(x * self.weight, [8], eps=1e-12)
 
 
-# Products by three quarters are not rounded, so that the original happens to be near to float64 here.
+# Products with 0.75 are exact, so the original is close to float64 here.
 ALIKE = 1 + 2.0**-10 * (torch.arange(8) % 2)
 STEEP = "steep"
 
@@ -45,13 +45,13 @@ def proof() -> ParityChecker:
 
 
 def _off(proof: ParityChecker, by: float, *cases: str) -> dict[str, Tensors]:
-    """What the original gives, off at some cases."""
+    """Returns the original's results, with an offset at some cases."""
     given = zip(proof.reference.cases, proof.reference.outputs, strict=True)
     return {case.name: {"y": outputs["y"] + by * (case.name in cases)} for case, outputs in given}
 
 
 def _explained(proof: ParityChecker, results: dict[str, Tensors]) -> bool:
-    """Whether results that fail pass with bounds of what lies near to the original."""
+    """Returns True if failing results pass with the bounds of perturbed originals."""
     target = proof.take("onnx", list(results.values()))
     assert not target.passed
     found = perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds)
@@ -62,7 +62,7 @@ def _explained(proof: ParityChecker, results: dict[str, Tensors]) -> bool:
     return ParityChecker(proof.reference, found).take("onnx", list(results.values())).passed
 
 
-def test_what_originals_nearby_do_too_is_explained(proof: ParityChecker) -> None:
+def test_errors_of_perturbed_originals_are_explained(proof: ParityChecker) -> None:
     limit = proof.bounds["y"].limit
     assert limit < 1e-4
     assert _explained(proof, _off(proof, 3 * limit, STEEP))
@@ -71,15 +71,17 @@ def test_what_originals_nearby_do_too_is_explained(proof: ParityChecker) -> None
 @pytest.mark.parametrize(
     ("times", "cases"), [(3, ["batch 3"]), (100, [STEEP]), (3, ["batch 2", STEEP]), (3, ["batch 1", "batch 2", STEEP])]
 )
-def test_what_they_do_not_is_not(proof: ParityChecker, times: float, cases: list[str]) -> None:
+def test_larger_errors_and_ordinary_cases_are_not_explained(
+    proof: ParityChecker, times: float, cases: list[str]
+) -> None:
     assert not _explained(proof, _off(proof, times * proof.bounds["y"].limit, *cases))
 
 
-def test_nor_is_what_is_no_number(proof: ParityChecker) -> None:
+def test_nan_is_not_explained(proof: ParityChecker) -> None:
     assert not _explained(proof, _off(proof, torch.nan, STEEP))
 
 
-def test_the_model_stays_as_it_was_and_what_it_raises_explains_nothing(proof: ParityChecker) -> None:
+def test_the_model_is_unchanged_and_exceptions_explain_nothing(proof: ParityChecker) -> None:
     model = Norm()
     before = model.weight.clone()
 
@@ -92,21 +94,21 @@ def test_the_model_stays_as_it_was_and_what_it_raises_explains_nothing(proof: Pa
     assert torch.equal(model.weight, before)
 
 
-def test_a_tolerance_that_was_asked_for_stays_it(proof: ParityChecker) -> None:
+def test_a_configured_tolerance_is_never_raised(proof: ParityChecker) -> None:
     fixed = ParityChecker(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
     target = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
     assert perturbation.bounds(fixed, target, call, Norm(), 4.0, 0, fixed.bounds) is None
 
 
 def _checked(proof: ParityChecker, by: float) -> TargetParity:
-    """A place that is off where the original is badly conditioned, as a run checks it."""
+    """Returns the result of a target with an offset at the badly conditioned case."""
     results = {id(case.batch): _off(proof, by, STEEP)[case.name] for case in proof.reference.cases}
     signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
     candidate_checker = CandidateChecker(proof, call, Norm(), signature, {}, ParityConfig())
     return candidate_checker.check("onnx", lambda: lambda batch: results[id(batch)])
 
 
-def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: ParityChecker) -> None:
+def test_a_run_passes_explained_errors_and_records_the_case(proof: ParityChecker) -> None:
     limit = proof.bounds["y"].limit
     assert _checked(proof, 3 * limit).passed
     assert proof.passed
@@ -114,8 +116,8 @@ def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: ParityCh
     assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
 
 
-def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: ParityChecker) -> None:
-    """A small fault in the graph had made room for a larger one in the file."""
+def test_a_limit_raised_for_one_target_is_not_raised_for_others(proof: ParityChecker) -> None:
+    """A small fault in the graph raised the limit for a larger fault in the file."""
     measured, limit = dict(proof.bounds), proof.bounds["y"].limit
     first = proof.take("graph", list(_off(proof, 3 * limit, STEEP).values()))
     found = perturbation.bounds(proof, first, call, Norm(), 4.0, 0, measured)
@@ -130,15 +132,15 @@ def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: Par
     assert perturbation.bounds(proof, farther, call, Norm(), 4.0, 0, measured) is None
 
 
-def test_a_file_of_few_shapes_is_let_off_none_of_them(proof: ParityChecker) -> None:
-    """Its share was counted of all cases of the run, and the only ordinary one of a fixed shape was let off."""
+def test_a_file_with_few_cases_is_excused_at_no_case(proof: ParityChecker) -> None:
+    """The share was computed over all cases of the run, so its only ordinary case was excused."""
     few = ParityChecker(proof.reference.only([0, 5]), proof.bounds)
     target = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
     assert not target.passed
     assert perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds) is None
 
 
-def test_a_run_fails_what_is_not_and_its_bounds_stay(proof: ParityChecker) -> None:
+def test_a_run_fails_unexplained_errors_and_keeps_its_bounds(proof: ParityChecker) -> None:
     before, ways = dict(proof.bounds), proof.reference.ways
     assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
     assert proof.bounds == before

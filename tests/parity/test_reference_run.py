@@ -1,4 +1,4 @@
-"""What the original computes, in its own precision and in float64: the noise that the floor is made of."""
+"""Tests the reference run, in the original precision and in float64, and its noise floor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
     assert bounds(known, 4.0)["y"].floor == float(max(distances))
 
 
-def test_measuring_leaves_the_model_as_it_was() -> None:
+def test_measuring_leaves_the_model_unchanged() -> None:
     model, cases = network()
     before = copy.deepcopy(model.state_dict())
     run_original(call, model, cases)
@@ -43,7 +43,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("in_other_ways", [True, False])
-def test_what_the_original_rounds_by_on_a_device_is_part_of_the_floor(in_other_ways: bool) -> None:
+def test_rounding_on_a_device_is_part_of_the_noise_floor(in_other_ways: bool) -> None:
     model, cases = network()
     known = run_original(call, model, cases, batched=() if in_other_ways else None)
 
@@ -59,20 +59,20 @@ def test_what_the_original_rounds_by_on_a_device_is_part_of_the_floor(in_other_w
 
 
 class Ashore(nn.Module):
-    """A model that makes a tensor on the CPU, wherever its inputs are."""
+    """Creates a tensor on the CPU, even if its inputs are on another device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.ones(1).expand(3)[torch.arange(3)]
 
 
-def test_a_model_that_does_not_run_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_failing_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
     with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\n  Have it make its tensors"):
         reference_run._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
 
 
 class Stubborn(nn.Module):
-    """A model that float64 cannot go through: one operand is always float32, and is no buffer of it."""
+    """Fails in float64, because one operand is always float32 and not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Stubborn(nn.Module):
         return x @ self.held[0]
 
 
-def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
+def test_a_model_failing_in_float64_falls_back_with_a_reason() -> None:
     known = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
     assert known.fallback is not None
     assert known.fallback.startswith("RuntimeError")
@@ -94,7 +94,7 @@ def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
 
 
 class MasksInFloat32(nn.Module):
-    """Zero times the smallest float64, which float32 has not, is NaN."""
+    """Multiplies zero by the smallest float64, which is infinite in float32, so the result is NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = torch.softmax(x, -1) / 3
@@ -102,8 +102,8 @@ class MasksInFloat32(nn.Module):
         return scores + (mask.float() * torch.finfo(x.dtype).min).to(scores.dtype)
 
 
-def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
-    """Of NaN throughout the floor was 0, and other ways of rounding were called wrong."""
+def test_mask_values_too_large_for_float32_keep_a_noise_floor() -> None:
+    """The float64 results were all NaN, so the floor was 0 and other roundings failed."""
     cases = [Case(name, {"x": torch.randn(4, 60)}) for name in ("traced", "other")]
     known = run_original(call, MasksInFloat32(), cases, batched=["x"])
     assert known.fallback is None
@@ -113,7 +113,7 @@ def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
 
 
 class TimesFloat32(nn.Module):
-    """Multiplies what it makes in float32 by its weights."""
+    """Multiplies a float32 tensor by its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class TimesFloat32(nn.Module):
         return self.linear(x.float() * torch.arange(6))
 
 
-def test_a_model_that_multiplies_float32_by_its_weights_runs_in_float64_where_it_makes_that_float64_too() -> None:
-    """Nothing but its own rounding was there to compare with."""
+def test_float32_casts_become_float64_if_the_weights_need_it() -> None:
+    """The reference fell back to the original's own precision."""
     model, batch = TimesFloat32(), {"x": torch.randn(2, 6)}
     known = run_original(call, model, [Case("only", batch)])
     assert known.fallback is None
@@ -134,7 +134,7 @@ def test_a_model_that_multiplies_float32_by_its_weights_runs_in_float64_where_it
 
 
 class Sinusoids(nn.Module):
-    """Waves whose lengths are computed from whole numbers, and so in float32 whatever the weights are."""
+    """Sine waves with lengths computed from integers, in float32 even if the weights are float64."""
 
     def __init__(self, base: float = 1e4) -> None:
         super().__init__()
@@ -146,15 +146,15 @@ class Sinusoids(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_path: Path) -> None:
-    """A length that is one unit in the last place longer moves the wave at place 2,000 by 2,000 of them."""
+def test_fixed_float32_computations_are_part_of_the_noise_floor(tmp_path: Path) -> None:
+    """An error of one ulp in a length moves the wave at position 2,000 by 2,000 ulps."""
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
     known = run_original(call, Sinusoids(), checked)
     assert known.ways == ("in float64 throughout",)
     targets, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
     waves = (targets[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
     assert float((waves - known.exact[1]["y"][0]).abs().max()) > 100 * EPS
-    # Eight times what it rounds by itself, which is less than two units in the last place here.
+    # Eight times its own rounding, which is less than two units in the last place here.
     assert bounds(known, 4.0)["y"].floor == known.noise[1]["y"] == pytest.approx(16 * EPS, rel=1e-3)
     dynamic = {"x": {0: "batch", 1: Dim("places", 2, 2048)}}
     x = torch.linspace(-1, 1, 18).reshape(2, 9)
@@ -162,7 +162,7 @@ def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_p
 
 
 class OfPeriods(nn.Module):
-    """Takes the place within a period of time stamps of 1985, of which float32 holds every 32nd second."""
+    """Returns waves over time stamps of 1985, which float32 rounds to 32 seconds."""
 
     def __init__(self, dtype: torch.dtype, seconds: int, mark: float, factor: float = 1.0) -> None:
         super().__init__()
@@ -179,10 +179,10 @@ class OfPeriods(nn.Module):
 @pytest.mark.parametrize(
     ("dtype", "seconds", "factor"), [(torch.float32, 604_800, 1.0001), (torch.float16, 10_800, 1.02)]
 )
-def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_noise(
+def test_float32_loss_hides_no_fault_above_the_other_noise(
     dtype: torch.dtype, seconds: int, factor: float, mark: float
 ) -> None:
-    """All of it was part of the floor, a thousand times what files are off by; then still where results hold marks."""
+    """The whole loss was part of the floor, which was a thousand times the error of a file."""
     checked = [Case("traced", {"x": torch.arange(500_000_000, 503_000_000, 40_009)})]
     right, wrong = OfPeriods(dtype, seconds, mark), OfPeriods(dtype, seconds, mark, factor)
     known = run_original(call, right, checked)
@@ -192,7 +192,7 @@ def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_n
     assert not proof.check("wrong", lambda batch: call(wrong, dict(batch))).passed
 
 
-def test_a_wrong_wave_is_found_all_the_same() -> None:
+def test_a_wrong_wave_is_still_found() -> None:
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 400)})]
     known = run_original(call, Sinusoids(), checked)
     proof = ParityChecker(known, bounds(known, 4.0))
@@ -200,8 +200,8 @@ def test_a_wrong_wave_is_found_all_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_whole_numbers_that_drown_a_wave_are_no_fault_of_the_file(tmp_path: Path) -> None:
-    """Steps of a diffusion were checked at 16,777,216, where the exporter was said to have changed the numbers."""
+def test_large_integer_steps_do_not_fail_the_file(tmp_path: Path) -> None:
+    """Diffusion steps were checked at 16,777,216, and the error blamed the exporter."""
 
     class Steps(nn.Module):
         def forward(self, step: torch.Tensor) -> torch.Tensor:
@@ -210,13 +210,13 @@ def test_whole_numbers_that_drown_a_wave_are_no_fault_of_the_file(tmp_path: Path
     assert quick(Steps(), {"step": torch.tensor([1, 17, 400, 999])}, tmp_path / "steps", formats=["onnx"]).passed
 
 
-def test_a_model_of_float64_alone_is_not_run_once_more() -> None:
+def test_a_model_without_float32_casts_is_not_run_again() -> None:
     model, cases = network()
     assert THROUGHOUT not in run_original(call, model, cases).ways
 
 
 class MaskedInFloat32(nn.Module):
-    """Of a mask in float32 torch 2.13 makes something else, on a CPU and in float64, and says nothing."""
+    """Uses a float32 mask, which torch 2.13 misreads without an error in float64 on the CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.eye(33, dtype=torch.bool)
@@ -224,7 +224,7 @@ class MaskedInFloat32(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
-def test_a_mask_that_attention_in_float64_does_not_take_leaves_a_floor() -> None:
+def test_an_attention_mask_unusable_in_float64_keeps_a_floor() -> None:
     cases = [Case(name, {"x": torch.randn(2, 4, 33, 16)}) for name in ("traced", "other")]
     known = run_original(call, MaskedInFloat32(), cases)
     assert known.fallback is None
@@ -232,7 +232,7 @@ def test_a_mask_that_attention_in_float64_does_not_take_leaves_a_floor() -> None
 
 
 class Unsteady(nn.Module):
-    """In float64 it computes something else, and it wants float32 where it asks for that."""
+    """Computes something else in float64, and raises if a cast to float32 has no effect."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.float().dtype != torch.float32:
@@ -240,7 +240,7 @@ class Unsteady(nn.Module):
         return x if x.dtype == torch.float32 else -x
 
 
-def test_where_float64_is_something_else_either_way_nothing_is_proven() -> None:
+def test_a_model_different_in_float64_is_refused() -> None:
     known = run_original(call, randomise(Unsteady()), [Case("only", {"x": torch.ones(2, 6)})])
     assert known.fallback is None
     with pytest.raises(ParityError, match="nothing can be proven"):
@@ -248,13 +248,13 @@ def test_where_float64_is_something_else_either_way_nothing_is_proven() -> None:
 
 
 class Coarse(nn.Module):
-    """Leaves four binary digits of what it is given."""
+    """Keeps only four binary digits of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x + 2.0**19) - 2.0**19
 
 
-def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
+def test_the_hint_names_a_smaller_multiple_if_one_is_enough() -> None:
     known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
     with pytest.raises(ParityError, match="nothing can be proven") as told:
         bounds(known, 4.0)
@@ -266,21 +266,21 @@ def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
 
 
 class Cancels(nn.Module):
-    """Of a small input rounding leaves little, as of the noise of a trained encoder at some sizes."""
+    """Rounds most digits of a small input away, as a trained encoder does at some sizes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x + 1.1) - 1.1
 
 
 @pytest.mark.parametrize(("size", "guided"), [(1e-3, True), (1e-6, False)])
-def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(size: float, guided: bool) -> None:
+def test_uneven_noise_is_the_floor_if_half_the_digits_remain(size: float, guided: bool) -> None:
     model = randomise(Cancels())
     cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
     known = run_original(call, model, cases)
     assert known.unguided == (() if guided else (f"y at of {size}",))
 
 
-def test_a_model_of_integers_alone_needs_no_float64() -> None:
+def test_an_integer_model_needs_no_float64() -> None:
     class Shift(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1
@@ -291,7 +291,7 @@ def test_a_model_of_integers_alone_needs_no_float64() -> None:
 
 
 class Rows(nn.Module):
-    """Rows that have no say in each other's results, or that have."""
+    """Computes rows independently, or subtracts their mean."""
 
     def __init__(self, *, mix: bool) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("mix", [False, True])
-def test_halves_of_a_batch_count_for_the_floor_where_rows_have_no_say_in_each_other(mix: bool) -> None:
+def test_half_batches_add_to_the_floor_if_rows_are_independent(mix: bool) -> None:
     model = randomise(Rows(mix=mix))
     known = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
     assert known.ways == (() if mix else ("half the rows at a time",))
@@ -314,7 +314,7 @@ def test_halves_of_a_batch_count_for_the_floor_where_rows_have_no_say_in_each_ot
     assert bounds(known, 4.0)["y"].floor == known.noise[0]["y"]
 
 
-def test_the_original_runs_with_one_thread_too_and_the_number_is_put_back() -> None:
+def test_the_original_also_runs_on_one_thread() -> None:
     model, cases = network()
     before, seen = torch.get_num_threads(), []
 
@@ -333,7 +333,7 @@ def test_the_original_runs_with_one_thread_too_and_the_number_is_put_back() -> N
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells how much memory is free")
-def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_and_that_is_said() -> None:
+def test_a_model_too_large_for_float64_falls_back_with_a_reason() -> None:
     class Vast(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -347,7 +347,7 @@ def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_
     assert known.fallback.startswith("its weights take 281475.0 GB in float64")
 
 
-def test_a_model_that_does_not_take_half_of_its_rows_is_not_run_on_them() -> None:
+def test_half_batches_are_skipped_if_the_model_refuses_them() -> None:
     class Three(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] < 3:

@@ -1,4 +1,4 @@
-"""A failing input is made small, and one that nobody thought of is found; without a trace on disk."""
+"""Tests the search for failing inputs and their reduction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(rows: int = 4, columns: int = 9) -> Batch:
 @settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 8), st.integers(2, 12))
 def test_a_failing_input_is_made_as_small_as_the_fault_allows(rows: int, columns: int) -> None:
-    """The fault shows from so many rows and columns on, whatever the values are."""
+    """The fault needs a minimum number of rows and columns, and no particular values."""
 
     def fails(made: Batch) -> bool:
         return made["ids"].shape[0] >= rows and made["ids"].shape[1] >= columns
@@ -63,7 +63,7 @@ def test_a_failing_input_is_made_as_small_as_the_fault_allows(rows: int, columns
         (lambda made: any(row[0] == 0 and row.any() for row in made["mask"][:, :3]), "mask padded left"),
     ],
 )
-def test_the_simplest_values_that_fail_are_named(fails: Callable[[Batch], bool], part: str) -> None:
+def test_the_simplest_failing_values_are_named(fails: Callable[[Batch], bool], part: str) -> None:
     given = batch()
     given["ids"][1, 2] = IDS - 1
     given["mask"][2] = 0
@@ -75,7 +75,7 @@ def test_the_simplest_values_that_fail_are_named(fails: Callable[[Batch], bool],
     assert found.name.startswith("batch 1, ")
 
 
-def test_values_are_left_as_they_are_where_only_sizes_are_to_change() -> None:
+def test_values_stay_if_only_sizes_may_change() -> None:
     given = batch()
     found = smallest_failing(lambda made: True, Case("data", given), SIGNATURE, {"ids": IDS}, values=False)
     assert found is not None
@@ -83,7 +83,7 @@ def test_values_are_left_as_they_are_where_only_sizes_are_to_change() -> None:
     assert found.name == "batch 1, sequence 2; else as at data"
 
 
-def test_nothing_is_named_where_nothing_smaller_fails() -> None:
+def test_no_input_is_named_if_no_smaller_one_fails() -> None:
     given = batch(3, 7)
     assert smallest_failing(lambda made: False, Case("data", given), SIGNATURE, {}) is None
     assert smallest_failing(
@@ -92,7 +92,7 @@ def test_nothing_is_named_where_nothing_smaller_fails() -> None:
     ) is None  # fmt: skip
 
 
-def test_a_search_ends_in_time_with_the_smallest_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_ends_in_time_with_its_smallest_input(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def fails(made: Batch) -> bool:
@@ -100,7 +100,7 @@ def test_a_search_ends_in_time_with_the_smallest_that_it_has(monkeypatch: pytest
         calls += 1
         return made["ids"].numel() > 6
 
-    # A clock of its own, since the time depends on how busy the machine is: 20 calls take the second.
+    # A fake clock, because real time depends on the load of the machine: 20 calls take one second.
     monkeypatch.setattr("optexport.parity.search.time", SimpleNamespace(monotonic=lambda: 0.05 * calls))
     found = smallest_failing(fails, Case("data", batch(30, 60)), SIGNATURE, {}, seconds=1.0)
     assert calls <= 21
@@ -108,9 +108,7 @@ def test_a_search_ends_in_time_with_the_smallest_that_it_has(monkeypatch: pytest
     assert fails(found.batch)
 
 
-def test_an_input_that_nobody_thought_of_is_found_the_same_every_time_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_is_deterministic_and_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def fails(made: Batch) -> bool:
@@ -126,7 +124,7 @@ def test_an_input_that_nobody_thought_of_is_found_the_same_every_time_and_leaves
 
 @settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**62), st.integers(100, 3000))
-def test_a_search_stays_inside_the_declared_sizes_the_vocabulary_and_its_budget(seed: int, most: int) -> None:
+def test_a_search_respects_sizes_vocabulary_and_budget(seed: int, most: int) -> None:
     tried: list[Batch] = []
 
     def fails(made: Batch) -> bool:
@@ -157,7 +155,7 @@ def call(model: nn.Module, made: Batch) -> Outputs:
 
 
 @pytest.mark.slow
-def test_the_test_of_a_batch_knows_the_right_from_the_wrong_on_inputs_that_are_new() -> None:
+def test_the_failure_test_is_right_on_new_inputs() -> None:
     model, wrong = randomise(Sums()), randomise(Sums())
     with torch.no_grad():
         wrong.words.weight[7] += 1e-3
@@ -172,7 +170,7 @@ def test_the_test_of_a_batch_knows_the_right_from_the_wrong_on_inputs_that_are_n
     assert found.name == "batch 1, sequence 2; ids all 7; mask all 1"
 
 
-def test_what_the_original_refuses_is_no_failure() -> None:
+def test_an_input_refused_by_the_original_is_not_a_failure() -> None:
     class Refuses(nn.Module):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             raise ValueError("no")
@@ -182,7 +180,7 @@ def test_what_the_original_refuses_is_no_failure() -> None:
 
 
 class WrongAtSomeLengths(Transformation):
-    """Is wrong at some lengths of the sequence; or there where all positions are alike alone."""
+    """Adds an error at some sequence lengths, optionally only if all positions are equal."""
 
     preserves_computation = True
 
@@ -203,7 +201,7 @@ def _shifted(hidden: torch.Tensor, sizes: tuple[int, ...], alike: bool) -> torch
     return hidden + 0.5 if is_wrong else hidden
 
 
-def test_a_run_that_fails_says_the_smallest_input_at_which_it_still_does(tmp_path: Path) -> None:
+def test_a_failing_run_reports_the_smallest_failing_input(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="It still fails at batch 1, sequence 20; x all 0; mask all 1"):
         export(
             exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=["pt2"],
@@ -212,7 +210,7 @@ def test_a_run_that_fails_says_the_smallest_input_at_which_it_still_does(tmp_pat
 
 
 @pytest.mark.slow
-def test_exhaustive_effort_finds_what_the_fixed_cases_pass(tmp_path: Path) -> None:
+def test_exhaustive_effort_finds_faults_missed_by_fixed_cases(tmp_path: Path) -> None:
     rule = WrongAtSomeLengths(tuple(range(35, 62)), alike=True)
     with pytest.raises(ParityError, match=r"at found by search: batch \d+, sequence 35") as failed:
         export(

@@ -1,4 +1,4 @@
-"""Sizes at which a model does something else that its trace shows nothing of."""
+"""Tests the search for sizes at which a model takes a branch that is missing from its trace."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_way_that_a_trace_shows_nothing_of_fails_the_proof(name: str, tmp_path: Path) -> None:
-    """Each was proven, and its files were wrong at sizes that were declared."""
+def test_a_branch_missing_from_the_trace_fails_parity(name: str, tmp_path: Path) -> None:
+    """Each model passed, although its files were wrong at declared sizes."""
     forward, members = MODELS[name]
     with torch.random.fork_rng(devices=[]), pytest.raises(ParityError, match="the results differ"):
         quick(Program(forward, **members), {"x": X}, tmp_path / "bundle", dynamic=DYNAMIC)
 
 
 class Pads(nn.Module):
-    """Does something else at one size, under padding alone."""
+    """Takes another branch at one size, which shows only under padding."""
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         return x * attention_mask + (1 - attention_mask) * (5.0 if str(x.shape[1]) == "21" else 0.0)
 
 
 @pytest.mark.slow
-def test_a_way_that_shows_under_padding_alone_fails_the_proof_too(tmp_path: Path) -> None:
+def test_a_branch_visible_only_under_padding_fails_parity(tmp_path: Path) -> None:
     inputs = {"x": torch.linspace(-1, 1, 24).reshape(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
     dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("rows", 1, 32)} for name in inputs}
     with pytest.raises(ParityError, match="rows 21"):
@@ -88,7 +88,7 @@ def test_a_way_that_shows_under_padding_alone_fails_the_proof_too(tmp_path: Path
 
 
 def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[list[dict[str, int]], list[torch.Size]]:
-    """What is found, and the shapes that were tried."""
+    """Returns the sizes found and the shapes tried."""
     traced = trace(model.eval(), {"x": X}, DYNAMIC)
     tried = []
 
@@ -103,7 +103,7 @@ def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[li
 
 
 @pytest.mark.slow
-def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_once() -> None:
+def test_a_model_without_branches_passes_at_many_sizes() -> None:
     found, tried = searched(Program(lambda m, x: m.linear(x.mean(-1, keepdim=True)), linear=nn.Linear(1, 4)))
     assert found == []
     assert len(tried) == len(set(tried)) > 200
@@ -112,14 +112,14 @@ def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_
 
 
 @pytest.mark.slow
-def test_what_is_tried_of_a_large_model_is_less_and_small() -> None:
+def test_a_large_model_is_tried_at_fewer_and_smaller_sizes() -> None:
     model = Program(lambda m, x: m.linear(x[..., None]).sum(-1), linear=nn.Linear(1, 60_000))
     _, few = searched(model)
     assert 10 < len(few) < 200
     assert max(map(math.prod, few)) < 8 * 32 * 32
 
 
-def test_a_size_that_the_model_does_not_take_is_none_and_one_that_its_trace_does_not_is_one() -> None:
+def test_a_size_counts_only_if_the_model_accepts_it() -> None:
     traced = trace(Program(lambda m, x: x * 2).eval(), {"x": X}, DYNAMIC)
 
     def graph(batch: Any) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def test_a_size_that_the_model_does_not_take_is_none_and_one_that_its_trace_does
     assert len(parting_sizes(graph, fails, {"x": X}, traced.signature)) == 4
 
 
-def test_sizes_that_are_known_are_neither_tried_nor_in_the_way_of_others() -> None:
+def test_known_sizes_are_skipped_and_others_are_still_found() -> None:
     model = Program(lambda m, x: x * {"7": 2, "12": 3}.get(str(x.shape[2]), 1))
     found, tried = searched(model, [{"columns": 7}])
     assert {sizes["columns"] for sizes in found} == {12}
@@ -140,7 +140,7 @@ def test_sizes_that_are_known_are_neither_tried_nor_in_the_way_of_others() -> No
 
 
 class SumsInBlocks(Rule):
-    """Sums whole blocks and the rest apart; of a multiple of a block it takes the whole for the rest, too."""
+    """Sums full blocks and the remainder; a multiple of the block size is counted twice."""
 
     def match(self, graph_module: fx.GraphModule, node: fx.Node) -> Match | None:
         return Match((node,)) if node.target is torch.ops.aten.sum.dim_IntList else None
@@ -159,8 +159,8 @@ class SumsInBlocks(Rule):
         return [(total, None)]
 
 
-def test_a_rule_that_is_wrong_at_sizes_between_fails_the_proof_and_is_to_blame(tmp_path: Path) -> None:
-    """The original was run beside its trace at all sizes, and beside no graph that a rule had changed."""
+def test_a_rule_wrong_at_some_sizes_fails_parity_and_is_blamed(tmp_path: Path) -> None:
+    """All sizes were compared with the trace only, not with the transformed graph."""
     model, dynamic = Program(lambda m, x: m.linear(x.sum(2)), linear=nn.Linear(4, 4)), {"x": DYNAMIC["x"].copy()}
     dynamic["x"].pop(1)
     with pytest.raises(ParityError, match=r"columns (8|16|24)") as raised:
@@ -170,8 +170,8 @@ def test_a_rule_that_is_wrong_at_sizes_between_fails_the_proof_and_is_to_blame(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mark", [-1e9, torch.finfo(torch.float32).min, -1e4])
-def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path: Path) -> None:
-    """What was let pass was a share of the median, which of more marks than results is the mark."""
+def test_mask_values_hide_no_rule_wrong_at_some_sizes(mark: float, tmp_path: Path) -> None:
+    """The tolerance was a share of the median, which is the mask value if most results are masked."""
     marked = torch.tensor([True, True, True, False])
     model = Program(lambda m, x: m.linear(x.sum(2)).masked_fill(m.marked, mark), linear=nn.Linear(4, 4))
     model.register_buffer("marked", marked)
@@ -184,8 +184,8 @@ def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_of_half_precision_does_not_stand_before_what_is_wrong(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The first four sizes at which it parted were looked at, and none after."""
+def test_half_precision_rounding_does_not_hide_wrong_sizes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Only the first four sizes with a difference were examined."""
     layers = nn.Sequential(nn.Linear(8, 96), nn.GELU(), nn.Linear(96, 256))
     model = Program(lambda m, x: m.layers(x).sum(2), layers=layers).to(dtype)
     inputs = {"x": torch.randn(3, 1, 11, 8, generator=torch.Generator().manual_seed(0)).to(dtype)}
@@ -195,7 +195,7 @@ def test_rounding_of_half_precision_does_not_stand_before_what_is_wrong(dtype: t
 
 
 @pytest.mark.slow
-def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed_in_another_order() -> None:
+def test_integers_decided_by_rounding_are_not_a_difference() -> None:
     traced = trace(Program(lambda m, x: x.argmax(-1)).eval(), {"x": X}, DYNAMIC)
 
     def original(batch: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Boundary ids, zeros, large values: that they are checked, and the faults that nothing but these and padding finds."""
+"""Tests boundary ids, zeros and large values, and the faults that only they and padding find."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def signature(batch: Batch, *dims: Dim) -> Signature:
 
 
 def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]:
-    """The cases at which a wrong model is not taken for the right one."""
+    """Returns the cases at which the wrong model fails."""
 
     def call(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         return {"y": module(**batch)}
@@ -54,11 +54,11 @@ def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]
     return {case.case for case in output.cases if case.failure is not None}
 
 
-# What is checked
+# Choice of cases
 
 
-def test_each_input_of_one_number_is_tried_alone_a_scalar_too() -> None:
-    """A scale of 0, as of what is not trained yet, was 0 in every case; and of two one may be refused for the other."""
+def test_each_constant_input_is_tried_alone() -> None:
+    """An untrained scale of 0 was 0 in every case. A model may refuse noise in one of two constant inputs."""
     example = {"scale": torch.tensor(0.0), "share": torch.full((2, 4), 0.25), "x": torch.randn(2, 4)}
     found = {case.name: case.batch for case in special_cases(example, {}, "standard", 0)}
     assert {name for name in found if name.startswith("noise")} == {"noise as scale", "noise as share"}
@@ -67,8 +67,8 @@ def test_each_input_of_one_number_is_tried_alone_a_scalar_too() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
-def test_of_an_input_of_one_number_noise_is_tried(value: float) -> None:
-    """Ones show neither which of several is taken nor how far they are apart."""
+def test_a_constant_input_is_tried_with_noise(value: float) -> None:
+    """Equal values do not show which element is used, or how far apart the elements are."""
     example = {"image": torch.full((2, 3, 4), value), "other": torch.randn(2, 4)}
     (case,) = [case for case in special_cases(example, {}, "standard", 0) if case.name == "noise as image"]
     made = case.batch["image"]
@@ -79,9 +79,7 @@ def test_of_an_input_of_one_number_noise_is_tried(value: float) -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 50), st.sampled_from([torch.int64, torch.int32]))
-def test_the_ids_at_the_ends_of_a_vocabulary_appear_wherever_there_is_room_and_none_beyond(
-    rows: int, columns: int, count: int, dtype: torch.dtype
-) -> None:
+def test_ids_at_both_ends_of_the_vocabulary_are_tried(rows: int, columns: int, count: int, dtype: torch.dtype) -> None:
     ids = torch.full((rows, columns), min(9, count - 1), dtype=dtype)
     (case,) = special_cases({"ids": ids}, {"ids": count}, "standard", 0)
     made, ends = case.batch["ids"], {0, min(1, count - 1), max(0, count - 2), count - 1}
@@ -92,10 +90,10 @@ def test_the_ids_at_the_ends_of_a_vocabulary_appear_wherever_there_is_room_and_n
         assert ends <= set(made.flatten().tolist())
     if columns >= 8:
         assert all(ends <= set(row) for row in made.tolist())
-        assert bool((made == ids).any())  # and data beside them
+        assert bool((made == ids).any())  # and ids of the example too
 
 
-def test_zeros_and_large_values_are_extreme_and_leave_masks_and_ids_alone() -> None:
+def test_zeros_and_large_values_leave_masks_and_ids_unchanged() -> None:
     example = {"x": torch.randn(2, 3), "mask": torch.ones(2, 3), "ids": torch.tensor([1, 2])}
     for case in special_cases(example, {"ids": 4}, "standard", 0):
         if case.name == "boundary ids" or case.name.startswith("padded"):
@@ -111,9 +109,7 @@ def test_zeros_and_large_values_are_extreme_and_leave_masks_and_ids_alone() -> N
     st.lists(st.integers(1, 9), max_size=3),
     st.sampled_from(EFFORTS),
 )
-def test_whole_numbers_are_made_up_for_one_input_at_a_time(
-    dtype: torch.dtype, shape: list[int], effort: Effort
-) -> None:
+def test_large_integers_are_tried_for_one_input_at_a_time(dtype: torch.dtype, shape: list[int], effort: Effort) -> None:
     example = {"seconds": torch.ones(shape, dtype=dtype), "days": torch.ones(2, dtype=dtype)}
     found = special_cases(example, {}, effort, 0)
     assert bool(found) is (effort != "quick")
@@ -126,7 +122,7 @@ def test_whole_numbers_are_made_up_for_one_input_at_a_time(
         assert effort == "exhaustive" or bool((made >= 0).all())
     if dtype in (torch.int32, torch.int64) and found:
         large = torch.cat([case.batch["days"] for case in found])
-        assert not torch.equal(large.float().to(dtype), large)  # float32 does not hold them all
+        assert not torch.equal(large.float().to(dtype), large)  # float32 cannot represent all of them
 
 
 @given(
@@ -135,10 +131,10 @@ def test_whole_numbers_are_made_up_for_one_input_at_a_time(
     st.integers(1, 50) | st.none(),
     st.sampled_from(["standard", "exhaustive"]),
 )
-def test_whole_numbers_are_made_up_between_the_ends_that_are_declared(
+def test_integers_stay_within_the_declared_range(
     dtype: str, low: int | None, count: int | None, effort: Effort
 ) -> None:
-    """Hours of a day, declared as 0 to 24, were checked at 16,777,216, which the model is not for."""
+    """Hours declared as 0 to 24 were checked at 16,777,216, which the model does not support."""
     low = low if low is None or dtype != "uint8" else abs(low)
     high = count if low is None or count is None else low + count
     spec = TensorConfig(shape=["batch", 3], dtype=dtype, low=low, high=high)
@@ -149,7 +145,7 @@ def test_whole_numbers_are_made_up_between_the_ends_that_are_declared(
     assert high is None or int(made.max()) == high - 1
 
 
-def test_no_whole_numbers_are_made_up_where_results_would_be_as_large() -> None:
+def test_no_large_integers_are_tried_if_they_set_output_sizes() -> None:
     example = {"repeats": torch.tensor([1, 2])}
     assert special_cases(example, {}, "exhaustive", 0, sized_by_values=True) == []
 
@@ -163,8 +159,8 @@ class Hours(nn.Module):
         return (seconds.float() / 3 * 3).long() if self.in_float32 else seconds
 
 
-def test_whole_numbers_that_go_through_float32_are_found_though_no_data_are_so_large() -> None:
-    """A file that divided time stamps in float32 passed where nobody gave a time stamp of today."""
+def test_integers_rounded_by_float32_are_found() -> None:
+    """A file that divided time stamps in float32 passed if the data had no current time stamp."""
     example = {"seconds": torch.tensor([[60, 3600], [7, 9]])}
     checked = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
     assert failing(Hours(), Hours(in_float32=True), checked) == {"seconds from 16,777,216"}
@@ -177,7 +173,7 @@ def test_large_values_of_every_dtype_are_finite() -> None:
         assert all(case.batch["x"].dtype is dtype for case in found)
 
 
-def test_truths_are_tried_and_masks_are_not_whole() -> None:
+def test_boolean_inputs_are_tried_and_masks_are_never_all_true() -> None:
     example = {"keep": torch.tensor([[True, False, False]]), "key_mask": torch.tensor([[True, True, False]])}
     made = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
     assert set(made) == {"keep every second", "keep all true", "key_mask every second"}
@@ -188,7 +184,7 @@ def test_truths_are_tried_and_masks_are_not_whole() -> None:
 
 
 class Pool(nn.Module):
-    """Goes another way where all is kept, but not in a trace."""
+    """Takes another branch if all entries are kept, except while tracing."""
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and keep.all():
@@ -197,22 +193,22 @@ class Pool(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_a_model_does_where_an_input_is_true_throughout_is_seen(tmp_path: Path) -> None:
+def test_a_branch_for_an_all_true_input_is_checked(tmp_path: Path) -> None:
     inputs = {"x": torch.randn(2, 5, 3), "keep": torch.arange(10).reshape(2, 5) > 3}
     with pytest.raises(ParityError, match="keep all true"):
         quick(Pool(), inputs, tmp_path / "pool")
 
 
 class Best(nn.Module):
-    """The places of the best scores among those that are valid."""
+    """Returns the indices of the best valid scores."""
 
     def forward(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill(~valid, -torch.inf).topk(2)[1]
 
 
 @pytest.mark.slow
-def test_a_selection_of_nothing_is_not_made_up(tmp_path: Path) -> None:
-    """At false alone all scores are equal, and which of them are the best is nobody's to say."""
+def test_an_all_false_selection_is_not_tried(tmp_path: Path) -> None:
+    """All scores are equal if every entry is false, so the order of the best is arbitrary."""
     inputs = {"scores": torch.arange(21.0).reshape(3, 7), "valid": torch.arange(21).reshape(3, 7) % 5 != 0}
     made = [case.name for case in special_cases(inputs, {}, "standard", 0)]
     assert not any("false" in name for name in made)
@@ -220,7 +216,7 @@ def test_a_selection_of_nothing_is_not_made_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_no_two_cases_are_called_alike_and_all_are_the_same_every_time(effort: Effort) -> None:
+def test_special_cases_have_unique_names_and_are_deterministic(effort: Effort) -> None:
     example = {**text(2, 6), "x": torch.randn(2, 4)}
     first, second = (special_cases(example, {"input_ids": IDS}, effort, 3) for _ in range(2))
     assert len({case.name for case in first}) == len(first)
@@ -228,7 +224,7 @@ def test_no_two_cases_are_called_alike_and_all_are_the_same_every_time(effort: E
         assert all(torch.equal(one.batch[name], other.batch[name]) for name in example)
 
 
-def test_a_case_that_nobody_declared_may_be_refused_and_is_told() -> None:
+def test_an_undeclared_case_may_be_refused_and_is_reported() -> None:
     class Picky(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not x.any():
@@ -245,7 +241,7 @@ def test_a_case_that_nobody_declared_may_be_refused_and_is_told() -> None:
     assert reference.left_out == ("zeros: the model itself fails, ValueError: nothing but zeros",)
 
 
-def test_an_extreme_case_that_the_original_itself_cannot_compute_is_left_out() -> None:
+def test_an_extreme_case_is_skipped_if_the_original_gives_nan() -> None:
     class Exponential(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.exp()
@@ -257,11 +253,11 @@ def test_an_extreme_case_that_the_original_itself_cannot_compute_is_left_out() -
     assert reference.left_out == ("values 64 times as large: the model itself gives NaN or infinity",)
 
 
-# The faults that they find, and nothing else does
+# Faults that only these cases find
 
 
 class Words(nn.Module):
-    """Means of the embeddings of what is no padding."""
+    """Averages the embeddings of all tokens except padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,14 +271,14 @@ class Words(nn.Module):
 
 
 class CountsFromTheLeft(Words):
-    """Takes it that padding is at the right."""
+    """Assumes that padding is at the right."""
 
     def weights(self, mask: torch.Tensor) -> torch.Tensor:
         return super().weights((torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)).long())
 
 
 class DividesByNothing(Words):
-    """Leaves out what keeps a row of nothing but padding from 0 / 0."""
+    """Omits the guard against 0 / 0 in a row of only padding."""
 
     def weights(self, mask: torch.Tensor) -> torch.Tensor:
         return mask / mask.sum(1, keepdim=True)
@@ -297,9 +293,7 @@ def words(kind: type[Words] = Words) -> Words:
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("wrong", [CountsFromTheLeft, DividesByNothing])
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_a_wrong_use_of_the_mask_shows_in_a_file_of_fixed_shape_too(
-    effort: Effort, wrong: type[Words], rows: int
-) -> None:
+def test_a_wrong_use_of_the_mask_is_found_at_a_fixed_shape(effort: Effort, wrong: type[Words], rows: int) -> None:
     example = text(rows, 7)
     sizes = cases(example, [example], signature(example), effort=effort)
     special = special_cases(example, {"input_ids": IDS}, effort, 0)
@@ -310,7 +304,7 @@ def test_a_wrong_use_of_the_mask_shows_in_a_file_of_fixed_shape_too(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("row", [0, 1, IDS - 2, IDS - 1])
-def test_a_wrong_row_at_the_end_of_a_vocabulary_shows_at_the_boundary_ids_alone(row: int) -> None:
+def test_a_wrong_boundary_row_is_found_only_by_boundary_ids(row: int) -> None:
     wrong = words()
     with torch.no_grad():
         wrong.words.weight[row] += 0.1
@@ -346,7 +340,7 @@ class Apply(nn.Module):
     ],
     ids=["normalisation without eps", "RMS norm without eps", "softmax that overflows", "softplus", "clamp"],
 )
-def test_a_guard_that_is_left_out_shows_at_an_extreme_case_alone(right: object, wrong: object, where: str) -> None:
+def test_a_missing_guard_is_found_only_at_an_extreme_case(right: object, wrong: object, where: str) -> None:
     example = {"x": torch.randn(3, 8)}
     sizes = cases(example, [example], signature(example, Dim("batch", 1, 16)))
     special = special_cases(example, {}, "standard", 0)

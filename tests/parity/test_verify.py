@@ -1,4 +1,4 @@
-"""Verifying a bundle: by itself, without the model or its libraries, and by what its files compute."""
+"""Tests bundle verification, which needs neither the model nor its libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests._helpers.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
 
 PLACES = ["torchscript", "onnx", "onnx, optimised", "pt2"]
 
-# Stands for an environment with torch and onnxruntime alone.
+# Simulates an environment with only torch and onnxruntime.
 BLOCKED = """
 import sys
 from importlib.machinery import PathFinder
@@ -40,7 +40,7 @@ sys.meta_path = [Blocker if finder is PathFinder else finder for finder in sys.m
 
 
 def verify_apart(bundle: Path, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
-    """Runs ``optexport verify --json`` in a process of its own that has neither transformers nor onnx nor mlflow."""
+    """Runs ``optexport verify --json`` in a subprocess without transformers, onnx and mlflow."""
     code = f"{BLOCKED}\nsys.argv = ['optexport', 'verify', '--json', {str(bundle)!r}]\n"
     code += "from optexport.cli.main import main\nmain()"
     return subprocess.run(
@@ -55,11 +55,11 @@ def verify_apart(bundle: Path, hash_seed: str = "random") -> subprocess.Complete
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A real bundle to spoil."""
+    """Returns a copy of a real bundle."""
     return Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
 
 
-def test_a_bundle_passes_at_every_place_on_every_stored_case(copied: Path) -> None:
+def test_a_bundle_passes_for_every_target_and_stored_case(copied: Path) -> None:
     targets = verify(copied).targets[1:]
     assert [target.target for target in targets] == PLACES
     assert all(target.passed for target in targets)
@@ -68,7 +68,7 @@ def test_a_bundle_passes_at_every_place_on_every_stored_case(copied: Path) -> No
     assert len(manifest["reference_cases"]) >= 4
 
 
-def test_a_bundle_passes_where_transformers_onnx_and_mlflow_are_not_installed(copied: Path) -> None:
+def test_a_bundle_passes_without_transformers_onnx_and_mlflow(copied: Path) -> None:
     done = verify_apart(copied)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -76,13 +76,13 @@ def test_a_bundle_passes_where_transformers_onnx_and_mlflow_are_not_installed(co
     assert [row["target"] for row in report["targets"]] == [target for target in PLACES for _ in range(2)]
 
 
-def test_the_blocker_of_these_tests_blocks() -> None:
+def test_the_import_blocker_of_these_tests_works() -> None:
     code = f"{BLOCKED}\nimport transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "No module named 'transformers'" in done.stderr
 
 
-def test_a_changed_byte_ends_the_program_with_four_and_names_the_file(copied: Path) -> None:
+def test_a_changed_byte_exits_with_4_and_names_the_file(copied: Path) -> None:
     content = bytearray((copied / "model.onnx").read_bytes())
     content[len(content) // 2] ^= 1
     (copied / "model.onnx").write_bytes(content)
@@ -101,7 +101,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_tampered_weight_fails_by_its_numbers_where_the_digests_were_made_to_fit(copied: Path, name: str) -> None:
+def test_a_tampered_weight_fails_by_outputs_if_digests_match(copied: Path, name: str) -> None:
     tamper, failing = TAMPERED[name]
     tamper(copied / name)
     with pytest.raises(BundleError, match=name):
@@ -115,7 +115,7 @@ def test_a_tampered_weight_fails_by_its_numbers_where_the_digests_were_made_to_f
         assert hidden.passed is (target.target not in failing)
 
 
-def test_a_tampered_weight_ends_the_program_with_four_and_names_place_output_and_case(copied: Path) -> None:
+def test_a_tampered_weight_exits_with_4_and_names_the_case(copied: Path) -> None:
     tamper_onnx(copied / "model.onnx")
     exports.reseal(copied, "model.onnx")
     done = verify_apart(copied)
@@ -125,14 +125,14 @@ def test_a_tampered_weight_ends_the_program_with_four_and_names_place_output_and
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_a_file_that_cannot_be_opened_is_one_clear_error(copied: Path, name: str) -> None:
+def test_an_unreadable_file_is_one_clear_error(copied: Path, name: str) -> None:
     (copied / name).write_bytes(b"not a model at all")
     exports.reseal(copied, name)
     with pytest.raises(BundleError, match=name):
         verify(copied)
 
 
-def test_the_model_of_another_bundle_fails_by_its_numbers(copied: Path, tmp_path: Path) -> None:
+def test_the_model_of_another_bundle_fails_by_its_outputs(copied: Path, tmp_path: Path) -> None:
     other = exports.block()
     with torch.no_grad():
         other.up.weight += 0.01
@@ -144,7 +144,7 @@ def test_the_model_of_another_bundle_fails_by_its_numbers(copied: Path, tmp_path
     assert [target.target for target in verify(copied).targets if not target.passed] == ["pt2"]
 
 
-def test_a_pt2_file_with_code_in_it_is_refused_and_the_code_not_run(copied: Path, tmp_path: Path) -> None:
+def test_a_pt2_file_with_code_is_refused_without_running_it(copied: Path, tmp_path: Path) -> None:
     class Malice:
         def __reduce__(self) -> tuple[object, ...]:
             return (Path.touch, (tmp_path / "ran",))
@@ -158,7 +158,7 @@ def test_a_pt2_file_with_code_in_it_is_refused_and_the_code_not_run(copied: Path
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
         verify(tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_bundle_may_be_moved_and_made_read_only(copied: Path) -> None:
 
 
 class OwnPrecision(nn.Module):
-    """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
+    """Disables autocast in a way that the TorchScript compiler does not support."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -187,7 +187,7 @@ class OwnPrecision(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_file_that_takes_the_traced_shape_alone_is_said_to_be_held_there(tmp_path: Path) -> None:
+def test_a_file_limited_to_the_traced_shape_is_reported(tmp_path: Path) -> None:
     formats = ["torchscript", "pt2"]
     exports.quick(OwnPrecision(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH, formats=formats)
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])

@@ -1,4 +1,4 @@
-"""The inputs that hold the ids of an embedding are known, with how many ids there are, and the masks of attentions."""
+"""Tests detection of token id inputs, vocabulary sizes and attention masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests._helpers.exports import quick
 
 
 class Looks(nn.Module):
-    """Looks ids up as they come, reshaped, cast, or only after they were changed."""
+    """Looks up ids directly, reshaped, cast, or only after changing them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Looks(nn.Module):
      ("not at all", None)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_an_embedding_is_found_through_what_hands_ids_on(way: str, count: int | None, dtype: torch.dtype) -> None:
+def test_an_embedding_is_found_through_reshapes_and_casts(way: str, count: int | None, dtype: torch.dtype) -> None:
     example = {"ids": torch.ones(3, 4, dtype=dtype), "x": torch.ones(3, 4)}
     traced = trace(Looks(way).eval(), example)
     assert vocabularies(traced.graph_module, traced.signature) == ({} if count is None else {"ids": count})
@@ -72,7 +72,7 @@ def test_the_ids_of_transformers_are_found(name: str, inputs: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_kinds_of_tokens_are_a_vocabulary_of_their_own() -> None:
+def test_token_type_ids_have_their_own_vocabulary() -> None:
     example = {**models.inputs("bert"), "token_type_ids": torch.zeros(3, 7, dtype=torch.int64)}
     traced = trace(models.model("bert"), example)
     assert vocabularies(traced.graph_module, traced.signature) == {"input_ids": 60, "token_type_ids": 2}
@@ -88,8 +88,8 @@ class Repeats(nn.Module):
 
 
 @pytest.mark.parametrize("by_values", [False, True])
-def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
-    """A repetition by a made-up number would ask for more memory than there is."""
+def test_output_sizes_set_by_input_values_are_detected(by_values: bool) -> None:
+    """Repeating by a made-up number would need more memory than is available."""
     traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
     assert sized_by_values(traced.graph_module) is by_values
 
@@ -105,7 +105,7 @@ def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
     ],
     ids=["an encoder layer's", "and added", "of an image", "compared"],
 )
-def test_a_mask_of_an_attention_is_known(body: Any, is_one: bool) -> None:
+def test_an_attention_mask_is_detected(body: Any, is_one: bool) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,8 +120,8 @@ def test_a_mask_of_an_attention_is_known(body: Any, is_one: bool) -> None:
 
 
 @pytest.mark.slow
-def test_zeros_that_an_encoder_layer_adds_are_not_turned_to_ones(tmp_path: Path) -> None:
-    """In eval mode torch takes a 1 for a place that is hidden, and its graph adds it."""
+def test_an_additive_encoder_mask_is_not_tried_with_ones(tmp_path: Path) -> None:
+    """Torch treats a 1 as a hidden position in eval mode, but its graph adds it."""
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     result = quick(layer, {"src": torch.randn(2, 5, 8), "src_mask": torch.zeros(5, 5)}, tmp_path / "out")
     assert "src_mask hiding every second place" in result.manifest.parity.cases
