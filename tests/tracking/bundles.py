@@ -1,4 +1,4 @@
-"""Finished bundles to send to MLflow, made from one export by changing what their documents say."""
+"""Bundles to upload to MLflow, copied from one export with edited documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlflow.entities import Run
 
 from tests._helpers import exports
 
-# What mlflow and what it imports warn of.
+# Ignores warnings of mlflow and of its dependencies.
 QUIET = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow"),
     pytest.mark.filterwarnings("ignore::FutureWarning:mlflow"),
@@ -30,7 +30,7 @@ Change = Callable[[dict[str, Any]], object]
 def bundle(
     folder: Path, *, manifest: Change = lambda document: None, measurements: Change = lambda document: None
 ) -> Path:
-    """A copy of the block's bundle, of a run of its own; its documents changed and sealed again."""
+    """Returns a copy of the block's bundle as a separate run, with edited and sealed documents."""
     place = folder / f"bundle-{next(_COUNT)}"
     shutil.copytree(exports.exported().output, place)
     exports.edit_json(place / "manifest.json", manifest)
@@ -45,13 +45,13 @@ def bundle(
 
 
 def registering(name: str = "block", **max_regression: float) -> Change:
-    """Has the bundle's config register its model."""
+    """Returns a change that makes the bundle's config register its model."""
     settings = {"name": name, "alias": "champion", "max_regression": max_regression}
     return lambda document: document["config"].update(register=settings)
 
 
 def timed(low: float, high: float, **more: Any) -> Change:
-    """Has the measurements say how long the ONNX file took, in milliseconds."""
+    """Returns a change that records how long the ONNX file took, in milliseconds."""
 
     def change(document: dict[str, Any]) -> None:
         row = {"artifact": "onnx", "format": "onnx", "shape": "batch=1", "p50_ms": (low + high) / 2}
@@ -77,6 +77,6 @@ def runs(uri: str, experiment: str = "optexport") -> list[Run]:
 
 
 def only_run(uri: str) -> Run:
-    """The one run of the experiment that a project of `tests._helpers.stores` names."""
+    """Returns the only run of the experiment that projects of `tests._helpers.stores` use."""
     (run,) = runs(uri, "tracked")
     return run

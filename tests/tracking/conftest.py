@@ -1,4 +1,4 @@
-"""What the tests of tracking share: no test leaves mlflow pointed at its own store, or a run open."""
+"""Restores the tracking URI after each tracking test and fails if a run is still open."""
 
 from __future__ import annotations
 

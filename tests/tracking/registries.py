@@ -1,4 +1,4 @@
-"""A registry of an MLflow store, with the model that tests send to it."""
+"""An MLflow model registry and the model that tests upload to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tracking.bundles import bundle, registering, timed
 
 
 class Registry:
-    """A store, and what its registry says of the model "block"."""
+    """A store and the entries of its registry for the model "block"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -22,15 +22,15 @@ class Registry:
         self.client = mlflow.MlflowClient(self.uri)
 
     def log(self, size: int = 1000) -> Registered:
-        """Sends a bundle whose ONNX file is said to take so many bytes."""
+        """Uploads a bundle with ``size`` extra bytes in its ONNX file."""
         place = bundle(self.folder, measurements=timed(1.0, 1.1))
-        # The bundle itself must be whole to be sent, so the champion's figures are changed where MLflow keeps them.
+        # Uploads check the digests, so the ONNX file must really contain the extra bytes.
         return self.send(place, size)
 
     def send(self, place: Path, size: int) -> Registered:
         exports.edit_json(place / "manifest.json", registering())
         onnx = place / "model.onnx"
-        with onnx.open("ab") as file:  # an unknown field of protobuf's, which every reader skips
+        with onnx.open("ab") as file:  # an unknown protobuf field, which readers skip
             file.write(b"\xba\x3e" + _varint(size) + bytes(size))
         exports.reseal(place, "model.onnx")
         logged = log_bundle(place, self.uri)
@@ -38,7 +38,7 @@ class Registry:
         return logged.registered
 
     def send_undecided(self) -> Path:
-        """Sends a bundle as if the program had been ended before it was written what became of its version."""
+        """Uploads a bundle as if the program had stopped before recording the decision on its version."""
         place = bundle(self.folder)
         version = self.send(place, 1000).version
         for tag in ("optexport.register", "optexport.register.why"):

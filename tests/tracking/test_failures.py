@@ -1,4 +1,4 @@
-"""What becomes of an MLflow run, and of the bundle, when the work fails or the store does."""
+"""Tests the MLflow run and the bundle after a failure of the export or the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.tracking.bundles import QUIET, bundle, only_run
 pytestmark = QUIET
 
 
-def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
+def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     (tmp_path / "wrong_tracked_rule.py").write_text(RULES)
     config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:ReluForGelu"')
@@ -46,9 +46,7 @@ def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> No
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("error", "reason"), [(KeyboardInterrupt, "interrupted"), (MemoryError, "MemoryError")])
-def test_a_run_that_is_interrupted_is_marked_failed_too(
-    tmp_path: Path, error: type[BaseException], reason: str
-) -> None:
+def test_an_interrupted_run_is_marked_failed(tmp_path: Path, error: type[BaseException], reason: str) -> None:
     uri = stores.store(tmp_path)
 
     def announce(name: str, seconds: float | None) -> None:
@@ -62,10 +60,8 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(
     assert run.data.tags["optexport.failure"] == reason
 
 
-def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody knew its id, and it stayed RUNNING."""
+def test_a_run_interrupted_at_its_creation_is_marked_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id was unknown, so the run stayed RUNNING."""
     uri = stores.store(tmp_path)
     made = mlflow.MlflowClient.create_run
 
@@ -81,9 +77,7 @@ def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_interrupted_at_its_end_can_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = stores.store(tmp_path)
     ended = mlflow.MlflowClient.set_terminated
 
@@ -105,8 +99,8 @@ def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_g
     assert only_run(uri).info.status == "FINISHED"
 
 
-def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle(tmp_path: Path) -> None:
-    """The run must not look as if it went on for ever, and the next one must not find it open."""
+def test_a_failed_artifact_upload_does_not_fail_the_bundle(tmp_path: Path) -> None:
+    """The run must not stay RUNNING, and the next run must not find it open."""
     uri = stores.store(tmp_path)
     (tmp_path / "mlartifacts").write_text("a file where a folder should be")
     config = stores.project(tmp_path, uri, formats='["pt2"]')
@@ -121,7 +115,7 @@ def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle
 
 
 @pytest.mark.slow
-def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path) -> None:
+def test_an_invalid_store_fails_tracking_but_not_the_export(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is no database, but it is long enough to be read as one" * 20)
     result = pipeline_run.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
     assert result.tracking_failure is not None
@@ -129,17 +123,17 @@ def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path
     assert all(place.passed for place in verify(result.output).targets)
 
 
-def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    """mlflow itself tries for two minutes."""
+def test_an_unwritable_database_is_reported_at_once(tmp_path: Path) -> None:
+    """MLflow itself retries for two minutes."""
     with pytest.raises(sqlite3.OperationalError, match="unable to open database file"):
         store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)
 
 
 @pytest.mark.slow
-def test_an_error_of_a_database_is_told_without_a_traceback_and_in_the_words_of_its_driver(
+def test_a_database_error_shows_only_the_message_of_its_driver(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """mlflow printed the traceback, and SQLAlchemy's own words stood in the cause's place."""
+    """MLflow printed a traceback, and the message of SQLAlchemy replaced the cause."""
     uri = stores.store(tmp_path)
     with contextlib.closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
         database.execute("CREATE TRIGGER odd BEFORE INSERT ON runs BEGIN INSERT INTO nowhere VALUES (1); END")
@@ -148,7 +142,7 @@ def test_an_error_of_a_database_is_told_without_a_traceback_and_in_the_words_of_
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_database_that_is_read_only_is_told_to_be_so(tmp_path: Path) -> None:
+def test_a_read_only_database_is_named_as_the_cause(tmp_path: Path) -> None:
     sqlite3.connect(tmp_path / "mlflow.db").close()
     reading = f"file:{tmp_path / 'mlflow.db'}?mode=ro"
     engine = sqlalchemy.create_engine("sqlite://", creator=lambda: sqlite3.connect(reading, uri=True))
@@ -163,21 +157,21 @@ def test_a_database_that_is_read_only_is_told_to_be_so(tmp_path: Path) -> None:
     assert "When its folder is there, and this user may write to both: again" in told
 
 
-def test_a_store_that_does_not_know_the_run_is_told_to_be_another(tmp_path: Path) -> None:
-    """It said to mend what it said, of which nothing could be mended."""
+def test_an_unknown_run_is_reported_as_another_store(tmp_path: Path) -> None:
+    """The hint asked for a fix, although nothing could be fixed."""
     client = store.open_store(stores.store(tmp_path), tmp_path)
     with pytest.raises(MlflowException) as raised:
         client.get_run("0123456789abcdef0123456789abcdef")
     assert store.when(raised.value).startswith("This store does not know the run that was begun")
 
 
-def test_a_row_that_another_process_has_written_is_nothing_to_be_mended() -> None:
-    """Of two copies of a bundle that were sent at once."""
+def test_a_row_written_by_another_process_needs_no_fix() -> None:
+    """Two copies of a bundle were uploaded at once."""
     raised = MlflowException('(psycopg2.errors.UniqueViolation) duplicate key value violates "model_version_tag_pk"')
     assert store.when(raised).startswith("Another process writes the same, as of a copy of this bundle. When it has")
 
 
-def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_long_retry_after_time_is_not_waited_for(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     start = time.monotonic()
     with answering(503, Retry_After="300") as uri, pytest.raises(TrackingError, match="When the store answers, again"):
@@ -185,14 +179,14 @@ def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: 
     assert time.monotonic() - start < 150
 
 
-def test_a_server_that_does_not_know_its_host_says_nothing_of_credentials(tmp_path: Path) -> None:
+def test_an_invalid_host_error_does_not_mention_credentials(tmp_path: Path) -> None:
     said = "Invalid Host header - possible DNS rebinding attack detected"
     hint = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
     with answering(403, said) as uri, pytest.raises(TrackingError, match=hint):
         log_bundle(bundle(tmp_path), uri)
 
 
-def test_a_store_that_refuses_what_it_is_asked_for_has_answered(tmp_path: Path) -> None:
+def test_a_refused_request_counts_as_an_answer(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     client.delete_experiment(client.create_experiment("gone"))
@@ -202,13 +196,13 @@ def test_a_store_that_refuses_what_it_is_asked_for_has_answered(tmp_path: Path) 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pymysql") is not None, reason="the driver is installed")
-def test_a_driver_that_is_not_installed_is_named(tmp_path: Path) -> None:
+def test_a_missing_database_driver_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="When pymysql is installed"):
         log_bundle(bundle(tmp_path), "mysql+pymysql://localhost/mlflow")
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, status: int) -> None:
+def test_refused_credentials_are_named_in_the_hint(tmp_path: Path, status: int) -> None:
     hint = (
         r"When the credentials are right \(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
         r"or user and password in the URI\)"
@@ -226,15 +220,15 @@ def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, stat
         raise tracker.failure or AssertionError
 
 
-def test_a_server_that_answers_everything_with_nothing_is_no_mlflow(tmp_path: Path) -> None:
-    """It was said that there is no such version."""
+def test_a_server_with_empty_answers_is_reported_as_not_mlflow(tmp_path: Path) -> None:
+    """The error said that the version does not exist."""
     with answering(200, "{}") as uri, pytest.raises(TrackingError, match="what answers is no MLflow") as caught:
         promotion.promote(uri, "block", "1", "champion")
     assert caught.value.exit_code == 7
 
 
-def test_a_run_that_was_made_without_an_id_is_none() -> None:
-    """The bundle kept the empty id, and could never be sent."""
+def test_a_new_run_without_an_id_is_an_error() -> None:
+    """The bundle stored the empty id and could never be uploaded."""
 
     class Client:
         def create_run(self, experiment: str, tags: dict[str, str]) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""The run of a bundle that could not be sent to its end: the next run to its output ends it, and nobody else's."""
+"""Tests that a run ends the unfinished run of the bundle in its output folder, and no other run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = QUIET
 
 
 def left(folder: Path, uri: str) -> tuple[Path, str]:
-    """A bundle, and the run that was started for it and never ended."""
+    """Returns a bundle and the id of its unfinished run."""
     tracker = Tracker(TrackingConfig(uri=uri), folder / "config.toml", folder / "none")
     tracker.start({}, {})
     assert tracker.run_id is not None
@@ -32,7 +32,7 @@ def left(folder: Path, uri: str) -> tuple[Path, str]:
 
 
 def after_the_next(folder: Path, uri: str, place: Path, left_run: str) -> Run:
-    """The run as it is once another one to the bundle's place has begun."""
+    """Starts another run in the bundle's folder and returns the unfinished run."""
     following = Tracker(TrackingConfig(uri=uri), folder / "config.toml", place)
     following.start({}, {})
     assert following.failure is None
@@ -42,10 +42,10 @@ def after_the_next(folder: Path, uri: str, place: Path, left_run: str) -> Run:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sent", [False, True])
-def test_the_next_run_ends_what_was_left_and_log_completes_it_yet(tmp_path: Path, sent: bool) -> None:
+def test_the_next_run_ends_a_leftover_and_upload_completes_it(tmp_path: Path, sent: bool) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
-    if sent:  # but for its end
+    if sent:  # everything except its end
         log_bundle(place, uri)
         mlflow.MlflowClient(uri).update_run(known, "RUNNING")
     ended = after_the_next(tmp_path, uri, place, known)
@@ -59,7 +59,7 @@ def test_the_next_run_ends_what_was_left_and_log_completes_it_yet(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_what_is_sent_yet_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_still_uploading_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
     with atomic_dir.locked(place, wait=True):
@@ -67,7 +67,7 @@ def test_what_is_sent_yet_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_sent_from_a_copy_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_uploading_from_a_copy_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
     copy = Path(shutil.copytree(place, tmp_path / "copy"))
@@ -76,8 +76,8 @@ def test_what_is_sent_from_a_copy_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_tells_who_sends_it_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the file system knows no locks."""
+def test_a_run_is_not_ended_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems do not support locks."""
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
     monkeypatch.setattr(atomic_dir, "_acquire", lambda path, *, wait: contextlib.ExitStack())
@@ -85,8 +85,8 @@ def test_where_nothing_tells_who_sends_it_is_left_alone(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_run_that_holds_another_bundle_is_left_alone(tmp_path: Path) -> None:
-    """Whoever writes a bundle may name any run in it."""
+def test_a_run_of_another_bundle_is_not_ended(tmp_path: Path) -> None:
+    """A bundle may name any run as its own."""
     uri = stores.store(tmp_path)
     other = log_bundle(bundle(tmp_path), uri).run_id
     mlflow.MlflowClient(uri).update_run(other, "RUNNING")
@@ -95,9 +95,7 @@ def test_a_run_that_holds_another_bundle_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_will_not_tell_of_it_is_no_failure_of_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_lookup_does_not_fail_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
 

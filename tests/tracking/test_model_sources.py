@@ -1,4 +1,4 @@
-"""Models that MLflow holds are sources, of two flavours; what only running its code could load is refused."""
+"""Tests MLflow models of two flavours as sources, and the refusal of pickled models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def log_pytorch(folder: Path, uri: str, model: nn.Module, **options: Any) -> str
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) -> None:
+def test_a_pytorch_model_saved_as_pt2_is_a_source_by_its_alias(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     model = randomise(nn.Linear(4, 2))
     x = np.ones((3, 4), np.float32)
@@ -81,8 +81,8 @@ def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_that_lies_beside_the_model_is_not_taken_for_it(tmp_path: Path) -> None:
-    """The first that the file system named was."""
+def test_an_extra_pt2_file_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    """The first file listed by the file system was loaded."""
     uri = stores.store(tmp_path)
     extra = tmp_path / "aaa.pt2"
     extra.write_bytes(b"another")
@@ -106,7 +106,7 @@ def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
 
 
 def fetch(logged: Path, folder: Path) -> Path:
-    """Logs a folder as a model, and takes it as a source."""
+    """Logs a folder as a model and downloads it as a source."""
     uri = stores.store(folder)
     mlflow.set_tracking_uri(uri)
     experiment = mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
@@ -118,8 +118,8 @@ def fetch(logged: Path, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ["{}", "../../victim", "model/../../../victim"])
-def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_path: Path, elsewhere: str) -> None:
-    """Tokenizers were copied to wherever it said, over a module that a config names."""
+def test_weights_outside_the_model_folder_are_refused(tmp_path: Path, elsewhere: str) -> None:
+    """The tokenizer was copied to that path, over a module that a config names."""
     victim = tmp_path / "victim"
     logged = tmp_path / "logged"
     for folder, text in ((victim, "mine"), (logged / "components" / "tokenizer", "theirs")):
@@ -135,13 +135,13 @@ def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_pa
 
 
 @pytest.mark.parametrize("uri", ["models:/nothing@here", "models:/nothing/1", "runs:/0123456789abcdef/model"])
-def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path, uri: str) -> None:
+def test_a_missing_model_is_one_clear_error(tmp_path: Path, uri: str) -> None:
     store = stores.store(tmp_path)
     with pytest.raises(SourceError, match=f"model.source: mlflow:{uri}"):
         download_model(uri, TrackingConfig(uri=store), tmp_path, tmp_path)
 
 
-def test_a_template_of_a_batch_says_that_only_a_batch_runs_it(tmp_path: Path) -> None:
+def test_a_batch_template_is_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="which a batch fills in\n  Run: optexport batch CONFIG --from-registry FILTER"
     ):
@@ -152,8 +152,8 @@ def test_a_template_of_a_batch_says_that_only_a_batch_runs_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "flavors", ["{transformers: 3}", "[pytorch]", '{transformers: {model_binary: "a\\0b"}}', "{pytorch: [1]}", "3"]
 )
-def test_a_model_whose_flavours_have_another_form_is_an_error_of_the_source(flavors: str, tmp_path: Path) -> None:
-    """It was called a defect."""
+def test_malformed_flavours_are_a_source_error(flavors: str, tmp_path: Path) -> None:
+    """The error was reported as a defect of the program."""
     logged = tmp_path / "logged"
     logged.mkdir()
     (logged / "MLmodel").write_text(f"flavors: {flavors}\n")
@@ -163,7 +163,7 @@ def test_a_model_whose_flavours_have_another_form_is_an_error_of_the_source(flav
 
 @pytest.mark.slow
 @pytest.mark.parametrize("binary", ["components/tokenizer", "MLmodel"])
-def test_weights_that_a_tokenizer_cannot_be_laid_beside_are_an_error_of_the_source(binary: str, tmp_path: Path) -> None:
+def test_a_tokenizer_copy_failure_is_a_source_error(binary: str, tmp_path: Path) -> None:
     tokenizer = tmp_path / "logged" / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
     (tokenizer / "tokenizer.json").write_text("{}")

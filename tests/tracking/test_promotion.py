@@ -1,4 +1,4 @@
-"""The alias is moved by hand, and given back to who held it before; the history that tells who did."""
+"""Tests promotion and rollback of an alias, and its history."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Registry:
 
 
 @pytest.mark.slow
-def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
+def test_promotion_and_rollback_follow_the_history(store: Registry) -> None:
     for _ in range(3):
         store.log()
     assert store.holder == "3"
@@ -48,8 +48,8 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.holder == "1"
 
 
-def test_a_database_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
-    """It was made, and then held no such model."""
+def test_a_missing_database_is_reported_and_not_created(tmp_path: Path) -> None:
+    """The database was created, and the error was about a missing model."""
     uri = f"sqlite:///{tmp_path / 'typo.db'}"
     for ask in (
         lambda: promotion.promote(uri, "block", "1", "champion"),
@@ -62,7 +62,7 @@ def test_a_database_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", range(6))
-def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
+def test_repeating_an_interrupted_promotion_completes_it(store: Registry, writes: int) -> None:
     for _ in range(3):
         store.log()
     store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
@@ -77,10 +77,8 @@ def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(stor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", range(5))
-def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_again(
-    store: Registry, writes: int
-) -> None:
-    """Where the alias had moved, and what was left was done again, it went back two."""
+def test_repeating_an_interrupted_rollback_goes_back_one_version(store: Registry, writes: int) -> None:
+    """The repeated rollback went back two versions if the alias had already moved."""
     for _ in range(3):
         store.log()
     with pytest.raises(KeyboardInterrupt):
@@ -96,7 +94,7 @@ def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_ag
 
 
 @pytest.mark.slow
-def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(store: Registry) -> None:
+def test_a_promotion_cancels_an_interrupted_rollback(store: Registry) -> None:
     for _ in range(3):
         store.log()
     with pytest.raises(KeyboardInterrupt):
@@ -108,10 +106,10 @@ def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConnectionError("lost")])
-def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_do_it_again(
+def test_a_rollback_with_a_lost_answer_names_the_next_command(
     store: Registry, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Nothing was left to do, and another rollback went back one version more."""
+    """The rollback was complete, so repeating it went back another version."""
     for _ in range(3):
         store.log()
 
@@ -134,8 +132,8 @@ def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_
 
 
 @pytest.mark.slow
-def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Registry) -> None:
-    """Nobody held the alias, and its history told of a move that did not happen."""
+def test_a_rollback_ignores_an_interrupted_promotion(store: Registry) -> None:
+    """No version held the alias, but its history recorded a move."""
     for _ in range(2):
         store.log()
     store.client.delete_registered_model_alias("block", "champion")
@@ -149,7 +147,7 @@ def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Regi
 
 
 @pytest.mark.slow
-def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store: Registry) -> None:
+def test_a_version_with_the_alias_again_loses_the_rollback_tag(store: Registry) -> None:
     for _ in range(3):
         store.log()
     for version in ("2", "3"):
@@ -161,8 +159,8 @@ def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store:
 
 
 @pytest.mark.slow
-def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_ended(store: Registry) -> None:
-    """What was left of it made a later rollback do nothing, and say that it had."""
+def test_promoting_the_holder_ends_an_interrupted_rollback(store: Registry) -> None:
+    """The interrupted rollback made a later one report success without an effect."""
     for _ in range(3):
         store.log()
     registry.rollback(store.client, "block", "champion")  # up to its last write
@@ -171,22 +169,22 @@ def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_end
 
 
 @pytest.mark.slow
-def test_why_a_version_was_not_compared_is_told_though_its_program_ended_after_the_alias_had_moved(
+def test_the_reason_for_no_comparison_survives_an_interruption(
     store: Registry,
 ) -> None:
     store.log()
     store.client.delete_model_version("block", "1")
     place = store.send_undecided()
     why = "not compared: version 1, which held champion last, is gone"
-    store.client.set_model_version_tag("block", "2", "optexport.register.why", why)  # which is told first
+    store.client.set_model_version_tag("block", "2", "optexport.register.why", why)  # the reason is recorded first
     again = log_bundle(place, store.uri).registered
     assert again is not None
     assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (why,), why)
 
 
 @pytest.mark.slow
-def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) -> None:
-    """Its program was ended after the alias had moved, and before it was written that it had."""
+def test_uploading_a_bundle_again_does_not_undo_a_promotion(store: Registry) -> None:
+    """The first upload stopped after moving the alias and before recording the move."""
     store.log()
     place = store.send_undecided()
     promotion.promote(store.uri, "block", "1", "champion")
@@ -197,8 +195,8 @@ def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) 
 
 
 @pytest.mark.slow
-def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
-    """Its program was ended after the alias had moved, and before it was written that it had."""
+def test_uploading_a_bundle_again_does_not_undo_a_rollback(store: Registry) -> None:
+    """The first upload stopped after moving the alias and before recording the move."""
     store.log()
     place = store.send_undecided()
     promotion.rollback(store.uri, "block", "champion")
@@ -208,7 +206,7 @@ def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -
 
 
 class _Ended:
-    """A client whose process ends after so many writes."""
+    """A client that is interrupted after a number of writes."""
 
     def __init__(self, client: Any, writes: int) -> None:
         self.client, self.left = client, writes
@@ -222,7 +220,7 @@ class _Ended:
 
 
 @pytest.mark.slow
-def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
+def test_a_rollback_skips_a_deleted_version(store: Registry) -> None:
     for _ in range(3):
         store.log()
     store.client.delete_model_version("block", "2")
@@ -230,8 +228,8 @@ def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
 
 
 @pytest.mark.slow
-def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
-    """Their times are of seconds."""
+def test_a_rollback_uses_the_last_of_equal_history_entries(store: Registry) -> None:
+    """Entries record their time in whole seconds."""
     for _ in range(2):
         store.log()
     entries = [{"version": version, "by": "promote", "at": "then"} for version in "12121"]
@@ -241,7 +239,7 @@ def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
     assert [version for version, _ in store.history] == list("1212")
 
 
-def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
+def test_names_in_hints_are_quoted_for_a_shell() -> None:
     found = Registered("it's; mine", "2", "champion", "1", False, (), "sqlite:///a b.db")
     command = str(found.failure).rpartition("To move it all the same: ")[2]
     told = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
@@ -253,7 +251,7 @@ def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
 
 
 @pytest.mark.slow
-def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
+def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
     store.log()
     store.log()
     third = store.log(size=100_000)
@@ -271,7 +269,7 @@ def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(st
         ("block/1", "1", "NAME: 'block/1' is no name of a registered model"),
     ],
 )
-def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
+def test_a_missing_model_or_version_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
     store.log()
     with pytest.raises(ConfigError) as caught:
         promotion.promote(store.uri, name, version, "champion")
@@ -280,7 +278,7 @@ def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, versio
 
 
 @pytest.mark.slow
-def test_an_alias_that_nobody_holds_cannot_be_rolled_back(store: Registry) -> None:
+def test_an_unassigned_alias_cannot_be_rolled_back(store: Registry) -> None:
     store.log()
     with pytest.raises(ConfigError, match="no version holds it"):
         promotion.rollback(store.uri, "block", "challenger")
@@ -297,7 +295,7 @@ def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
 
 
 @pytest.mark.slow
-def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
+def test_a_history_fits_into_a_postgres_tag(store: Registry) -> None:
     store.log()
     entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
     aliases.write_history(store.client, "block", "champion", entries)
@@ -308,7 +306,7 @@ def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
-def test_a_history_that_others_wrote_over_stops_nobody(store: Registry, tag: str) -> None:
+def test_an_overwritten_history_does_not_stop_a_registration(store: Registry, tag: str) -> None:
     store.log()
     store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
     store.log()

@@ -1,4 +1,4 @@
-"""Versions, and the alias that moves to the better one, or stays."""
+"""Tests registered versions and the decision to move the alias."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Registry:
     return Registry(tmp_path)
 
 
-def test_the_first_version_gets_the_alias_an_equal_one_takes_it_and_a_worse_one_does_not(store: Registry) -> None:
+def test_the_alias_moves_to_an_equal_version_but_not_a_worse_one(store: Registry) -> None:
     first = store.log()
     assert (first.version, first.holder, first.moved, first.failure) == ("1", "1", True, None)
     assert store.holder == "1"
@@ -61,7 +61,7 @@ def test_a_version_is_its_runs_onnx_model_and_loads_by_its_alias(store: Registry
     assert "onnx" in mlflow.pyfunc.load_model("models:/block@champion").metadata.flavors
 
 
-def test_a_champion_that_nothing_is_known_of_keeps_the_alias(store: Registry) -> None:
+def test_a_champion_without_an_optexport_run_keeps_the_alias(store: Registry) -> None:
     store.client.create_registered_model("block")
     other = store.client.create_model_version("block", (store.folder / "model").as_uri())
     store.client.set_registered_model_alias("block", "champion", other.version)
@@ -75,8 +75,8 @@ def test_a_champion_that_nothing_is_known_of_keeps_the_alias(store: Registry) ->
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
-def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
-    """A bundle that is sent again must not take the alias back from a newer one."""
+def test_a_registration_is_decided_only_once(store: Registry) -> None:
+    """A bundle that is uploaded again must not take the alias from a newer one."""
     place = bundle(store.folder)
     store.send(place, 1000)
     store.log()
@@ -87,8 +87,8 @@ def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
 
 
 @pytest.mark.slow
-def test_an_older_version_does_not_take_the_alias_from_a_newer_one(store: Registry) -> None:
-    """As of a run that the server was lost to when it was to move the alias, and which is sent again later."""
+def test_an_older_version_does_not_take_the_alias_of_a_newer_one(store: Registry) -> None:
+    """The server was lost before the alias moved, and the bundle is uploaded again later."""
     store.log()
     place = store.send_undecided()
     store.log()
@@ -101,7 +101,7 @@ def test_an_older_version_does_not_take_the_alias_from_a_newer_one(store: Regist
     assert late.failure.exit_code == 6
 
 
-def test_what_follows_a_holder_that_is_gone_says_so(store: Registry) -> None:
+def test_a_version_after_a_deleted_champion_gives_the_reason(store: Registry) -> None:
     store.log()
     store.client.delete_model_version("block", "1")
     second = store.log(size=100_000)
@@ -110,7 +110,7 @@ def test_what_follows_a_holder_that_is_gone_says_so(store: Registry) -> None:
     assert store.tags("2")["optexport.register.why"] == second.why[0]
 
 
-def test_what_follows_an_alias_that_was_taken_away_says_so(store: Registry) -> None:
+def test_a_version_after_a_removed_alias_gives_the_reason(store: Registry) -> None:
     store.log()
     store.client.delete_registered_model_alias("block", "champion")
     second = store.log()
@@ -118,8 +118,8 @@ def test_what_follows_an_alias_that_was_taken_away_says_so(store: Registry) -> N
     assert second.why == ("not compared: champion was taken away from version 1, which held it last",)
 
 
-def test_a_champion_whose_run_was_deleted_keeps_the_alias(store: Registry) -> None:
-    """As MLflow's page deletes it: the run can be restored."""
+def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
+    """The MLflow page only marks a run as deleted, so it can be restored."""
     store.log()
     run_id = store.client.get_model_version("block", "1").run_id
     store.client.delete_run(run_id)
@@ -137,9 +137,7 @@ def test_a_champion_whose_run_was_deleted_keeps_the_alias(store: Registry) -> No
         ("measurements.json", "", "measurements.json: it cannot be read: "),
     ],
 )
-def test_a_champion_whose_documents_are_damaged_keeps_the_alias(
-    store: Registry, name: str, content: str, why: str
-) -> None:
+def test_a_champion_with_damaged_documents_keeps_the_alias(store: Registry, name: str, content: str, why: str) -> None:
     store.log()
     run_id = store.client.get_model_version("block", "1").run_id
     store.client.log_text(run_id, content, f"bundle/{name}")
@@ -150,9 +148,7 @@ def test_a_champion_whose_documents_are_damaged_keeps_the_alias(
     assert store.tags("2")["optexport.register.why"] == told
 
 
-def test_a_champion_whose_figures_cannot_be_computed_with_keeps_the_alias(
-    store: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_champion_with_unusable_figures_keeps_the_alias(store: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     def compare(*_: object) -> None:
         raise OverflowError("int too large to convert to float")
 
@@ -163,10 +159,10 @@ def test_a_champion_whose_figures_cannot_be_computed_with_keeps_the_alias(
     assert found.why == ("version 1 cannot be compared with: int too large to convert to float",)
 
 
-def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
+def test_a_champion_promoted_during_comparison_is_compared_too(
     store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run moves the alias to a better version while this one is still reading the old champion's figures."""
+    """Another run moves the alias to a better version while the old champion is compared."""
     store.log(size=100_000)
     store.log(size=1)
     promotion.promote(store.uri, "block", "1", "champion")
@@ -185,8 +181,8 @@ def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
     assert (found.version, found.moved, store.holder) == ("3", False, "2")
 
 
-def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) -> None:
-    """As `mlflow gc` leaves it."""
+def test_a_champion_with_a_purged_run_keeps_the_alias(store: Registry) -> None:
+    """`mlflow gc` purges deleted runs."""
     store.log()
     run_id = store.client.get_model_version("block", "1").run_id
     with contextlib.closing(sqlite3.connect(store.uri.removeprefix("sqlite:///"))) as database, database:
@@ -202,9 +198,7 @@ def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) 
 
 
 @pytest.mark.slow
-def test_a_server_that_is_lost_as_the_champion_is_read_is_not_called_a_wrong_path(
-    store: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_server_is_not_reported_as_a_wrong_path(store: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     store.log()
     gone = ConnectionError("the server is gone")
 
@@ -219,7 +213,7 @@ def test_a_server_that_is_lost_as_the_champion_is_read_is_not_called_a_wrong_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])
-def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) -> None:
+def test_any_model_name_can_get_a_second_version(store: Registry, name: str) -> None:
     config = RegisterConfig(name=name)
     versions = []
     for _ in range(2):
@@ -232,16 +226,14 @@ def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) 
     assert promotion.rollback(store.uri, name, config.alias) == ("1", "2")
 
 
-def test_the_defaults_are_those_of_the_config() -> None:
+def test_the_default_alias_is_champion() -> None:
     assert RegisterConfig(name="x").alias == "champion"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("empty", [1, 2, 4, 6, 7, 9, 10])  # the others are questions of mlflow itself
-def test_an_answer_that_holds_nothing_loses_no_history(
-    empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next version took the alias, and nothing told any more of the one that held it."""
+@pytest.mark.parametrize("empty", [1, 2, 4, 6, 7, 9, 10])  # MLflow makes the other calls itself
+def test_an_empty_answer_loses_no_history(empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version took the alias, and the history lost its previous holder."""
     store.log()
     real, asked = mlflow.MlflowClient.get_registered_model, []
 
@@ -255,15 +247,13 @@ def test_an_answer_that_holds_nothing_loses_no_history(
             store.log()
     assert len(asked) == empty
     assert store.history[0] == ("1", "ratchet")
-    assert store.holder == ("1" if empty < 8 else "2")  # the alias moves at the eighth
+    assert store.holder == ("1" if empty < 8 else "2")  # the alias moves at the eighth call
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["register", "promote", "rollback"])
-def test_an_alias_that_stays_though_it_was_said_to_move_is_told(
-    by: str, store: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stands between may answer for the server: the command said that the version holds the alias."""
+def test_an_alias_that_did_not_move_is_an_error(by: str, store: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy may answer for the server, so the command reported a move that did not happen."""
     store.log()
     store.log()
     act = {
@@ -280,10 +270,10 @@ def test_an_alias_that_stays_though_it_was_said_to_move_is_told(
     assert store.holder == ("4" if by == "register" else "1")
 
 
-def test_a_champion_that_comes_right_before_the_alias_moves_is_compared_with_too(
+def test_a_champion_promoted_right_before_the_move_is_compared(
     store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worse of two that were registered at once had the alias, and the history told of one alone."""
+    """The worse of two simultaneous versions got the alias, and the history contained only one."""
     store.log()
     real = aliases.end_rollback
 

@@ -1,4 +1,4 @@
-"""What counts as worse than the champion, what as equal, and what cannot be compared."""
+"""Tests the comparison of a version with the champion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def nothing(document: dict[str, Any]) -> None:
-    """Leaves a document as it is."""
+    """Leaves a document unchanged."""
 
 
 def verdict(folder: Path, new: dict[str, Change], champion: dict[str, Change], **allowed: float) -> Verdict:
@@ -28,7 +28,7 @@ def verdict(folder: Path, new: dict[str, Change], champion: dict[str, Change], *
 
 
 def multiple(value: float | None, target: str = "onnx") -> Change:
-    """Has an output of a place be so many times the floor away."""
+    """Returns a change that sets an output's distance as a multiple of the noise floor."""
 
     def change(document: dict[str, Any]) -> None:
         (found,) = [each for each in document["parity"]["targets"] if each["target"] == target]
@@ -46,7 +46,7 @@ def of_size(size: int) -> Change:
 
 
 def lowered(precision: str, value: float, low: float | None = None, high: float | None = None) -> Change:
-    """Has the ONNX file be lowered, and decide as the original in so many cases."""
+    """Returns a change that gives the ONNX file a lower precision and a decision metric."""
 
     def change(document: dict[str, Any]) -> None:
         decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
@@ -71,7 +71,7 @@ def test_a_bundle_matches_itself(tmp_path: Path) -> None:
         (2.4, 2.0, False),
         (2.6, 2.0, True),
         (1.5, 2.0, False),
-        (0.9, 0.1, False),  # both as near as the original is itself
+        (0.9, 0.1, False),  # both within the noise floor
         (1.1, 0.1, True),
         (None, 2.0, False),
         (2.0, None, False),
@@ -86,7 +86,7 @@ def test_parity_is_worse_beyond_its_tolerance_and_one_floor(
 
 
 def away(distance: float, *, floor: float = 0.0, **bound: float) -> Change:
-    """Has an output of the ONNX file be so far away, of one that is not rounded."""
+    """Returns a change that sets the distance of an ONNX output without a noise floor."""
 
     def change(document: dict[str, Any]) -> None:
         multiple(None if distance else 0.0)(document)
@@ -107,15 +107,15 @@ def away(distance: float, *, floor: float = 0.0, **bound: float) -> Change:
         (away(1e-7), away(0.0), False),
     ],
 )
-def test_what_has_no_floor_is_compared_by_its_distance_where_a_tolerance_lets_any_pass(
+def test_outputs_without_a_noise_floor_are_compared_by_distance(
     tmp_path: Path, ours: Change, theirs: Change, worse: bool
 ) -> None:
-    """A file of lower precision took the alias from one that was the original's to the bit."""
+    """A file of lower precision took the alias from a bit-exact one."""
     found = verdict(tmp_path, {"manifest": ours}, {"manifest": theirs}, parity=0.25)
     assert [told.partition(": ")[0] for told in found.worse] == ["parity"] * worse
 
 
-def test_every_place_is_compared(tmp_path: Path) -> None:
+def test_every_target_is_compared(tmp_path: Path) -> None:
     found = verdict(tmp_path, {"manifest": multiple(3.0, "pt2")}, {"manifest": multiple(1.0, "pt2")})
     assert found.worse == ("parity: pt2, hidden: 3 times the floor, the champion's 1",)
 
@@ -137,7 +137,7 @@ def test_size_is_worse_beyond_its_tolerance(tmp_path: Path) -> None:
         ((0.5, 0.6), (1.0, 1.1), False),
     ],
 )
-def test_latency_is_worse_only_where_the_intervals_say_so(
+def test_latency_is_worse_only_if_the_intervals_are_apart(
     tmp_path: Path, ours: tuple[float, float], theirs: tuple[float, float], worse: bool
 ) -> None:
     new, champion = ({"measurements": timed(*interval)} for interval in (ours, theirs))
@@ -163,7 +163,7 @@ def test_latency_is_worse_only_where_the_intervals_say_so(
         ),
     ],
 )
-def test_times_that_say_nothing_of_each_other_are_named_and_not_compared(
+def test_incomparable_latencies_are_listed_and_not_compared(
     tmp_path: Path, new: Change, champion: Change, why: str
 ) -> None:
     found = verdict(tmp_path, {"measurements": new}, {"measurements": champion})
@@ -173,7 +173,7 @@ def test_times_that_say_nothing_of_each_other_are_named_and_not_compared(
     assert why in told
 
 
-def test_another_interface_is_worse_whatever_the_figures_are(tmp_path: Path) -> None:
+def test_a_different_interface_is_worse(tmp_path: Path) -> None:
     def renamed(document: dict[str, Any]) -> None:
         document["inputs"][0]["name"] = "y"
 
@@ -187,7 +187,7 @@ def test_another_interface_is_worse_whatever_the_figures_are(tmp_path: Path) -> 
 
 
 def sized(dims: dict[str, list[int | None]], **shapes: list[str | int]) -> Change:
-    """Has dimensions have these ranges, and inputs these shapes."""
+    """Returns a change that sets the ranges of dimensions and the shapes of inputs."""
 
     def change(document: dict[str, Any]) -> None:
         document["dims"] = {name: {"min": low, "max": high} for name, (low, high) in dims.items()}
@@ -219,7 +219,7 @@ def test_fewer_sizes_than_the_champions_are_worse(
 
 
 @pytest.mark.slow
-def test_an_interface_of_any_names_is_told_in_one_line_that_is_not_too_long(tmp_path: Path) -> None:
+def test_an_interface_difference_is_one_short_line(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["inputs"][0]["name"] = "x\nblock version 1 holds champion" + "x" * 3_000_000
 
@@ -239,7 +239,7 @@ def test_an_interface_of_any_names_is_told_in_one_line_that_is_not_too_long(tmp_
         (lambda document: document["dims"]["batch"].update(max=10**400), "max"),
     ],
 )
-def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, change: Change, where: str) -> None:
+def test_a_manifest_with_impossible_figures_is_refused(tmp_path: Path, change: Change, where: str) -> None:
     with pytest.raises(BundleError, match=rf"it does not follow the schema: .*{where}: "):
         verdict(tmp_path, {}, {"manifest": change})
 
@@ -253,10 +253,8 @@ def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, c
         ({"measurements": timed(-1.0, 1e300)}, "onnx at batch=1: -1 to 1e[+]300 ms"),
     ],
 )
-def test_a_champion_whose_figures_no_proof_has_passed_is_not_compared_with(
-    tmp_path: Path, changes: dict[str, Change], told: str
-) -> None:
-    """Anything would be better, and get the alias."""
+def test_a_champion_with_failing_figures_is_refused(tmp_path: Path, changes: dict[str, Change], told: str) -> None:
+    """Every version would be better and get the alias."""
     with pytest.raises(BundleError, match=told):
         verdict(tmp_path, {}, changes)
 
@@ -272,7 +270,7 @@ def test_a_sum_of_dimensions_has_the_range_of_both(tmp_path: Path) -> None:
     )
 
 
-def test_sizes_that_are_tied_where_the_champions_are_free_are_worse(tmp_path: Path) -> None:
+def test_tied_sizes_are_worse_than_independent_sizes(tmp_path: Path) -> None:
     dims: dict[str, list[int | None]] = {"b": [1, 32], "s": [2, 64], "t": [2, 64]}
     tied, free, summed = (sized(dims, x=["b", "s", 8], mask=["b", size]) for size in ("s", "t", "b + s"))
     assert verdict(tmp_path, {"manifest": free}, {"manifest": tied}).worse == ()
@@ -285,7 +283,7 @@ def test_sizes_that_are_tied_where_the_champions_are_free_are_worse(tmp_path: Pa
     assert verdict(tmp_path, {"manifest": summed}, {"manifest": renamed}).worse == ()
 
 
-def test_an_axis_that_is_fixed_where_the_champions_is_not_is_worse(tmp_path: Path) -> None:
+def test_a_static_axis_is_worse_than_a_dynamic_axis(tmp_path: Path) -> None:
     (told,) = verdict(tmp_path, {"manifest": sized({"b": [1, 32]}, x=["b", 5, 8], mask=["b", 5])}, {}).worse
     assert told.startswith("inputs: x float32 [?, 5, 8]; mask int64 [?, 5], the champion's x float32 [?, ?, 8]")
 
@@ -297,7 +295,7 @@ def test_an_axis_that_is_fixed_where_the_champions_is_not_is_worse(tmp_path: Pat
     assert verdict(tmp_path, {}, {"manifest": traced_alone}).worse == ()
 
 
-def test_times_of_which_the_other_has_none_are_named(tmp_path: Path) -> None:
+def test_latencies_measured_by_one_run_only_are_listed(tmp_path: Path) -> None:
     def more(document: dict[str, Any]) -> None:
         timed(1.0, 1.1)(document)
         (row,) = document["bench"]["figures"]
@@ -312,7 +310,7 @@ def test_times_of_which_the_other_has_none_are_named(tmp_path: Path) -> None:
         )
 
 
-def test_half_an_interval_is_none(tmp_path: Path) -> None:
+def test_half_an_interval_is_not_compared(tmp_path: Path) -> None:
     def half(document: dict[str, Any]) -> None:
         timed(1.0, 1.1)(document)
         document["bench"]["figures"][0]["high_ms"] = None
@@ -321,14 +319,14 @@ def test_half_an_interval_is_none(tmp_path: Path) -> None:
     assert "in enough rounds for an interval" in told
 
 
-def test_measurements_of_another_bundle_are_not_believed(tmp_path: Path) -> None:
+def test_measurements_of_another_bundle_are_refused(tmp_path: Path) -> None:
     target = bundle(tmp_path)
     exports.edit_json(target / "measurements.json", lambda document: document.update(manifest="0" * 64))
     with pytest.raises(BundleError, match="it belongs to another bundle"):
         BundleRecord.read(target)
 
 
-def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) -> None:
+def test_lower_precision_files_are_compared_by_decisions(tmp_path: Path) -> None:
     champion = {"manifest": lowered("int8", 0.9)}
     assert verdict(tmp_path, {"manifest": lowered("int8", 0.9)}, champion).worse == ()
     worse = verdict(tmp_path, {"manifest": lowered("int8", 0.8)}, champion).worse
@@ -338,8 +336,8 @@ def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) ->
     assert verdict(tmp_path, {"manifest": lowered("int8", 0.7, 0.6, 0.8)}, sure).worse
 
 
-def test_a_gate_of_the_champions_that_is_left_out_is_worse(tmp_path: Path) -> None:
-    """Who demands less of a file would get the alias for it."""
+def test_a_version_without_a_gate_of_the_champion_is_worse(tmp_path: Path) -> None:
+    """A version with fewer gates would get the alias."""
 
     def without(document: dict[str, Any]) -> None:
         lowered("int8", 0.9)(document)
@@ -356,7 +354,7 @@ def test_another_precision_is_worse(tmp_path: Path) -> None:
     assert worse[0] == "parity: onnx is of int8, the champion's of full precision"
 
 
-def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
+def test_different_cases_and_files_are_listed(tmp_path: Path) -> None:
     def changed(document: dict[str, Any]) -> None:
         document["parity"]["cases"].append("data")
         document["artifacts"] = [each for each in document["artifacts"] if each["format"] != "pt2"]
@@ -367,5 +365,5 @@ def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_the_machine_is_told_by_what_measurements_hold(tmp_path: Path) -> None:
+def test_measurements_describe_the_machine(tmp_path: Path) -> None:
     assert HOST.keys() <= BundleRecord.read(bundle(tmp_path)).measured.model_fields_set

@@ -1,4 +1,4 @@
-"""A bundle that could not be sent is sent later: whole, once, and left as it was."""
+"""Tests the upload of a bundle after its run: complete, once, and without changes to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def histories(uri: str, run_id: str, names: set[str]) -> dict[str, list[tuple[in
 
 
 def peak(size: int) -> Change:
-    """Has the measurements say how much memory the ONNX file took."""
+    """Returns a change that records the peak memory of the ONNX file."""
 
     def change(document: dict[str, Any]) -> None:
         timed(1.0, 1.5)(document)
@@ -42,7 +42,7 @@ def peak(size: int) -> Change:
     return change
 
 
-def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.5))
     before = digests(place)
     logged = log_bundle(place, uri)
@@ -61,7 +61,7 @@ def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signed_bundle_is_sent_with_its_signature(tmp_path: Path) -> None:
+def test_a_signed_bundle_is_uploaded_with_its_signature(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     page.write(place)
     private, public = signed.pair(tmp_path)
@@ -71,7 +71,7 @@ def test_a_signed_bundle_is_sent_with_its_signature(tmp_path: Path) -> None:
     check(downloaded, public)
 
 
-def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:
+def test_an_uploaded_bundle_is_not_uploaded_again(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
     first, second = log_bundle(place, uri), log_bundle(place, uri)
     assert (first.run_id, first.before, second.before) == (second.run_id, False, True)
@@ -82,7 +82,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_that_was_written_again_makes_no_other_run_of_it(tmp_path: Path) -> None:
+def test_a_rewritten_report_does_not_create_another_run(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     first = log_bundle(place, uri)
     before = (place / "measurements.json").read_bytes()
@@ -94,8 +94,8 @@ def test_a_report_that_was_written_again_makes_no_other_run_of_it(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_runs_of_equal_files_are_two_runs(tmp_path: Path) -> None:
-    """Their manifests are the same to the byte; what was measured tells them apart."""
+def test_equal_files_of_two_runs_stay_two_runs(tmp_path: Path) -> None:
+    """Their manifests are equal, but their measurements differ."""
     uri = stores.store(tmp_path)
     one, other = bundle(tmp_path), bundle(tmp_path)
     assert (one / "manifest.json").read_bytes() == (other / "manifest.json").read_bytes()
@@ -103,7 +103,7 @@ def test_two_runs_of_equal_files_are_two_runs(tmp_path: Path) -> None:
     assert len({run.data.tags["optexport.bundle"] for run in runs(uri)}) == 1
 
 
-def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path) -> None:
+def test_a_half_finished_run_is_completed_and_not_duplicated(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri)
     config.write_text(f'{config.read_text()}[register]\nname = "block"\n')
@@ -131,7 +131,7 @@ def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -> None:
+def test_a_run_stopped_at_its_end_gets_no_duplicates(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(tmp_path, measurements=timed(1.0, 1.5))
     run_id = log_bundle(place, uri).run_id
@@ -139,7 +139,7 @@ def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -
     names = set(first.data.metrics)
     before = histories(uri, run_id, names)
     client = mlflow.MlflowClient(uri)
-    client.update_run(run_id, "RUNNING")  # all was sent but for its end
+    client.update_run(run_id, "RUNNING")  # everything was uploaded except its end
     again = log_bundle(place, uri)
     assert (again.run_id, again.before) == (run_id, False)
     assert histories(uri, run_id, names) == before
@@ -154,7 +154,7 @@ def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_of_two_that_send_it_at_once_one_finds_it_there(tmp_path: Path) -> None:
+def test_two_simultaneous_uploads_create_one_run(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(log_bundle, [place, place], [uri, uri]))
@@ -163,7 +163,7 @@ def test_of_two_that_send_it_at_once_one_finds_it_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:
+def test_a_deleted_run_is_not_continued(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     first = log_bundle(place, uri)
     mlflow.MlflowClient(uri).delete_run(first.run_id)
@@ -171,7 +171,7 @@ def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_of_another_store_gets_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_bundle_of_another_store_gets_its_own_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(
         tmp_path, measurements=lambda m: m.update(origin={"git": {"commit": "c0ffee"}, "mlflow_run": "0" * 32})
@@ -182,7 +182,7 @@ def test_a_bundle_of_another_store_gets_a_run_of_its_own(tmp_path: Path) -> None
     assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
 
 
-def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
+def test_a_changed_bundle_is_not_uploaded(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     (place / "graph_after.txt").write_text("another graph")
     with pytest.raises(BundleError, match=r"graph_after\.txt"):
@@ -192,8 +192,8 @@ def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])
-def test_a_run_that_holds_something_else_is_not_taken_for_the_bundles(tmp_path: Path, status: str) -> None:
-    """Whoever writes a bundle may name any run, whose model would be registered as the bundle's."""
+def test_an_unrelated_run_is_not_taken_for_the_bundles_run(tmp_path: Path, status: str) -> None:
+    """A bundle may name any run, and the model of that run would be registered."""
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     other = client.create_run(client.create_experiment("theirs"))
@@ -210,7 +210,7 @@ def test_a_run_that_holds_something_else_is_not_taken_for_the_bundles(tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_bundle_unfit_for_mlflow_fails_before_the_upload(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     place = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
     with pytest.raises(BundleError, match="MLflow cannot be told of it: KeyError: 'onnx'"):
@@ -219,8 +219,8 @@ def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent
 
 
 @pytest.mark.slow
-def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(tmp_path: Path) -> None:
-    """They were drawn only when half was sent, and the store was to be asked again for ever."""
+def test_undrawable_figures_are_a_bundle_error(tmp_path: Path) -> None:
+    """They failed in the middle of the upload, and so did every retry."""
     uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
     with pytest.raises(BundleError, match="MLflow cannot be told of it: .*[Oo]verflow"):
         log_bundle(place, uri)
@@ -228,7 +228,7 @@ def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(t
 
 
 @pytest.mark.slow
-def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path: Path) -> None:
+def test_an_invalid_onnx_file_is_a_bundle_error(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     (place / "model.onnx").write_bytes(b"no model of ONNX's")
     exports.reseal(place, "model.onnx")
@@ -243,8 +243,8 @@ def failing(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_that_says_of_itself_that_it_failed_is_not_sent(tmp_path: Path) -> None:
-    """It got the alias, and no honest version could be compared with it afterwards."""
+def test_a_bundle_with_recorded_failures_is_not_uploaded(tmp_path: Path) -> None:
+    """The bundle got the alias, and no correct version could be compared with it."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     with pytest.raises(BundleError, match="no bundle that passed says so"):
         log_bundle(bundle(tmp_path, manifest=failing), uri)
@@ -252,8 +252,8 @@ def test_a_bundle_that_says_of_itself_that_it_failed_is_not_sent(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_files_of_a_database_go_where_they_are_told_to(tmp_path: Path) -> None:
-    """Beside the config that names it, as those of a run; a URI that names a file has its own place."""
+def test_database_files_are_written_to_the_requested_folder(tmp_path: Path) -> None:
+    """A relative URI refers to the config's folder, as in a run."""
     place, beside = bundle(tmp_path), tmp_path / "beside"
     beside.mkdir()
     log_bundle(place, "sqlite:///mlflow.db", None, beside)
@@ -262,7 +262,7 @@ def test_files_of_a_database_go_where_they_are_told_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_one_error(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:
         log_bundle(place, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
@@ -288,10 +288,8 @@ def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
         ({"manifest": lambda m: m["config"].update(register="x")}, r"manifest\.json: .* register"),
     ],
 )
-def test_a_bundle_of_another_form_is_to_blame_and_not_the_store(
-    tmp_path: Path, changes: dict[str, Change], told: str
-) -> None:
-    """Whoever changed a document may have made its digest fit."""
+def test_malformed_documents_are_a_bundle_error(tmp_path: Path, changes: dict[str, Change], told: str) -> None:
+    """An edited document may have a matching digest."""
     uri, place = stores.store(tmp_path), bundle(tmp_path, **changes)
     with pytest.raises(BundleError, match=told):
         log_bundle(place, uri)

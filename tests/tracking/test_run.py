@@ -1,4 +1,4 @@
-"""What the MLflow run of an export holds, in an embedded store."""
+"""Tests the contents of an export's MLflow run in a local store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = QUIET
 
 
 class Tracked:
-    """A run that ended well, and the client to look at it with."""
+    """A successful run, and a client to inspect it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ def test_the_params_are_the_flattened_config(tracked: Tracked) -> None:
     assert params["tracking.experiment"] == "tracked"
 
 
-def test_the_tags_tell_commit_branch_versions_and_source(tracked: Tracked) -> None:
+def test_the_tags_contain_commit_branch_versions_and_source(tracked: Tracked) -> None:
     assert tracked.run.info.run_name == tracked.result.output.name
     tags = tracked.run.data.tags
     assert tags["mlflow.source.git.commit"] == tracked.commit.stdout.strip()
@@ -79,7 +79,7 @@ def test_the_tags_tell_commit_branch_versions_and_source(tracked: Tracked) -> No
     assert tags["source"] == tracked.run.data.params["model.source"]
 
 
-def test_the_metrics_tell_parity_nodes_sizes_and_seconds(tracked: Tracked) -> None:
+def test_the_metrics_contain_parity_nodes_sizes_and_seconds(tracked: Tracked) -> None:
     metrics, manifest = tracked.run.data.metrics, tracked.result.manifest
     assert metrics["nodes.before"] == manifest.nodes_before
     assert metrics["nodes.after"] == manifest.nodes_after
@@ -95,7 +95,7 @@ def test_the_metrics_tell_parity_nodes_sizes_and_seconds(tracked: Tracked) -> No
     assert metrics["seconds.trace"] > 0
 
 
-def test_the_artifacts_hold_the_bundle_the_config_and_the_changed_nodes(tracked: Tracked) -> None:
+def test_the_artifacts_contain_bundle_config_and_changed_nodes(tracked: Tracked) -> None:
     downloaded = tracked.artifact("bundle")
     here = {path.name: path.read_bytes() for path in tracked.result.output.iterdir()}
     assert {path.name: path.read_bytes() for path in downloaded.iterdir()} == here
@@ -109,7 +109,7 @@ def test_the_artifacts_hold_the_bundle_the_config_and_the_changed_nodes(tracked:
     assert len(row["replaced"].split(", ")) == 3
 
 
-def test_the_artifacts_lie_beside_the_config_wherever_the_program_is_called(tracked: Tracked) -> None:
+def test_the_artifacts_are_stored_next_to_the_config(tracked: Tracked) -> None:
     assert str(tracked.run.info.artifact_uri).startswith((tracked.folder / "mlartifacts").as_uri())
 
 
@@ -121,13 +121,11 @@ def logged_uri(tracked: Tracked) -> str:
 
 @pytest.fixture(scope="module")
 def logged_model(tracked: Tracked) -> Any:
-    """The model that the run logged, as MLflow's own way of loading one gives it."""
+    """Returns the logged model, loaded by MLflow."""
     return mlflow.pyfunc.load_model(logged_uri(tracked))
 
 
-def test_the_logged_model_predicts_what_the_bundle_computes_at_another_size(
-    tracked: Tracked, logged_model: Any
-) -> None:
+def test_the_logged_model_matches_the_bundle_at_other_sizes(tracked: Tracked, logged_model: Any) -> None:
     names = [output.name for output in tracked.result.manifest.outputs]
     run = runners.open_onnx(tracked.result.files["onnx"], names, optimised=True)
     for size, sequence in ((1, 3), (7, 11)):
@@ -154,12 +152,12 @@ def test_the_logged_model_names_its_requirements_and_weights(tracked: Tracked, l
     assert f"onnx=={onnx.__version__}" in requirements
 
 
-def test_the_run_can_be_opened_with_what_the_result_tells(tracked: Tracked) -> None:
+def test_the_result_links_to_the_run_page(tracked: Tracked) -> None:
     page = str(tracked.result.run_page)
     assert f"#/experiments/{tracked.run.info.experiment_id}/runs/{tracked.run.info.run_id}" in page
 
 
-def test_tables_and_figures_show_how_near_the_files_are(tracked: Tracked) -> None:
+def test_tables_and_figures_show_the_distance_of_each_target(tracked: Tracked) -> None:
     table = json.loads(tracked.artifact("parity.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     places = tracked.result.manifest.parity.targets
@@ -194,7 +192,7 @@ def test_the_traced_inputs_are_a_dataset_of_the_run(tracked: Tracked) -> None:
     assert {"x", "mask"} <= {spec["name"] for spec in json.loads(features)} if isinstance(features, str) else features
 
 
-def test_files_of_pytorch_are_artifacts_and_not_pickled_models(tracked: Tracked) -> None:
+def test_pytorch_files_are_artifacts_and_not_pickled_models(tracked: Tracked) -> None:
     models_logged = tracked.client.search_logged_models([tracked.run.info.experiment_id])
     assert [model.name for model in models_logged] == ["model"]
     assert (tracked.artifact("bundle") / "model.pt2").is_file()

@@ -1,4 +1,4 @@
-"""What is sent of a bundle to MLflow: all of it, however much, under names and lengths that MLflow takes."""
+"""Tests the params, metrics and figures sent to MLflow, within its limits on names and sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = QUIET
 
 @pytest.mark.slow
 def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
-    """A config of many inputs, and a model of many outputs, go past what one request may hold."""
+    """A config with many inputs or a model with many outputs exceeds the limit of one request."""
 
     def change(document: dict[str, Any]) -> None:
         document["config"]["inputs"] = {f"setting_{i}": {"inner": i} for i in range(250)}
@@ -44,8 +44,8 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_path: Path) -> None:
-    """Names of settings and outputs are the user's: one that MLflow refused cost the whole run."""
+def test_names_refused_by_mlflow_are_changed_and_stay_distinct(tmp_path: Path) -> None:
+    """Users choose the names of settings and outputs, and one refused name failed the whole run."""
     names = ["a b", "a_b", "a?b", "<b>", "a//b", "../x", "/", ".", "é", "a\nb", "x" * 300, "x" * 301, "\ud800"]
 
     def change(document: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_
 
 
 def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
-    """Matplotlib reads what is between two as mathematics, and this is none that it knows: nothing could be sent."""
+    """Matplotlib reads text between two dollars as math, and invalid math stopped the upload."""
 
     def change(document: dict[str, Any]) -> None:
         for target in document["parity"]["targets"]:
@@ -84,7 +84,7 @@ def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
         figure.savefig(io.BytesIO())
 
 
-def test_a_long_setting_is_cut_and_says_so() -> None:
+def test_a_long_setting_is_shortened_with_an_ellipsis() -> None:
     text = run_params.params({"inputs": {"texts": ["word " * 50] * 40}})["inputs.texts"]
     assert text.endswith("...")
     assert len(text) <= 6000

@@ -1,4 +1,4 @@
-"""No message, bundle or screen shows a secret of a tracking URI."""
+"""Tests that no message, bundle or terminal output shows a secret of a tracking URI."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_redact_leaves_special_tokens_of_configs() -> None:
         assert redact(text) == text
 
 
-def test_redact_error_hides_credentials_of_the_tracking_uri_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redact_error_hides_tracking_credentials_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redaction, "_credentials", set())
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "of the environment")
@@ -178,7 +178,7 @@ def test_redact_error_hides_credentials_of_the_tracking_uri_in_any_form(monkeypa
 
 
 def test_copy_of_a_config_differs_only_in_its_secrets(tmp_path: Path) -> None:
-    """A special token in place of a secret would make another model of the copy."""
+    """A special token is not a secret, and redacting it would change the model."""
     config = tmp_path / "config.toml"
     config.write_text(
         '[model]\narguments = { eos_token="</s>" } # was http://joe:hunter2@old\n[inputs.dynamic]\ntoken=[1, 16]\n'
@@ -228,6 +228,6 @@ def test_run_shows_no_secret_of_the_tracking_uri(
 
 
 def test_first_line_includes_an_announced_list() -> None:
-    """The message about a missing package of a tokenizer ended in the middle of its sentence."""
+    """The message about a missing tokenizer package ended in the middle of a sentence."""
     told = first_line(ValueError("Couldn't instantiate it from one of: \n(1) a file,\n(2) a class.\n3\n4\n5\n6"))
     assert told == "Couldn't instantiate it from one of: (1) a file, (2) a class. 3 4"

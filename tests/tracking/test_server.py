@@ -1,4 +1,4 @@
-"""Tracking on a real MLflow server: whole while it is up, and when it is down nothing is lost and nothing doubled."""
+"""Tests tracking on a real MLflow server, also while the server is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """A server that a test may end; the last one in the list is the one that runs."""
+    """Yields a list of servers that a test may stop and restart. The last one is running."""
     folder = tmp_path_factory.mktemp("mortal")
     made = [Server(folder, stores.store(folder))]
     yield made
@@ -50,7 +50,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 
 def optexport(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts the program as a user would, in a process of its own."""
+    """Starts the program in a subprocess, as a user would."""
     return subprocess.Popen(
         [sys.executable, "-m", "optexport", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -68,7 +68,7 @@ def project(folder: Path, uri: str, name: str) -> Path:
 
 
 def only(server: Server, name: str) -> Run:
-    """The one run of an experiment, whole and registered once."""
+    """Returns the only run of an experiment, after checking that it is complete and registered once."""
     (run,) = runs(server.uri, name)
     assert run.info.status == "FINISHED"
     client = mlflow.MlflowClient(server.uri)
@@ -83,7 +83,7 @@ def only(server: Server, name: str) -> Run:
     return run
 
 
-def test_a_run_on_a_server_is_whole_registered_and_without_secrets(server: Server, tmp_path: Path) -> None:
+def test_a_run_on_a_server_is_complete_and_without_secrets(server: Server, tmp_path: Path) -> None:
     with_secret = f"http://someone:{SECRET}@127.0.0.1:{server.port}"
     done = optexport("run", "--json", project(tmp_path, with_secret, "whole"))
     out, err = done.communicate(timeout=300)
@@ -102,8 +102,8 @@ def test_a_run_on_a_server_is_whole_registered_and_without_secrets(server: Serve
     assert told == []
 
 
-def test_a_worse_version_is_registered_and_the_alias_is_moved_by_hand(server: Server, tmp_path: Path) -> None:
-    def rated(multiple: float) -> Callable[[dict], None]:  # what was measured hangs on the processor
+def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_path: Path) -> None:
+    def rated(multiple: float) -> Callable[[dict], None]:  # measured values depend on the processor
         def change(document: dict) -> None:
             registering("rated")(document)
             for place in document["parity"]["targets"]:
@@ -126,10 +126,10 @@ def test_a_worse_version_is_registered_and_the_alias_is_moved_by_hand(server: Se
         assert held == {"champion": holder}
 
 
-def test_a_database_may_be_used_without_a_server_and_keeps_its_password(
+def test_a_database_without_a_server_hides_its_password(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where files go whose place nobody names
+    monkeypatch.chdir(tmp_path)  # the default folder of artifacts
     place = bundle(tmp_path, manifest=registering("direct"))
     logged = log_bundle(place, database, "direct")
     assert SECRET not in repr(logged)
@@ -161,7 +161,7 @@ def while_it_sends(servers: list[Server], process: Callable[[], subprocess.Popen
     started = process()
     for _ in range(6000):
         found = runs(servers[-1].uri, "mortal")
-        # By now the model is about to be saved and sent.
+        # The model is uploaded next.
         if found and "optexport.measurements" in found[0].data.tags:
             break
         time.sleep(0.01)
@@ -172,7 +172,7 @@ def while_it_sends(servers: list[Server], process: Callable[[], subprocess.Popen
 
 
 @pytest.mark.parametrize("moment", [before_the_start, while_it_works, while_it_sends])
-def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later_once(
+def test_a_lost_server_exits_with_7_and_a_later_upload_completes(
     mortal: list[Server], tmp_path: Path, moment: Callable[..., subprocess.Popen[str]]
 ) -> None:
     with_secret = f"http://someone:{SECRET}@127.0.0.1:{mortal[-1].port}"
@@ -181,7 +181,7 @@ def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later
     process = moment(mortal, lambda: optexport("run", "--json", config))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 7, err
-    # Ten seconds of work here; the rest is for a machine that others use too.
+    # The work takes ten seconds; the rest allows for a busy machine.
     assert time.monotonic() - start < 120
     assert "The bundle is whole on disk" in err
     assert "Traceback" not in err
@@ -212,8 +212,8 @@ CREATING = ["experiments/create", "runs/create", "logged-models", "registered-mo
 
 
 @pytest.mark.parametrize("by", ["run", "log"])
-def test_where_each_answer_is_lost_once_nothing_is_made_twice(server: Server, tmp_path: Path, by: str) -> None:
-    """mlflow sends again what was not answered: there were two runs, two models and two versions."""
+def test_lost_answers_create_no_duplicates(server: Server, tmp_path: Path, by: str) -> None:
+    """MLflow repeats unanswered requests, which created two runs, two models and two versions."""
     name, lossy = f"lossy {by}", Lossy()
     with lossy.to(server.port) as uri:
         if by == "run":
@@ -234,7 +234,7 @@ def test_where_each_answer_is_lost_once_nothing_is_made_twice(server: Server, tm
 
 
 @pytest.mark.parametrize("lost", ["artifacts/bundle/model[.]onnx", "models/.*/model[.]onnx"])
-def test_files_that_a_page_to_sign_on_took_are_told_and_sent_later(server: Server, tmp_path: Path, lost: str) -> None:
+def test_files_lost_to_a_login_page_are_reported_and_sent_later(server: Server, tmp_path: Path, lost: str) -> None:
     name = f"signing on {'bundle' if 'bundle' in lost else 'model'}"
     place = bundle(tmp_path, manifest=registering(name))
     with Lossy(signing_on=lost).to(server.port) as uri:
@@ -250,8 +250,8 @@ def test_files_that_a_page_to_sign_on_took_are_told_and_sent_later(server: Serve
     only(server, name)
 
 
-def test_of_two_runs_of_a_bundle_the_one_that_is_whole_counts(server: Server, tmp_path: Path) -> None:
-    """A program that ended between two answers may have left another behind, which is newer and found first."""
+def test_the_complete_one_of_two_runs_of_a_bundle_counts(server: Server, tmp_path: Path) -> None:
+    """An interrupted program may leave a newer, incomplete run, which is found first."""
     place = bundle(tmp_path, manifest=registering("two"))
     whole = log_bundle(place, server.uri, "two")
     client = mlflow.MlflowClient(server.uri)
@@ -262,7 +262,7 @@ def test_of_two_runs_of_a_bundle_the_one_that_is_whole_counts(server: Server, tm
     assert len(client.search_model_versions("name = 'two'")) == 1
 
 
-def test_a_server_that_takes_calls_and_never_answers_costs_seconds_and_not_minutes(tmp_path: Path) -> None:
+def test_a_silent_server_fails_within_seconds(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -273,14 +273,14 @@ def test_a_server_that_takes_calls_and_never_answers_costs_seconds_and_not_minut
         assert time.monotonic() - start < 30
 
 
-def test_a_database_that_falls_silent_costs_a_minute_and_not_the_night(
+def test_a_silent_database_fails_within_a_minute(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its library waits without an end, and heeds no signal meanwhile."""
+    """The client library waits forever and ignores signals."""
     monkeypatch.setattr("optexport.tracking.postgresql._ANSWERS_IN", 3)
     monkeypatch.setattr("optexport.tracking.postgresql._silent", False)
     monkeypatch.chdir(tmp_path)
-    log_bundle(bundle(tmp_path), database, "silent")  # makes the tables
+    log_bundle(bundle(tmp_path), database, "silent")  # creates the tables
     start = time.monotonic()
     with (
         falling_silent(database, 20_000) as uri,

@@ -1,4 +1,4 @@
-"""A registered model that ``mlflow models serve`` serves: the example client gets the original's numbers from it."""
+"""Tests a registered model that ``mlflow models serve`` serves, and the example client."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server.stop()
 
 
-def test_the_example_client_gets_the_originals_numbers(served: Served) -> None:
+def test_the_example_client_gets_the_outputs_of_the_original(served: Served) -> None:
     done = subprocess.run(
         [sys.executable, str(CLIENT), served.server.uri, str(served.bundle)],
         capture_output=True,
@@ -65,12 +65,12 @@ def test_the_example_client_gets_the_originals_numbers(served: Served) -> None:
     assert [(name, shape) for name, shape, _ in found] == [("hidden", "2, 5, 8"), ("longest", "")]
     limits = exports.exported().manifest.parity.bounds
     for name, _, distance in found:
-        # The limit is for the distance from float64, and the original itself is a floor away from that.
+        # The limit applies to the distance from float64. The original has a distance of one noise floor.
         assert float(distance) <= limits[name].limit + limits[name].floor
 
 
-def test_the_client_ends_with_1_where_another_model_is_served(served: Served, tmp_path: Path) -> None:
-    """It said how far the answers were, and ended as if they were right."""
+def test_the_client_exits_with_1_if_another_model_is_served(served: Served, tmp_path: Path) -> None:
+    """The client printed the distances, but exited with 0."""
     other = Path(shutil.copytree(served.bundle, tmp_path / "other"))
     stored = load_file(other / "reference.safetensors")
     save_file({k: v + 1 if k == "0.outputs.hidden" else v for k, v in stored.items()}, other / "reference.safetensors")
@@ -83,22 +83,22 @@ def test_the_client_ends_with_1_where_another_model_is_served(served: Served, tm
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_ids_of_either_width_and_sizes_that_were_never_traced_are_served(served: Served, dtype: type) -> None:
+def test_both_integer_widths_and_untraced_sizes_are_served(served: Served, dtype: type) -> None:
     batch = {name: tensor.numpy() for name, tensor in exports.batch(7, 11).items()}
     want = exports.block()(**exports.batch(7, 11))["hidden"].detach().numpy()
     got = served.ask({"inputs": {"x": batch["x"].tolist(), "mask": batch["mask"].astype(dtype).tolist()}})
     np.testing.assert_allclose(np.asarray(got["hidden"]), want, atol=1e-5)
 
 
-def test_a_call_without_an_input_is_refused_and_says_so(served: Served) -> None:
+def test_a_call_with_a_missing_input_is_refused_with_its_name(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         served.ask({"inputs": {"x": exports.batch()["x"].tolist()}})
     assert caught.value.code == 400
     assert "mask" in caught.value.read().decode()
 
 
-def test_arrays_have_dtypes_and_other_ids_are_refused_in_python(served: Served) -> None:
-    """What the page on tracking says of int32: JSON has no dtypes, arrays do, and mlflow casts no tensors."""
+def test_arrays_of_another_integer_dtype_are_refused(served: Served) -> None:
+    """The tracking page documents this: JSON has no dtypes, arrays do, and MLflow does not cast tensors."""
     mlflow.set_tracking_uri(served.store)
     model = mlflow.pyfunc.load_model("models:/block@champion")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}

@@ -1,4 +1,4 @@
-"""Where runs go: the store that a config names, or none; and what the user has set for MLflow stays."""
+"""Tests the choice of the tracking store, and that MLflow settings of the user stay."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.tracking.bundles import QUIET, only_run
 pytestmark = QUIET
 
 
-def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
+def test_a_relative_store_path_refers_to_the_config_folder(tmp_path: Path) -> None:
     assert store.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     for uri in (f"sqlite:///{tmp_path}/x.db", "http://127.0.0.1:5000", "databricks"):
         assert store.resolved_uri(uri, tmp_path) == uri
 
 
 @pytest.mark.slow
-def test_the_command_that_serves_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+def test_the_command_to_serve_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/other folder/mlflow.db"
     command, address = store.page(uri, "1", "abc").splitlines()
     assert shlex.split(command)[1:] == ["ui", "--backend-store-uri", uri]
     assert address == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
 
-def test_the_address_of_a_run_on_a_server_with_a_password_can_be_opened() -> None:
+def test_the_address_of_a_run_omits_the_server_password() -> None:
     keep_secret(uri := "http://me:hunter2secret@127.0.0.1:5000/")
     assert store.page(uri, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
@@ -50,7 +50,7 @@ def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_runs_of_one_experiment_are_separate(tmp_path: Path) -> None:
     config = stores.project(tmp_path, stores.store(tmp_path), formats='["pt2"]')
     one, other = run.run(config), run.run(config)
     assert one.run_id != other.run_id
@@ -58,8 +58,8 @@ def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None:
-    """Each would make the tables, and all but one fail."""
+def test_several_processes_can_create_a_database_at_once(tmp_path: Path) -> None:
+    """Each process created the tables, and all but one failed."""
     program = (
         "import sys; from pathlib import Path; from optexport.tracking import store\n"
         "print(len(store.open_store('sqlite:///new.db', Path(sys.argv[1])).search_experiments()))"
@@ -72,8 +72,8 @@ def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None:
-    """What was left had half of its tables, and MLflow refused it for ever."""
+def test_an_interrupted_database_creation_is_repeated(tmp_path: Path) -> None:
+    """The database had half of its tables, and MLflow always refused it."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     command = [
         sys.executable,
@@ -93,10 +93,8 @@ def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a%20b", "what?x"])
-def test_a_config_in_a_folder_where_mlflow_keeps_no_database_is_told_so_before_anything_is_done(
-    tmp_path: Path, name: str
-) -> None:
-    """Where it held a % MLflow looked elsewhere, for two minutes; and behind a ? all was taken for a query."""
+def test_a_folder_name_unfit_for_mlflow_is_refused_early(tmp_path: Path, name: str) -> None:
+    """MLflow used another path after a %, and read everything after a ? as a query."""
     (tmp_path / name).mkdir()
     config = stores.project(tmp_path / name, "sqlite:///mlflow.db")
     with pytest.raises(ConfigError, match=r'tracking\.uri: MLflow cannot keep a database in a folder with "(%20|\?)"'):
@@ -116,7 +114,7 @@ def test_a_folder_of_almost_any_name_holds_its_store(tmp_path: Path, name: str) 
 
 
 @pytest.mark.slow
-def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
+def test_a_symlink_to_a_new_database_stays_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "mlflow.db").symlink_to(tmp_path / "volume" / "real.db")
     (tmp_path / "volume" / "real.db.partial").write_text("mine")
@@ -127,15 +125,15 @@ def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
-    """mlflow would name the commit of the program that calls it."""
+def test_a_config_outside_a_repository_gets_no_commit_tag(tmp_path: Path) -> None:
+    """MLflow would record the commit of the calling program."""
     uri = stores.store(tmp_path)
     run.run(stores.project(tmp_path, uri, formats='["pt2"]'))
     assert [tag for tag in only_run(uri).data.tags if tag.startswith("mlflow.source.git")] == []
 
 
 @pytest.mark.slow
-def test_a_users_own_setting_of_telemetry_and_patience_stays() -> None:
+def test_user_settings_of_telemetry_and_timeout_stay() -> None:
     names = ("MLFLOW_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "MLFLOW_HTTP_REQUEST_TIMEOUT")
     code = f"""
 import os

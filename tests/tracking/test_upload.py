@@ -1,4 +1,4 @@
-"""What is sent is what was proven, once, and all of it; and who sends it is alone with it."""
+"""Tests uploads: verified files only, each once, by one process at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def registered_project(folder: Path, uri: str) -> Path:
 
 
 @pytest.mark.slow
-def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: Path) -> None:
+def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
     uri, output = stores.store(tmp_path), tmp_path / "out" / "block"
     logged: list[Future[Logged]] = []
     refused = []
@@ -66,8 +66,8 @@ def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_part_of_a_model_is_sent_by_whoever_holds_all_of_it(tmp_path: Path) -> None:
-    """A run replaces the parts together."""
+def test_an_upload_of_a_model_part_waits_for_the_model_lock(tmp_path: Path) -> None:
+    """A run replaces all parts of a model together."""
     uri, model = stores.store(tmp_path), tmp_path / "model"
     model.mkdir()
     (model / "generation.json").touch()
@@ -81,8 +81,8 @@ def test_a_part_of_a_model_is_sent_by_whoever_holds_all_of_it(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None:
-    """As where file systems know no locks."""
+def test_a_run_does_not_upload_the_bundle_of_another_run(tmp_path: Path) -> None:
+    """Some file systems do not support locks."""
     uri = stores.store(tmp_path)
 
     def announce(name: str, seconds: float | None) -> None:
@@ -98,14 +98,13 @@ def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["model.onnx", "graph_after.txt"])
-def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str) -> None:
-    """Somebody changes a file while the run sends."""
+def test_a_file_changed_during_the_upload_is_not_registered(tmp_path: Path, name: str) -> None:
     uri = stores.store(tmp_path)
 
     def announce(stage: str, seconds: float | None) -> None:
         if stage == "track" and seconds is None:
             with (tmp_path / "out" / "block" / name).open("ab") as file:
-                file.write(b"\xba\x3e\x01 ")  # an unknown field of protobuf's, which every reader skips
+                file.write(b"\xba\x3e\x01 ")  # an unknown protobuf field, which readers skip
 
     result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
     assert f"{name}: it was changed since the bundle was written" in str(result.tracking_failure)
@@ -117,7 +116,7 @@ def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
+def test_an_interrupted_upload_is_marked_failed_and_can_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
 ) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
@@ -136,7 +135,7 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_is_sent(
+def test_a_run_interrupted_while_uploading_leaves_a_whole_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = stores.store(tmp_path)
@@ -156,10 +155,10 @@ def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("creates", ["create_model_version", "create_logged_model"])
-def test_what_arrives_late_of_a_call_of_a_program_that_was_ended_counts(
+def test_a_late_result_of_an_earlier_request_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, creates: str
 ) -> None:
-    """The server does what it was called for after it was looked for, and right before the next call."""
+    """The server completes an earlier request after the lookup and before the next request."""
     uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
     real = getattr(mlflow.MlflowClient, creates)
     made: list[Any] = []
@@ -184,7 +183,7 @@ def test_what_arrives_late_of_a_call_of_a_program_that_was_ended_counts(
 
 
 @pytest.mark.slow
-def test_what_did_not_arrive_is_told_and_sent_later(tmp_path: Path) -> None:
+def test_missing_files_are_reported_and_uploaded_later(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     logged = log_bundle(place, uri)
     client = mlflow.MlflowClient(uri)
@@ -206,8 +205,8 @@ def test_what_did_not_arrive_is_told_and_sent_later(tmp_path: Path) -> None:
     check()
 
 
-def test_each_driver_of_a_database_is_told_in_its_own_words_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pg8000, which MLflow works with, knows no `connect_timeout`."""
+def test_each_database_driver_gets_its_own_timeout_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow supports pg8000, which has no `connect_timeout` option."""
     asked = []
 
     class Refusing(types.ModuleType):
