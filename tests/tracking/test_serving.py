@@ -74,7 +74,7 @@ def test_the_client_exits_with_1_if_another_model_is_served(served: Served, tmp_
     other = Path(shutil.copytree(served.bundle, tmp_path / "other"))
     stored = load_file(other / "reference.safetensors")
     save_file({k: v + 1 if k == "0.outputs.hidden" else v for k, v in stored.items()}, other / "reference.safetensors")
-    for place, told in ((other, "hidden: no answers of the model in"), (tmp_path / "no", "it is no bundle")):
+    for place, told in ((other, "hidden: not the answers of the model in"), (tmp_path / "no", "not a bundle")):
         command = [sys.executable, str(CLIENT), served.server.uri, str(place)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
