@@ -236,6 +236,7 @@ def test_model_that_is_not_a_module_is_one_clear_error(tmp_path: Path) -> None:
         export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_only_selected_outputs_are_verified_and_written(tmp_path: Path) -> None:
     rules = [KeepOutputs(outputs=("pooler_output",)), SinkSelect(), MergeLinears()]
     result = export(models.model("bert"), models.inputs("bert"), tmp_path / "bundle", transformations=rules)

@@ -255,6 +255,7 @@ def _killed_after(seconds: float, output: Path) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(100, 1, marks=pytest.mark.nightly)])
 def test_kills_at_random_moments_leave_a_complete_bundle_or_none(tmp_path: Path, kills: int, seed: int) -> None:
     output, generator = tmp_path / "out", random.Random(seed)

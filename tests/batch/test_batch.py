@@ -43,6 +43,7 @@ def document(*arguments: str) -> dict[str, Any]:
     return {"rows": {row["config"]: row for row in found["configs"]}, **found}
 
 
+@pytest.mark.slow
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     """Python would put that folder first on the path of the processes that run the configs."""
     fleets.config(tmp_path, "a")
@@ -58,6 +59,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> No
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fleets.config(tmp_path, name)
@@ -88,6 +90,7 @@ def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
     assert [(row["exit_code"], row["attempts"]) for row in found["configs"]] == [(0, 2), (2, 1)]
 
 
+@pytest.mark.slow
 def test_resumed_batch_skips_finished_configs(tmp_path: Path) -> None:
     a, b = fleets.config(tmp_path, "a"), fleets.config(tmp_path, "b")
     c = fleets.config(tmp_path, "c", "crashes")

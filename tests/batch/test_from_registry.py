@@ -115,7 +115,7 @@ def test_newest_version_of_each_tagged_model_is_exported_once(registry: Any, tmp
     assert "the newest version of each model found has one, or is of one: asks, asks-too." in call(asking).output
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", ['a "quoted" name', "a?question", "an@alias"])
 def test_model_with_an_invalid_name_is_one_failed_row(quoted: str, registry: Any, tmp_path: Path) -> None:
     registry.create_registered_model(quoted, tags={"odd": "true"})

@@ -60,6 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tmp_path: Path) -> None:
     ended = run(task)
     assert ended.error is None
@@ -68,6 +69,7 @@ def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tm
     assert [path.suffix for path in sorted(tmp_path.glob("a-*"))] == [".json", ".log"]
 
 
+@pytest.mark.slow
 def test_failure_has_a_log_and_removes_no_bundle(task: Task, run: Run, tmp_path: Path) -> None:
     run(task)
     task.path.write_text(task.path.read_text(encoding="utf-8").replace(":good", ":crashes"), encoding="utf-8")

@@ -41,7 +41,7 @@ def generators(file_format: str) -> Generator:
     return Generator.load(exported().output, file_format)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_files_continue_new_prompts_as_generate_does(file_format: str, rows: int) -> None:
@@ -194,6 +194,7 @@ def test_model_with_few_positions_is_checked_at_smaller_sizes(tmp_path: Path) ->
     assert [each.compared for each in result.tokens] == [8, 8]
 
 
+@pytest.mark.slow
 def test_files_recompute_the_cache_when_generate_does(tmp_path: Path) -> None:
     """Phi-3 changes the rotary factors of all positions beyond its original context length."""
     model, prompt = models.phi3(turn=16), models.left_padded([[5, 6, 7], [8, 9]])

@@ -79,7 +79,7 @@ def test_triton_adds_the_batch_if_all_tensors_share_one(name: str, file_format: 
     assert config.HasField("dynamic_batching") == (name in ("rows", "int8-blocks")), "rows know of each other"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "file_format"), NOT_BATCHED)
 def test_every_axis_is_configured_if_tensors_share_no_batch(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)

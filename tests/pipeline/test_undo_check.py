@@ -80,6 +80,7 @@ class Leaky(ReversibleTransformation):
         return graph_module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "message"),
     [("code", "its code differs"), ("names", "the names in its state_dict"), ("values", "the values of out.bias")],

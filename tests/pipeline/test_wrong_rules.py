@@ -49,6 +49,7 @@ def test_size_hard_coded_by_a_rule_is_caught_at_untraced_sizes(project: Path) ->
     assert "at traced" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
     path = config(project, wrong("ScaledHead"))
     text = path.read_text()

@@ -40,6 +40,7 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
     return made, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimised: bool) -> None:
