@@ -148,7 +148,7 @@ def several_rules() -> Iterator[Transformation]:
     yield ChangeTrueDivToMulByInverse(exact=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "rules"),
     [

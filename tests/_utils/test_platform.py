@@ -24,6 +24,7 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: py
     assert platform.free_memory() > 64 << 20
 
 
+@pytest.mark.slow
 def test_export_works_without_linux_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_text = Path.read_text
 

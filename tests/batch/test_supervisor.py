@@ -152,6 +152,7 @@ def test_crash_is_retried_and_a_result_is_not(run: Run) -> None:
     assert (ended.exit_code, ended.attempts, ended.error) == (2, 1, "wrong")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", [_SUCCEED, "kill -ABRT $$", "sleep 600"])
 def test_daemon_ends_with_the_attempt(run: Run, tmp_path: Path, then: str) -> None:
     run(f"{_DAEMON}\n{then}", Limits(2**34, 5, 0))

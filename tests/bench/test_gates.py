@@ -97,6 +97,7 @@ def test_unknown_axis_is_an_error(call: Caller) -> None:
 # Gates
 
 
+@pytest.mark.slow
 def test_gates_that_hold_pass_and_imply_a_benchmark(call: Caller, tmp_path: Path) -> None:
     bars = "gate = { max_size_mb = 50, max_latency_ms = { onnx = 60000 }, min_speedup = 0.0001 }\nbench.rounds = 12"
     result = call("run", as_onnx(bars))

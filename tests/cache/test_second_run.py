@@ -92,6 +92,7 @@ def test_second_run_uses_the_cache_and_gives_the_same_bytes(config: Path) -> Non
     assert after == entries, "what is made again as a proof must not be taken from an earlier run"
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_taken_from_the_cache(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

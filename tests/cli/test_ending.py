@@ -23,6 +23,7 @@ def load():
 """
 
 
+@pytest.mark.slow
 def test_model_code_that_exits_gives_exit_code_1(tmp_path: Path) -> None:
     """The exit code was 0, which means success."""
     (tmp_path / "leaving.py").write_text("import os\n\ndef load():\n    os._exit(0)\n")

@@ -65,6 +65,7 @@ def run(folder: Path, code: str, *before: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_output_of_model_code_is_not_in_the_json(tmp_path: Path) -> None:
     """Only the output of Python's print was redirected."""
     done = run(tmp_path, NOISE)

@@ -186,6 +186,7 @@ def test_invalid_arguments_are_refused_in_every_format(given: dict[str, Any], to
         generators(file_format).generate(**given)
 
 
+@pytest.mark.slow
 def test_model_with_few_positions_is_checked_at_smaller_sizes(tmp_path: Path) -> None:
     model = models.make("gpt2", n_positions=24)
     prompts = [models.left_padded([[*range(3, 15)]]), {k: v.int() for k, v in models.left_padded([[7]]).items()}]

@@ -88,6 +88,7 @@ def reference(task: str, source: Path, **options: Any) -> Any:
     return pipeline(task, model=str(source), feature_extractor=extractor, device="cpu", **options)
 
 
+@pytest.mark.slow
 def test_labels_of_a_sound_equal_those_of_the_pipeline(tmp_path: Path, spoken: list[Path]) -> None:
     source = save(Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**WAV2VEC2)), tmp_path / "wav2vec2")
     output = folders.export(source, task="audio-classification", inputs=SIZES).output

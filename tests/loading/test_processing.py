@@ -119,6 +119,7 @@ def multi_label() -> nn.Module:
     return BertForSequenceClassification(BertConfig(**TINY, **moods))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "make", "outputs", "options"),
     [

@@ -27,6 +27,7 @@ def test_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> Non
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_earlier_bundle_is_replaced_only_by_a_successful_run(project: Path) -> None:
     earlier = Path(shutil.copytree(exports.exported().output, project / "out" / "block"))
     before = {path.name: path.read_bytes() for path in earlier.iterdir()}

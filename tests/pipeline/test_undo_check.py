@@ -32,6 +32,7 @@ def export_with(tmp_path: Path, *rules: Transformation) -> Result:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_checks_undo_and_records_it_in_the_manifest(tmp_path: Path) -> None:
     result = export_with(tmp_path, MergeLinears(), ChangeTrueDivToMulByInverse())
     assert result.manifest.undone == ["merge-linears", "change-true-div-to-mul-by-inverse"]

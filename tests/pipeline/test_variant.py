@@ -58,6 +58,7 @@ def result(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Result:
     return run(_write(tmp_path_factory.mktemp("branch")), dump=dump)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("result")
 def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
     names = {path.name for path in dump.iterdir()}
@@ -111,6 +112,7 @@ def test_all_files_compute_the_same(result: Result) -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(_WRONG, encoding="utf-8")
     text = _CONFIG.replace('use = "merge-linears"', 'use = "python:wrong:Shift"')

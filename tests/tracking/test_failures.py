@@ -99,6 +99,7 @@ def test_a_run_interrupted_at_its_end_can_be_completed(tmp_path: Path, monkeypat
     assert only_run(uri).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_failed_artifact_upload_does_not_fail_the_bundle(tmp_path: Path) -> None:
     """The run must not stay RUNNING, and the next run must not find it open."""
     uri = stores.store(tmp_path)

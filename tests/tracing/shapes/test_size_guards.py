@@ -46,6 +46,7 @@ def _model(*, careless: bool = False) -> nn.Module:
 NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
 
 
+@pytest.mark.slow
 def test_size_with_another_branch_fails_verification(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="x_2"):
         quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
