@@ -18,7 +18,7 @@ _TAKEN_FOR_ZERO = 1e-8
 
 
 def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies format passes in the order of `optexport.config.format_passes.LOWERINGS`.
+    """Applies format passes in the order of `optexport.config.format_passes.PASSES`.
 
     The order of the names does not matter.
 
