@@ -91,6 +91,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Known are: {', '.join(names)}." if names else "None are known."
 
 
+def with_hint(message: str, hint: str | None) -> str:
+    """Adds a line ``Hint: ...`` to a message. Further lines of the hint are aligned with the first."""
+    return f"{message}\nHint: {hint.replace(chr(10), chr(10) + ' ' * 6)}" if hint else message
+
+
 class OptexportError(Exception):
     """Base class of all errors that optexport raises on purpose; removes secrets of URIs.
 
@@ -117,8 +122,7 @@ class OptexportError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = f"{self.location}: {self.message}" if self.location else self.message
-        return f"{text}\n  {self.hint}" if self.hint else text
+        return with_hint(f"{self.location}: {self.message}" if self.location else self.message, self.hint)
 
 
 class ConfigError(OptexportError):

@@ -230,7 +230,7 @@ def test_unsupported_part_of_a_pt2_file_is_reported(name: str, tmp_path: Path) -
             return x + self.table.to_dense().sum()
 
     model = Sparse() if name == "a sparse weight" else Program(lambda m, x: x[:, : math.ceil(x.shape[1] / 3)])
-    with pytest.raises(ExportError, match=r"export.formats: pt2: .*\n  Leave"):
+    with pytest.raises(ExportError, match=r"export.formats: pt2: .*\nHint: Leave"):
         quick(
             model, {"x": torch.rand(3, 12)}, tmp_path / "bundle", dynamic={"x": {0: "batch", 1: "n"}}, formats=["pt2"]
         )

@@ -66,7 +66,7 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
             with signals.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
-                error.hint = f"{error.hint or ''}\n  {output} holds an earlier bundle yet.".lstrip()
+                error.hint = f"{error.hint or ''}\n{output} still holds an earlier bundle.".lstrip()
             raise
 
 

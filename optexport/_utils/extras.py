@@ -41,5 +41,5 @@ def check_extra(extra: str, location: str, otherwise: str | None = None) -> None
             raise ConfigError(
                 f"it needs the extra {extra}, of which {module} is not installed",
                 location=location,
-                hint="\n  ".join(filter(None, [how_to_install(extra), otherwise])),
+                hint="\n".join(filter(None, [how_to_install(extra), otherwise])),
             )

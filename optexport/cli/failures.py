@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optexport._utils import packages, signals
 from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
-from optexport.errors import ConfigError, OptexportError
+from optexport.errors import ConfigError, OptexportError, with_hint
 from optexport.redaction import redact_error
 
 _LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
@@ -38,7 +38,7 @@ class Failure:
 
 
 _NO_MEMORY = "there is no more memory"
-OUT_OF_MEMORY = Failure(1, f"{_NO_MEMORY}\n  {_MORE_MEMORY}")
+OUT_OF_MEMORY = Failure(1, with_hint(_NO_MEMORY, _MORE_MEMORY))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Row:
             reason=getattr(error, "strerror", None),
         )
         hint = self.hint(error) if callable(self.hint) else self.hint
-        return Failure(self.exit_code, message if hint is None else f"{message}\n  {hint}")
+        return Failure(self.exit_code, with_hint(message, hint))
 
 
 def describe(error: BaseException) -> Failure | None:
@@ -84,8 +84,8 @@ def describe(error: BaseException) -> Failure | None:
     # Some libraries turn an interrupt during their imports into another error.
     signum = signals.received()
     if isinstance(error, KeyboardInterrupt) or signum is not None:
-        lines = ["interrupted", *getattr(error, "__notes__", ())]
-        return Failure(128 + (signum or signal.SIGINT), redact_error("\n  ".join(lines)))
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        return Failure(128 + (signum or signal.SIGINT), redact_error(with_hint("interrupted", notes)))
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return None
     if isinstance(error, OptexportError):

@@ -181,7 +181,7 @@ def error(
     ]
     kind, what = (ParityError, "results differ") if lines else (GateError, "decisions differ")
     cause = f"the {what} from the original's\n  " + "\n  ".join(lines + gates)
-    return kind(cause, hint=explanation.replace("\n", "\n  "), proof=parity_record(proof))
+    return kind(cause, hint=explanation, proof=parity_record(proof))
 
 
 def _told(problem: Exception) -> str:

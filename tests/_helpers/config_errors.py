@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "dimension of no shape": (
         table("inputs", 'tensors.x.shape = ["batch", 4]', "dynamic.bach = [1, 8]"),
         "inputs.dynamic.bach",
-        'no input has such a dimension\n  Did you mean "batch"? Name it in the shape',
+        'no input has such a dimension\nHint: Did you mean "batch"? Name it in the shape',
     ),
     "dimension of no text": (
         table("inputs", 'texts = ["a"]', "dynamic.seqence = [1, 8]"),
@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "axes of no tensor": (
         table("inputs", "tensors.x.shape = [1]", 'axes.y = ["batch"]'),
         "inputs.axes.y",
-        "there is no such input\n  Known are: x.",
+        "there is no such input\nHint: Known are: x.",
     ),
     # rules
     "activation that changes the numbers": (

@@ -255,7 +255,7 @@ def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
     assert ended == announced
     assert [each.exit_code for each in ended] == [0, 4]
     assert str(ended[0].error).startswith("The journal does not hold it, so --resume runs it again: ")
-    assert str(ended[1].error).startswith("another\n  The journal does not hold it")
+    assert str(ended[1].error).startswith("another\nHint: The journal does not hold it")
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_draft_is_renamed_when_it_is_complete(tmp_path: Path) -> None:
 
 def test_added_file_prevents_replacement_and_is_named(copied: Path) -> None:
     (copied / "notes.md").write_text("mine", encoding="utf-8")
-    told = r"it holds notes\.md, not of the bundle that is there\n  Move that away"
+    told = r"it holds notes\.md, not of the bundle that is there\nHint: Move that away"
     with pytest.raises(ConfigError, match=told):
         contents.check_output(copied)
     for name in ("a", "b", "c"):

@@ -146,7 +146,7 @@ def test_check_refuses_a_bundle_and_names_its_pt2_file(call: Caller, tmp_path: P
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "made" / name).touch()
     told = message(call("check", '[model]\nsource = "./made"\n'), 2)
-    assert f"./made is a bundle, and no model to start from\n  Name {tmp_path / 'made' / 'model.pt2'}." in told
+    assert f"./made is a bundle, and no model to start from\nHint: Name {tmp_path / 'made' / 'model.pt2'}." in told
 
 
 def test_check_refuses_texts_for_a_file_without_a_tokenizer(call: Caller, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_full_disk_is_not_a_defect() -> None:
     """safetensors is written in Rust and does not raise OSError."""
     told = "Error while serializing: I/O error: No space left on device (os error 28)"
     result = ended_by(SafetensorError(told))
-    assert f"{told}\n  Free some space for standard output, the output folder, " in result.stderr
+    assert f"{told}\nHint: Free some space for standard output, the output folder, " in result.stderr
     assert f"{tempfile.gettempdir()}, and run again.\n" in result.stderr
 
 
@@ -44,7 +44,7 @@ def test_full_disk_is_not_a_defect() -> None:
 )
 def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
-    assert f"{os.strerror(number)}: 'model.onnx'\n  {hint}" in result.stderr
+    assert f"{os.strerror(number)}: 'model.onnx'\nHint: {hint}" in result.stderr
 
 
 @pytest.mark.sample(1)
@@ -62,7 +62,7 @@ def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) ->
 def test_limits_on_memory_and_open_files_are_not_defects(error: Exception, hint: str) -> None:
     result = ended_by(error)
     assert result.exit_code == 1
-    assert f"\n  Raise the limit on {hint}" in result.stderr
+    assert f"\nHint: Raise the limit on {hint}" in result.stderr
 
 
 def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("optexport.cli.failures.redact_error", redact)
     told = ended_by(RuntimeError("no")).stderr
-    assert told.startswith("Error: there is no more memory\n  Raise the limit on memory (ulimit -v)")
+    assert told.startswith("Error: there is no more memory\nHint: Raise the limit on memory (ulimit -v)")
 
 
 def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPat
         raise MemoryError
 
     monkeypatch.setattr("optexport._utils.packages.check", check)
-    assert "\n  Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
+    assert "\nHint: Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
 
 
 @pytest.mark.sample(1)

@@ -55,7 +55,7 @@ def test_bundle_without_a_report_is_valid_and_can_get_one(copied: Path) -> None:
 
 def test_changed_report_is_detected_and_can_be_rewritten(copied: Path) -> None:
     (copied / "report.html").write_text("Passed", encoding="utf-8")
-    with pytest.raises(BundleError, match=r"report\.html: it is not the one that was written\n  Write it again"):
+    with pytest.raises(BundleError, match=r"report\.html: it is not the one that was written\nHint: Write it again"):
         read_manifest(copied)
     (copied / "report.html").unlink()
     with pytest.raises(BundleError, match=r"report\.html: it is missing"):
@@ -177,7 +177,7 @@ def test_unreadable_file_is_not_reported_as_damage(copied: Path, name: str, comm
         [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"Error: {copied / name}: this user may not read it\n  Let this user read ")
+    assert done.stderr.startswith(f"Error: {copied / name}: this user may not read it\nHint: Let this user read ")
 
 
 @pytest.mark.slow
@@ -190,4 +190,4 @@ def test_unreadable_folder_is_not_a_defect(copied: Path, command: str) -> None:
     )
     copied.chmod(0o755)
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"Error: {copied / 'manifest.json'}: Permission denied\n  Run it as a user who may do that.\n"
+    assert done.stderr == f"Error: {copied / 'manifest.json'}: Permission denied\nHint: Run it as a user who may do that.\n"

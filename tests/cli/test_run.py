@@ -22,7 +22,7 @@ def call(tmp_path: Path) -> Caller:
 
 # Errors that only a run can find: config, exit code, and a part of the message.
 BY_RUNNING: dict[str, tuple[str, int, str]] = {
-    "no such factory": (config("halves:laod"), 2, 'halves has no laod\n  Did you mean "load"?'),
+    "no such factory": (config("halves:laod"), 2, 'halves has no laod\nHint: Did you mean "load"?'),
     "factory that is no function": (config("halves:nn"), 2, "halves"),
     "factory that fails": (config("halves:fails"), 3, "the factory raised KeyError: 'no weights'"),
     "factory that leaves": (config("halves:leaves"), 3, "SystemExit"),
@@ -46,7 +46,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "dimension of no input": (
         config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
         2,
-        'inputs.dynamic.bach: no input has such a dimension\n  Did you mean "batch"?',
+        'inputs.dynamic.bach: no input has such a dimension\nHint: Did you mean "batch"?',
     ),
     "dimension that the model fixes": (
         config(inputs='data = "x.npz"\naxes.x = ["batch", "width"]\ndynamic.width = [4, 8]'),

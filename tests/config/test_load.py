@@ -73,7 +73,7 @@ def test_input_can_have_any_name(name: str, tmp_path: Path) -> None:
     path.write_text(table(f"inputs.tensors.{name}", "shape = [1]"), encoding="utf-8")
     assert load_config(path).inputs.tensors
     path.write_text(table(f"inputs.tensors.{name}", "shape = [1]", "hihg = 1.0"), encoding="utf-8")
-    assert refusal(path) == f'{path}: inputs.tensors.{name}.hihg: there is no such key\n  Did you mean "high"?'
+    assert refusal(path) == f'{path}: inputs.tensors.{name}.hihg: there is no such key\nHint: Did you mean "high"?'
 
 
 @pytest.mark.sample(4)

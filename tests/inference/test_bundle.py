@@ -93,7 +93,7 @@ print([name for name in ("torch", "transformers", "mlflow") if name in sys.modul
 def test_invalid_inputs_are_refused_by_name(moved: Path) -> None:
     bundle = Bundle.load(moved)
     takes = "It takes input_ids [batch, sequence] int64; "
-    assert 'input_idx: the model takes no such input\n  Did you mean "input_ids"?' in refusal(
+    assert 'input_idx: the model takes no such input\nHint: Did you mean "input_ids"?' in refusal(
         bundle, input_idx=np.ones((1, 2))
     )
     assert "the model needs token_type_ids, attention_mask too\n  " + takes in refusal(
@@ -173,7 +173,7 @@ def test_tokenizer_folder_has_the_permissions_of_the_bundle() -> None:
 
 @pytest.mark.slow
 def test_missing_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"it holds no onnx file\n  It holds pt2\."):
+    with pytest.raises(ConfigError, match=r"it holds no onnx file\nHint: It holds pt2\."):
         Bundle.load(bundles.bundle("fill-mask"), "onnx")
     with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
         Bundle.load(tmp_path)
@@ -214,7 +214,7 @@ def test_images_give_the_logits_of_the_model_and_its_processor(tmp_path: Path) -
     grey = bundle.preprocess(images=[pixels[..., 0], Image.fromarray(pixels[..., 0])])["pixel_values"]
     assert np.array_equal(grey[0], grey[1])
     for given, told in [
-        (pixels / 255, "images: it is float64\n  Give uint8"),
+        (pixels / 255, "images: it is float64\nHint: Give uint8"),
         (torch.tensor(pixels), "images: it is a Tensor, and neither a path nor an image"),
         ([], "images: there must be one at least"),
     ]:

@@ -102,7 +102,7 @@ def test_labels_of_a_sound_equal_those_of_the_pipeline(tmp_path: Path, spoken: l
     assert absent.exit_code == 2
     assert "a text: there is no such file, and the model takes sounds" in absent.stderr
     bundle = Bundle.load(output)
-    with pytest.raises(ConfigError, match="sounds: they are 800, 950 samples long\n  Give one at a time"):
+    with pytest.raises(ConfigError, match="sounds: they are 800, 950 samples long\nHint: Give one at a time"):
         bundle.preprocess(sounds=spoken)
     alike = [np.zeros(300, np.float32), np.ones(300)]
     assert bundle.preprocess(sounds=alike)["input_values"].shape == (2, 300)

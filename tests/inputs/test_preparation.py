@@ -218,7 +218,7 @@ def test_a_single_row_is_traced_as_two(made: Maker) -> None:
 def test_unknown_input_is_refused_with_a_suggestion(made: Maker) -> None:
     message = made.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
     assert message.startswith("inputs")
-    assert 'input_idz: BertModel takes no such input\n  Did you mean "input_ids"?' in message
+    assert 'input_idz: BertModel takes no such input\nHint: Did you mean "input_ids"?' in message
 
 
 def test_module_with_kwargs_accepts_any_input_name(made: Maker) -> None:

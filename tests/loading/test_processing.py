@@ -157,7 +157,7 @@ def test_answers_for_each_token_equal_those_from_logits(task: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("make", "line", "told"),
     [
-        ("text-classification", "normalize = true", "takes no images (pixel_values)\n  Leave it out."),
+        ("text-classification", "normalize = true", "takes no images (pixel_values)\nHint: Leave it out."),
         ("fill-mask", 'outputs = "top_k"', "labels are of logits [batch, classes], and these have 3 axes"),
         ("text-classification", 'outputs = "top_k"', "processing.k: it is 5, and there are 3 classes"),
         (

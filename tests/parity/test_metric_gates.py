@@ -195,9 +195,9 @@ def test_a_user_metric_is_a_gate(folder: Path) -> None:
     [
         ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at traced: it raised LookupError: no label"),
         ('"python:my_metrics:low" = 0.5', 2, "my_metrics:low: the original itself does not pass"),
-        ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\n  Did you mean "agreement"?'),
+        ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\nHint: Did you mean "agreement"?'),
         ('"python:my_metrics:number" = 0.5', 2, "number: it is a int, not a function"),
-        ("cosine = { min = 0.5, output = 'logit' }", 2, 'there is no output "logit"\n  Did you mean "logits"?'),
+        ("cosine = { min = 0.5, output = 'logit' }", 2, 'there is no output "logit"\nHint: Did you mean "logits"?'),
     ],
     ids=["raises", "low", "unknown", "no function", "unknown output"],
 )

@@ -67,7 +67,7 @@ class Ashore(nn.Module):
 
 def test_a_model_failing_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
-    with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\n  Have it make its tensors"):
+    with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\nHint: Have it make its tensors"):
         reference_run._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
 
 

@@ -143,7 +143,7 @@ def test_a_missing_model_is_one_clear_error(tmp_path: Path, uri: str) -> None:
 
 def test_a_batch_template_is_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="which a batch fills in\n  Run: optexport batch CONFIG --from-registry FILTER"
+        ConfigError, match="which a batch fills in\nHint: Run: optexport batch CONFIG --from-registry FILTER"
     ):
         download_model("models:/{name}/{version}", TrackingConfig(), tmp_path, tmp_path)
 

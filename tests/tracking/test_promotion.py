@@ -263,7 +263,7 @@ def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "words"),
     [
-        ("blok", "1", 'there is no such registered model\n  Did you mean "block"'),
+        ("blok", "1", 'there is no such registered model\nHint: Did you mean "block"'),
         ("block", "9", "no such version"),
         ("", "1", "NAME: '' is no name of a registered model"),
         ("block/1", "1", "NAME: 'block/1' is no name of a registered model"),

@@ -67,7 +67,7 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
 def test_unusable_public_key_is_refused(tmp_path: Path) -> None:
     private, _ = signed.pair(tmp_path)
     told = message(signed.call("verify", exports.exported().output, private), 2)
-    assert f"--key {private}: it holds a private key, and a public one checks\n  openssl ec -in" in told
+    assert f"--key {private}: it holds a private key, and a public one checks\nHint: openssl ec -in" in told
     (tmp_path / "torn.pem").write_text("-----BEGIN PUBLIC KEY-----\nMFkw\n-----END PUBLIC KEY-----\n")
     with pytest.raises(ConfigError, match="it holds no public key in PEM"):
         keys.fingerprint(tmp_path / "torn.pem")

@@ -158,7 +158,7 @@ def test_flipped_bit_fails_verify_with_exit_code_4(copied: Path, keys: tuple[Pat
     content[len(content) // 2] ^= 1
     (copied / "model.pt2").write_bytes(content)
     told = message(signed.call("verify", copied, keys[1]), 4)
-    assert told.startswith(f"{copied}: it is not what was signed\n  model.pt2 was changed\n  Get it again")
+    assert told.startswith(f"{copied}: it is not what was signed\n  model.pt2 was changed\nHint: Get it again")
 
 
 @pytest.mark.sample(4)

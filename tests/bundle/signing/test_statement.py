@@ -158,7 +158,7 @@ def test_sbom_with_other_versions_than_the_bundle_is_refused(folder: Path, tmp_p
     told = str(caught.value)
     assert f"\n  onnx: 1.0 then, {importlib.metadata.version('onnx')} here" in told
     assert "\n  absent: 2.0 then, absent here" in told
-    assert told.endswith("\n  Sign it in the environment that made it.")
+    assert told.endswith("\nHint: Sign it in the environment that made it.")
     assert not (bundle / "bundle.sig").exists()
 
 
