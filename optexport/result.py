@@ -28,7 +28,7 @@ class Result:
         baseline: The folder of the untransformed export, if requested.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
-        kept: The steps whose results are from the cache.
+        cache_hits: The steps whose results are from the cache.
     """
 
     output: Path
@@ -41,7 +41,7 @@ class Result:
     baseline: Path | None = None
     bench: Report | None = field(default=None, repr=False)
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)
-    kept: tuple[str, ...] = ()
+    cache_hits: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

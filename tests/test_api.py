@@ -35,7 +35,7 @@ from tests._helpers.models import randomise
 def test_result_reports_the_verification_and_the_folder() -> None:
     result = exports.exported()
     assert result.passed is True
-    assert [target.target for target in result.parity][:2] == ["original", "transformed graph"]
+    assert [target.target for target in result.parity][:2] == ["original", "graph"]
     assert all(target.passed for target in result.parity)
     assert list(result.files) == ["torchscript", "onnx", "pt2"]
     assert all(path.is_file() and path.parent == result.output for path in result.files.values())

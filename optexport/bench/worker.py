@@ -21,7 +21,7 @@ _MIN_SAMPLE = 1e-4
 _USUAL_SAMPLES = 3
 # No call starts after a turn took this many times its length. Three calls of a large model may take minutes.
 _MAX_OVERRUN = 10
-# TorchScript optimises a file at the second call, by profiles of the first.
+# TorchScript optimizes a file at the second call, by profiles of the first.
 _WARMUP_CALLS = 2
 
 Run = Callable[[], object]

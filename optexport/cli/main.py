@@ -44,7 +44,7 @@ Exit codes:
 @debug_option
 @click.version_option(__version__, prog_name="optexport")
 def cli() -> None:
-    """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
+    """Turns a PyTorch or transformers model into an optimized, portable one, with proof that it is the same."""
     clean_warnings()
 
 

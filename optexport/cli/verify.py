@@ -114,12 +114,12 @@ class _Checked:
         return {"targets": rows, **held_to, "parity": self.record.model_dump(mode="json")}
 
     def _where(self, target: TargetParity) -> str:
-        return " (at the traced shape alone)" if target.target.partition(",")[0] in self.fixed else ""
+        return " (at the traced shape alone)" if target.target.partition("-")[0] in self.fixed else ""
 
     def held(self) -> str:
         """Returns a description of the checks that passed."""
         targets = self.proof.targets[1:]
-        near = [p.target.replace(", ", " ") + self._where(p) for p in targets if p.precision is None]
+        near = [p.target + self._where(p) for p in targets if p.precision is None]
         lowered = [p.title for p in targets if p.precision is not None]
         held = [f"{', '.join(near)} give the stored outputs"] if near else []
         if lowered:

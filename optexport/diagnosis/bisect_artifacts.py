@@ -50,7 +50,7 @@ def blame_files(
         The explanation, and scripts that reproduce the failure.
     """
     target = next(target for target in proof.targets if not target.passed)
-    file_format = target.target.partition(",")[0].removesuffix(" in float32")
+    file_format = target.target.partition("-")[0]
     path, index = files[file_format], failing_case(proof, target)
     case = proof.reference.cases[index]
     if device != "cpu":
@@ -65,7 +65,7 @@ def blame_files(
     raises = isinstance(proof.result(target.target, case.name), str)
     title = f"{path.name} differs from the original at {case.name}."
     whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
-    if target.target in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # it passes unoptimised
+    if target.target in (checker.ONNX_OPTIMIZED, checker.ONNX_FLOAT32_OPTIMIZED):  # it passes unoptimized
         text = _blame_runtime(path, proof, index)
         return Finding(target.target, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
     lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
@@ -90,15 +90,15 @@ def blame_files(
 
 
 def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
-    """Names the first optimisation level of ONNX Runtime at which a file fails."""
+    """Names the first optimization level of ONNX Runtime at which a file fails."""
     alone, below = proof.reference.only([case]), "ORT_DISABLE_ALL"
     for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
-        run = runners.open_onnx(path, list(proof.bounds), optimised=True, level=level)
+        run = runners.open_onnx(path, list(proof.bounds), optimized=True, level=level)
         if not ParityChecker(alone, proof.bounds).check(checker.ONNX, run).passed:
             break
         below = level
     return (
-        f"The file passes as it stands: the runtime's optimisations change the numbers, from {level} on. Where it is "
+        f"The file passes as it stands: the runtime's optimizations change the numbers, from {level} on. Where it is "
         f"used, set session_options.graph_optimization_level = GraphOptimizationLevel.{below}."
     )
 

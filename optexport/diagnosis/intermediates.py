@@ -145,7 +145,7 @@ def describe(node: fx.Node) -> str:
 
 
 def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()) -> Observed:
-    """Runs an ONNX file without the runtime's optimisations and records all values.
+    """Runs an ONNX file without the runtime's optimizations and records all values.
 
     Args:
         keep: Values whose complete tensors are needed.

@@ -87,7 +87,7 @@ class Reproduction:
         outputs: Allowed distance and dtype, by output name.
         write: Writes the files to a folder.
         tensors: Inputs and expected tensors of a piece; None for the tensors of the whole case.
-        level: Optimisation level of ONNX Runtime.
+        level: Optimization level of ONNX Runtime.
         raises: True if the failure is an error.
     """
 

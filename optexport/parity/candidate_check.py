@@ -29,7 +29,7 @@ class CandidateChecker:
         config: The `[parity]` table: tolerance and effort.
 
     Attributes:
-        kept: Targets whose results come from the cache.
+        cache_hits: Targets whose results come from the cache.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CandidateChecker:
     ) -> None:
         self.proof, self.run, self.model = proof, run, model
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
-        self.kept: list[str] = []
+        self.cache_hits: list[str] = []
         self._measured = dict(proof.bounds)
         self._failing: tuple[TargetParity, Callable[[], Run], Signature] | None = None
 
@@ -74,7 +74,7 @@ class CandidateChecker:
         entry = self._entry(target, content, at)
         stored = results.read(entry) if entry else None
         if stored is not None:
-            self.kept.append(target)
+            self.cache_hits.append(target)
             parity = self.proof.take(target, stored[0], traced_shape_only=traced_shape_only, precision=precision)
         else:
             candidate = open_candidate()

@@ -18,14 +18,14 @@ from optexport.runtime.runners import Run
 
 # Names of targets.
 ORIGINAL = "original"
-GRAPH = "transformed graph"
+GRAPH = "graph"
 ONNX = "onnx"
-ONNX_OPTIMISED = "onnx, optimised"
+ONNX_OPTIMIZED = "onnx-optimized"
 # The ONNX file before its precision is lowered.
-ONNX_FLOAT32 = "onnx in float32"
-ONNX_FLOAT32_OPTIMISED = "onnx in float32, optimised"
-# Targets that another file was optimised or lowered from, instead of the last graph.
-_MADE_FROM = {ONNX_OPTIMISED: ONNX, ONNX_FLOAT32_OPTIMISED: ONNX_FLOAT32, ONNX: ONNX_FLOAT32}
+ONNX_FLOAT32 = "onnx-float32"
+ONNX_FLOAT32_OPTIMIZED = "onnx-float32-optimized"
+# Targets that another file was optimized or lowered from, instead of the last graph.
+_MADE_FROM = {ONNX_OPTIMIZED: ONNX, ONNX_FLOAT32_OPTIMIZED: ONNX_FLOAT32, ONNX: ONNX_FLOAT32}
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class TargetParity:
     """Comparison of one target, over all outputs.
 
     Attributes:
-        made_from: Target that this one derives from. A transformed graph derives from the original, an optimised file
-            from the file before optimisation, any other target from the transformed graph. A target in lower precision
+        made_from: Target that this one derives from. A transformed graph derives from the original, an optimized file
+            from the file before optimization, any other target from the transformed graph. A target in lower precision
             derives from the one before lowering.
         decisions: Result of each gate.
         precision: Precision that the target was lowered to. Its gates then decide instead of the noise floor.

@@ -216,8 +216,8 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
             for each, graph in zip(job.variants, graphs, strict=True)
         ]
         artifacts = [artifact for each in made for artifact in each.artifacts]
-        kept = [f"export {name}" for each in made for name in each.kept] + [
-            f"check {p}" for p in candidate_checker.kept
+        cache_hits = [f"export {name}" for each in made for name in each.cache_hits] + [
+            f"check {p}" for p in candidate_checker.cache_hits
         ]
         found = parity_record(proof)
         files = measure.Exports(artifacts, draft, scratch, found)
@@ -238,13 +238,13 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
         measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
         measured |= {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": tuning.as_json(tuned)} if tuned else {}
-        measured |= {"kept": kept} if kept else {}
+        measured |= {"cache_hits": cache_hits} if cache_hits else {}
         measured |= {"origin": job.origin.model_dump(exclude_none=True)}
         contents.write_measurements(draft, bundle_writer.measurements(progress.seconds, measured))
         with progress.step("report"):
             page.write(draft)
     reproduction.remove(job.failure)
-    return Result(job.output, tuple(proof.targets), manifest, bench=bench, tuned=tuned, kept=tuple(kept))
+    return Result(job.output, tuple(proof.targets), manifest, bench=bench, tuned=tuned, cache_hits=tuple(cache_hits))
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:

@@ -82,7 +82,7 @@ def produce(
         with progress.step(f"lower{formats}"):
             cast, applied, lowered = lower_precision.cast_graph(transformed.graph_module, branch, job, call, proof)
         with progress.step(f"check graph{formats}"):
-            target = f"{GRAPH}, cast{formats}"
+            target = f"{GRAPH}-cast{formats}"
             runner = partial(graph_runner, cast, call)
             lower_precision.check_passed(candidate_checker.check(target, runner, precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
@@ -91,12 +91,12 @@ def produce(
     writer = Writer(
         transformed.graph_module, signature, job.example, job.loaded.weights_sha256, transformed.applied, device
     )
-    artifacts, kept = _write(branch, writer, candidate_checker, job, draft, progress)
+    artifacts, cache_hits = _write(branch, writer, candidate_checker, job, draft, progress)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
     with progress.step("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-    return VariantResult(branch, transformed, tuple(artifacts), tuple(kept))
+    return VariantResult(branch, transformed, tuple(artifacts), tuple(cache_hits))
 
 
 def _names(branch: Variant, job: Job) -> tuple[str, str]:
@@ -117,7 +117,7 @@ def _write(
     precision = job.precision_of("onnx") if "onnx" in branch.formats else None
     files: dict[str, Path] = {}
     artifacts: list[ArtifactRecord] = []
-    kept: list[str] = []
+    cache_hits: list[str] = []
     with signals.temporary_folder() as scratch:
         for name in branch.formats:
             later = name == "onnx" and precision is not None
@@ -128,7 +128,7 @@ def _write(
                 content = exports.of_file(folder / artifact.path)
             files[name] = folder / artifact.path
             artifacts.append(artifact)
-            kept += [name] * is_kept
+            cache_hits += [name] * is_kept
             with progress.step(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
                 for target, opened in runners.ways_to_open(files[name], name, outputs, writer.device):
@@ -149,7 +149,7 @@ def _write(
                 for target, opened in runners.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
                     lower_precision.check_passed(candidate_checker.check(target, opened, precision=precision), proof)
             artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
-    return artifacts, kept
+    return artifacts, cache_hits
 
 
 def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:

@@ -31,8 +31,8 @@ def show(result: Result, console: Console) -> None:
     manifest = result.manifest
     _show_signature(manifest, console)
     _show_transformations(manifest, console)
-    if result.kept:
-        _print(console, f"From cache: {', '.join(result.kept)} (set OPTEXPORT_CACHE= to disable)")
+    if result.cache_hits:
+        _print(console, f"From cache: {', '.join(result.cache_hits)} (set OPTEXPORT_CACHE= to disable)")
     if result.tuned:
         console.print("\n[bold]Tuning[/]", highlight=False)
         tuning.show(result.tuned, console)

@@ -61,8 +61,8 @@ def ways_to_open(
     match file_format:
         case "onnx":
             ways = [
-                ("onnx", partial(open_onnx, path, outputs, device, optimised=False)),
-                ("onnx, optimised", partial(open_onnx, path, outputs, device, optimised=True)),
+                ("onnx", partial(open_onnx, path, outputs, device, optimized=False)),
+                ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True)),
             ]
         case "torchscript":
             ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
@@ -82,14 +82,14 @@ def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
 
 
 def open_onnx(
-    path: Path, outputs: Sequence[str], device: Device = "cpu", *, optimised: bool, level: str = "ORT_ENABLE_ALL"
+    path: Path, outputs: Sequence[str], device: Device = "cpu", *, optimized: bool, level: str = "ORT_ENABLE_ALL"
 ) -> Run:
     """Opens an ONNX file in ONNX Runtime.
 
     Args:
         outputs: Names of the file's outputs.
-        optimised: True for graph optimisations as in production, False for none.
-        level: Level of the optimisations.
+        optimized: True for graph optimizations as in production, False for none.
+        level: Level of the optimizations.
 
     Raises:
         ExportError: The runtime rejects the file.
@@ -99,7 +99,7 @@ def open_onnx(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised anyway
     options.graph_optimization_level = getattr(
-        onnxruntime.GraphOptimizationLevel, level if optimised else "ORT_DISABLE_ALL"
+        onnxruntime.GraphOptimizationLevel, level if optimized else "ORT_DISABLE_ALL"
     )
     try:
         session = devices.onnx_session(path, options, device)

@@ -29,8 +29,8 @@ _Change = Callable[[onnxruntime.SessionOptions], object]
 OPTIONS: Mapping[str, _Change] = {
     "none": lambda options: None,
     "none, again": lambda options: None,
-    "graph optimisations: basic": lambda o: setattr(o, "graph_optimization_level", _LEVELS.ORT_ENABLE_BASIC),
-    "graph optimisations: extended": lambda o: setattr(o, "graph_optimization_level", _LEVELS.ORT_ENABLE_EXTENDED),
+    "graph optimizations: basic": lambda o: setattr(o, "graph_optimization_level", _LEVELS.ORT_ENABLE_BASIC),
+    "graph optimizations: extended": lambda o: setattr(o, "graph_optimization_level", _LEVELS.ORT_ENABLE_EXTENDED),
     "enable_mem_pattern = False": lambda o: setattr(o, "enable_mem_pattern", False),
     "enable_cpu_mem_arena = False": lambda o: setattr(o, "enable_cpu_mem_arena", False),
     "session.disable_prepacking": lambda o: o.add_session_config_entry("session.disable_prepacking", "1"),

@@ -14,7 +14,7 @@ _SECONDS = 0.3
 def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Returns the median seconds of each call in every round, in a changing order, after three warm-up calls."""
     for call in calls.values():
-        for _ in range(3):  # TorchScript optimises at the second call, a compiler at the first
+        for _ in range(3):  # TorchScript optimizes at the second call, a compiler at the first
             call()
     found: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):

@@ -123,7 +123,7 @@ def test_transformations_list_changes_and_skips(document: dict[str, Any]) -> Non
 
 def test_parity_lists_all_targets_and_three_untraced_sizes(document: dict[str, Any]) -> None:
     proof = document["parity"]
-    targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
+    targets = ["original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2"]
     assert [target["target"] for target in proof["targets"]] == targets
     assert proof["fallback"] is None
     assert len([case for case in proof["cases"] if case not in ("traced", "data")]) >= 3

@@ -56,10 +56,10 @@ enabled = false
 ALL = (
     "export torchscript",
     "export onnx",
-    "check transformed graph",
+    "check graph",
     "check torchscript",
     "check onnx",
-    "check onnx, optimised",
+    "check onnx-optimized",
 )
 
 
@@ -84,7 +84,7 @@ def test_second_run_uses_the_cache_and_gives_the_same_bytes(config: Path) -> Non
     first = again(config)
     before = digests(first.output)
     second = again(config)
-    assert (first.kept, second.kept) == ((), ALL)
+    assert (first.cache_hits, second.cache_hits) == ((), ALL)
     assert digests(second.output) == before
     entries = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
     assert reproduce.reproduce(second.output, config.parent, Progress()) == []
@@ -98,7 +98,7 @@ def test_other_weights_are_not_taken_from_the_cache(config: Path, monkeypatch: p
 
     again(config)
     monkeypatch.setattr(sys.modules["second_run"], "SCALE", 1.5)
-    assert again(config).kept == ()
+    assert again(config).cache_hits == ()
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_stopped_run_is_continued(config: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         again(config, Progress(stop))
-    assert again(config).kept == ("export torchscript", "check transformed graph", "check torchscript")
+    assert again(config).cache_hits == ("export torchscript", "check graph", "check torchscript")
 
 
 def test_cached_results_are_compared_with_current_tolerances(config: Path) -> None:
@@ -139,7 +139,7 @@ def test_damaged_cached_file_is_exported_again(config: Path) -> None:
     for path in (config.parent / "cache").rglob("model.onnx"):
         path.write_bytes(path.read_bytes()[:-1])
     result = again(config)
-    assert "export onnx" not in result.kept
+    assert "export onnx" not in result.cache_hits
     assert digests(result.output) == before
 
 
@@ -156,5 +156,5 @@ def test_cached_file_removed_by_another_run_is_exported_again(config: Path, monk
 
     monkeypatch.setattr(store, "read", removed)
     result = again(config)
-    assert "export onnx" not in result.kept
+    assert "export onnx" not in result.cache_hits
     assert digests(result.output) == before

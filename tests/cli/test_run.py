@@ -185,7 +185,7 @@ def test_json_output_of_a_failure_is_one_document(name: str, call: Caller) -> No
     assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
     assert result.stderr.endswith(f"Error: {read['error']}\n")
     if code == 4:
-        assert {place["target"] for place in read["parity"]["targets"]} == {"original", "transformed graph"}
+        assert {place["target"] for place in read["parity"]["targets"]} == {"original", "graph"}
     else:
         assert read["parity"] is None
 

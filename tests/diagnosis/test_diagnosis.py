@@ -297,7 +297,7 @@ def test_intermediate_values_of_files_match_the_graph() -> None:
 @pytest.mark.slow
 def test_error_during_diagnosis_does_not_hide_the_failure(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Once())
-    assert "transformed graph: hidden, at traced" in told
+    assert "graph: hidden, at traced" in told
     assert "What is to blame could not be found" in told
     assert "only once" in told
     assert (tmp_path / "block-failure" / "parity.json").is_file()
@@ -320,7 +320,7 @@ def test_failure_folder_is_reproducible_and_removed_on_success(tmp_path: Path) -
     failing(tmp_path / "block", Relu())
     assert {path.name: path.read_bytes() for path in (tmp_path / "block-failure").iterdir()} == first
     document = json.loads(first["parity.json"])
-    assert [target["target"] for target in document["targets"]] == ["original", "transformed graph"]
+    assert [target["target"] for target in document["targets"]] == ["original", "graph"]
     export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC, formats=["pt2"])
     assert [path.name for path in tmp_path.iterdir()] == ["block"]
 
@@ -330,7 +330,7 @@ def test_diagnose_runs_a_config_without_writing_a_bundle(tmp_path: Path) -> None
     call = Caller(tmp_path)
     result = call("diagnose", config())
     assert result.exit_code == 0, result.stderr
-    assert "nothing to blame: original, transformed graph, pt2 pass" in result.stdout
+    assert "nothing to blame: original, graph, pt2 pass" in result.stdout
     assert not (tmp_path / "build" / "model").exists()
     told = message(call("diagnose", config(more='transformations = [{ use = "python:halves:Doubles" }]')), 4)
     assert "python:halves:Doubles is to blame, which changed" in told

@@ -113,9 +113,9 @@ def eager(made: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def runs(made: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
-    """Asserts that a file gives the outputs of the model, with and without optimisation."""
-    for optimised in (False, True):
-        run = runners.open_onnx(path, made.signature.output_names, optimised=optimised)
+    """Asserts that a file gives the outputs of the model, with and without optimization."""
+    for optimized in (False, True):
+        run = runners.open_onnx(path, made.signature.output_names, optimized=optimized)
         for batch in inputs:
             want, got = eager(made, batch), run(batch)
             for name, value in want.items():

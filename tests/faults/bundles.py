@@ -31,7 +31,7 @@ class Tampering:
 
 
 TAMPERINGS: dict[str, Tampering] = {}
-ALL = ("torchscript", "onnx", "onnx, optimised", "pt2")
+ALL = ("torchscript", "onnx", "onnx-optimized", "pt2")
 
 
 def tampering(
@@ -65,7 +65,7 @@ def _edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
     exports.edit_json(folder / bundles.MANIFEST, change)
 
 
-@tampering("onnx", "onnx, optimised")
+@tampering("onnx", "onnx-optimized")
 def a_weight_of_the_onnx_file_is_edited(folder: Path) -> list[str]:
     onnx_files.one_number_is_edited(folder / "model.onnx", "norm.weight", 1e-4)
     return ["model.onnx"]
@@ -83,7 +83,7 @@ def the_program_is_exchanged_for_an_earlier_one(folder: Path) -> list[str]:
     return ["model.pt2"]
 
 
-@tampering("onnx", "onnx, optimised")
+@tampering("onnx", "onnx-optimized")
 def the_onnx_file_keeps_its_weights_in_a_stale_file_beside_it(folder: Path) -> list[str]:
     onnx_files.the_weights_beside_the_file_are_of_an_earlier_run(folder / "model.onnx")
     record = {"path": "model.onnx.data", "size": 0, "sha256": "0" * 64}  # exports.reseal fills this in
@@ -130,7 +130,7 @@ def more_results_are_named_than_are_stored(folder: Path) -> list[str]:
     return []
 
 
-@tampering("onnx", "onnx, optimised", missed="the bundle's own limit is believed")
+@tampering("onnx", "onnx-optimized", missed="the bundle's own limit is believed")
 def the_allowed_distance_is_made_larger_and_a_weight_edited(folder: Path) -> list[str]:
     def change(document: dict[str, Any]) -> None:
         bound = document["parity"]["bounds"]["hidden"]

@@ -34,14 +34,14 @@ class Fault:
     mistake: Callable[..., Any]
     options: dict[str, Any]
     after: Transformation | None = None
-    fails: tuple[str, ...] = ("transformed graph",)
+    fails: tuple[str, ...] = ("graph",)
     missed: str | None = None
     nightly: bool = False
 
     @property
     def by_a_rule(self) -> bool:
         """True if a rule makes the mistake, and not an exporter or a runtime."""
-        return self.fails == ("transformed graph",)
+        return self.fails == ("graph",)
 
 
 FAULTS: dict[str, Fault] = {}
@@ -80,7 +80,7 @@ def rule(
     return lambda mistake: enter(mistake, on, options, after=after, missed=missed, nightly=nightly)
 
 
-FILES = {"onnx": ("onnx", "onnx, optimised"), "torchscript": ("torchscript",), "pt2": ("pt2",)}
+FILES = {"onnx": ("onnx", "onnx-optimized"), "torchscript": ("torchscript",), "pt2": ("pt2",)}
 
 
 def exporter(
@@ -91,5 +91,5 @@ def exporter(
 
 
 def runtime(on: str = "block", **options: Any) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    """Registers a mistake of the ONNX Runtime optimiser, as a change of the file that it runs."""
-    return lambda mistake: enter(mistake, on, options, fails=("onnx, optimised",))
+    """Registers a mistake of the ONNX Runtime optimizer, as a change of the file that it runs."""
+    return lambda mistake: enter(mistake, on, options, fails=("onnx-optimized",))

@@ -94,7 +94,7 @@ def prepare(fault: Fault) -> None:
     """Caches the trace and the correct files that a run with this fault needs."""
     traced(fault.on)
     if not fault.by_a_rule:
-        _honest(fault.on, fault.fails[0].partition(",")[0])
+        _honest(fault.on, fault.fails[0].partition("-")[0])
 
 
 def run_with(fault: Fault, output: Path) -> Result:
@@ -106,10 +106,10 @@ def run_with(fault: Fault, output: Path) -> Result:
     before, after = RemoveNoOps(), ShareEqual()
     if fault.by_a_rule:
         return run(fault.on, output, (before, Seeded(fault), after), ("pt2",))
-    file_format = fault.fails[0].partition(",")[0]
+    file_format = fault.fails[0].partition("-")[0]
     honest = _honest(fault.on, file_format)
     with ExitStack() as patches:
-        if fault.fails == ("onnx, optimised",):
+        if fault.fails == ("onnx-optimized",):
             patches.enter_context(_spoilt_runtime(fault))
             mistake: Callable[..., None] = _do_nothing
         else:
@@ -148,16 +148,16 @@ def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], Non
 
 @contextmanager
 def _spoilt_runtime(fault: Fault) -> Iterator[None]:
-    """Makes ONNX Runtime apply the mistake if it optimises, and only then."""
+    """Makes ONNX Runtime apply the mistake if it optimizes, and only then."""
     honest = runners.open_onnx
 
-    def open_onnx(path: Path, *args: Any, optimised: bool, **kwargs: Any) -> runners.Run:
-        if not optimised:
-            return honest(path, *args, optimised=optimised, **kwargs)
+    def open_onnx(path: Path, *args: Any, optimized: bool, **kwargs: Any) -> runners.Run:
+        if not optimized:
+            return honest(path, *args, optimized=optimized, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             copied = Path(shutil.copy(path, folder))
             fault.mistake(copied, **fault.options)
-            return honest(copied, *args, optimised=optimised, **kwargs)
+            return honest(copied, *args, optimized=optimized, **kwargs)
 
     with patch.object(runners, "open_onnx", open_onnx):
         yield

@@ -23,11 +23,11 @@ from tests.faults.seeding import Seeded, run, run_with, traced
 from tests.faults.subjects import subject
 from tests.faults.unseen import BELOW_THE_FLOOR, CANNOT_SHOW, LostInRounding, double, in_float64
 
-PLACES = ("original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2")
+PLACES = ("original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2")
 BLAMED = f"{Seeded.__module__}:{Seeded.__qualname__} is to blame"
 SAID_OF_FILES = (
     "does not: the exporter or the runtime changed the numbers",
-    "The file passes as it stands: the runtime's optimisations change the numbers",
+    "The file passes as it stands: the runtime's optimizations change the numbers",
 )
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_fault_is_caught_with_the_right_cause(fault: Fault, tmp_path: Path) -> N
         assert "remove-no-ops" not in str(caught.value)
         assert "share-equal" not in str(caught.value)
     else:
-        assert SAID_OF_FILES[len(fault.fails) == 1 and "optimised" in fault.fails[0]] in str(caught.value)
+        assert SAID_OF_FILES[len(fault.fails) == 1 and "optimized" in fault.fails[0]] in str(caught.value)
         assert "is to blame" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle-failure"], "nothing is left to be shipped"
 
@@ -148,5 +148,5 @@ def test_catalogue_has_sixty_faults_of_all_kinds() -> None:
     caught = [fault for fault in FAULTS.values() if fault.missed is None]
     assert len(caught) >= 60
     assert {fault.fails for fault in caught} == {
-        ("transformed graph",), ("onnx", "onnx, optimised"), ("onnx, optimised",), ("torchscript",), ("pt2",)
+        ("graph",), ("onnx", "onnx-optimized"), ("onnx-optimized",), ("torchscript",), ("pt2",)
     }  # fmt: skip

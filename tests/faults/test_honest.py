@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.honest import run_honestly
 
-PLACES = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
+PLACES = ["original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2"]
 
 
 def _raises_no_alarm(seed: int, output: Path) -> None:

@@ -369,15 +369,15 @@ def test_each_target_is_compared_with_its_source_target() -> None:
     def gives(value: float) -> Callable[[Batch], Tensors]:
         return lambda _: {"y": torch.full((3,), value)}
 
-    for target, value in ((checker.GRAPH, 1.25), (checker.ONNX, 1.25), (checker.ONNX_OPTIMISED, 1.75), ("pt2", 1.0)):
+    for target, value in ((checker.GRAPH, 1.25), (checker.ONNX, 1.25), (checker.ONNX_OPTIMIZED, 1.75), ("pt2", 1.0)):
         proof.check(target, gives(value))
     steps = {target.target: (target.made_from, target.outputs[0].step) for target in proof.targets}
     assert steps == {
         "original": ("original", 0.0),
-        "transformed graph": ("original", 0.25),
-        "onnx": ("transformed graph", 0.0),
-        "onnx, optimised": ("onnx", 0.5),
-        "pt2": ("transformed graph", 0.25),
+        "graph": ("original", 0.25),
+        "onnx": ("graph", 0.0),
+        "onnx-optimized": ("onnx", 0.5),
+        "pt2": ("graph", 0.25),
     }
 
 

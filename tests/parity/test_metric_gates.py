@@ -135,13 +135,13 @@ def call(folder: Path, *gates: str, text: str = CONFIG) -> Result:
 def test_a_gate_can_fail_outputs_within_the_tolerance(folder: Path) -> None:
     passed = call(folder, "argmax_agreement = 0.5", "cosine = { min = 0.5, output = 'logits' }")
     assert passed.exit_code == 0, passed.stderr
-    assert re.search(r"onnx, optimised +logits, argmax_agreement +0\.\d+ +0\.5 ", passed.stdout)
+    assert re.search(r"onnx-optimized +logits, argmax_agreement +0\.\d+ +0\.5 ", passed.stdout)
     shutil.rmtree(folder / "bundle")
     failed = call(folder, "argmax_agreement = 0.999")
     assert failed.exit_code == 6
     told = failed.stderr.partition("Error: ")[2]
     assert told.startswith(
-        "the decisions differ from the original's\n  transformed graph: logits, argmax_agreement is "
+        "the decisions differ from the original's\n  graph: logits, argmax_agreement is "
     )
     assert re.search(r"is 0\.\d+ \(\d+ of 400 positions agree, 95 % interval .* to .*\), and the gate 0\.999\n", told)
     assert "replace-activation is to blame, which changed" in told
@@ -158,7 +158,7 @@ def test_an_exact_transformation_passes_the_strictest_gates(folder: Path) -> Non
     result = call(folder, *gates, text=text)
     assert result.exit_code == 0, result.stderr
     manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
-    targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised"]
+    targets = ["original", "graph", "torchscript", "onnx", "onnx-optimized"]
     assert [target["target"] for target in manifest["parity"]["targets"]] == targets
     for target in manifest["parity"]["targets"]:
         assert [(d["measure"], d["output"], d["value"]) for d in target["decisions"]] == [
@@ -185,7 +185,7 @@ def test_a_user_metric_is_a_gate(folder: Path) -> None:
     failed = call(folder, '"python:my_metrics:agreement" = 0.999')
     assert failed.exit_code == 6
     assert re.search(
-        r"transformed graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr
+        r"graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr
     )
 
 

@@ -21,7 +21,7 @@ from tests._helpers import exports
 from tests._helpers.cli import CliRunner, cli
 from tests._helpers.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
 
-PLACES = ["torchscript", "onnx", "onnx, optimised", "pt2"]
+PLACES = ["torchscript", "onnx", "onnx-optimized", "pt2"]
 
 # Simulates an environment with only torch and onnxruntime.
 BLOCKED = """
@@ -93,7 +93,7 @@ def test_a_changed_byte_exits_with_4_and_names_the_file(copied: Path) -> None:
 
 
 TAMPERED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "model.onnx": (tamper_onnx, ["onnx", "onnx, optimised"]),
+    "model.onnx": (tamper_onnx, ["onnx", "onnx-optimized"]),
     "model.torchscript.pt": (tamper_torchscript, ["torchscript"]),
     "model.pt2": (tamper_pt2, ["pt2"]),
 }

@@ -139,7 +139,7 @@ def test_each_file_is_stored_once_at_the_path_in_the_manifest() -> None:
 def test_bundle_verifies_and_runs_like_any_other() -> None:
     result = served("rows")
     proof = verify(result.output)
-    assert [place.target for place in proof.targets] == ["original", "torchscript", "onnx", "onnx, optimised", "pt2"]
+    assert [place.target for place in proof.targets] == ["original", "torchscript", "onnx", "onnx-optimized", "pt2"]
     stored = load_file(result.output / "reference.safetensors")
     inputs = {spec.name: stored[f"0.inputs.{spec.name}"] for spec in result.manifest.inputs}
     for name in result.files:

@@ -68,7 +68,7 @@ def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
 
 def test_each_graph_is_verified_before_its_files(result: Result) -> None:
     made_from = {place.target: place.made_from for place in result.parity}
-    merged, plain = "transformed graph for torchscript, pt2", "transformed graph for onnx"
+    merged, plain = "graph for torchscript, pt2", "graph for onnx"
     assert made_from == {
         "original": "original",
         merged: "original",
@@ -76,7 +76,7 @@ def test_each_graph_is_verified_before_its_files(result: Result) -> None:
         "pt2": merged,
         plain: "original",
         "onnx": plain,
-        "onnx, optimised": "onnx",
+        "onnx-optimized": "onnx",
     }
     assert result.passed
 
@@ -116,7 +116,7 @@ def test_all_files_compute_the_same(result: Result) -> None:
 def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(_WRONG, encoding="utf-8")
     text = _CONFIG.replace('use = "merge-linears"', 'use = "python:wrong:Shift"')
-    with pytest.raises(ParityError, match="transformed graph for torchscript, pt2") as raised:
+    with pytest.raises(ParityError, match="graph for torchscript, pt2") as raised:
         run(_write(tmp_path, text))
     assert "python:wrong:Shift" in str(raised.value)
 

@@ -48,7 +48,7 @@ def drafts(project: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("stage", "name", "tamper", "failing"),
     [
-        ("check onnx", "model.onnx", tamper_onnx, ["onnx", "onnx, optimised"]),
+        ("check onnx", "model.onnx", tamper_onnx, ["onnx", "onnx-optimized"]),
         ("check torchscript", "model.torchscript.pt", bake_torchscript, ["torchscript"]),
         ("check pt2", "model.pt2", tamper_pt2, ["pt2"]),
     ],

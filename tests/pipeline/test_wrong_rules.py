@@ -29,7 +29,7 @@ def test_wrong_rule_is_caught_and_named_and_leaves_nothing(project: Path, name: 
         run.run(path)
     message = str(caught.value)
     assert caught.value.exit_code == 4
-    assert "transformed graph: hidden, at " in message
+    assert "graph: hidden, at " in message
     assert f"{wrong(name)} is to blame, which changed {node}" in message
     assert f"--without {wrong(name)}" in message
     assert nothing_is_left(project)

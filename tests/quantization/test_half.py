@@ -42,7 +42,7 @@ def test_layers_are_in_half_precision_and_outputs_are_not(result: Result) -> Non
 
 def test_graph_is_verified_before_the_cast_and_gated_after_it(result: Result) -> None:
     made_from = {target.target: target.made_from for target in result.parity}
-    proven, cast = "transformed graph for torchscript", "transformed graph, cast for torchscript"
+    proven, cast = "graph for torchscript", "graph-cast for torchscript"
     assert made_from[proven] == "original"
     assert made_from[cast] == proven
     assert made_from["torchscript"] == cast

@@ -39,14 +39,14 @@ def test_summary_lists_lowered_layers_and_reasons_for_the_rest(told: str) -> Non
     assert "Precision onnx is int8, checked by gates: cosine of output 0.999" in told
     assert "3 of 4 layers in int8" in told
     assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
-    assert "onnx, optimised (int8)" in told
+    assert "onnx-optimized (int8)" in told
 
 
 @pytest.mark.usefixtures("told")
 def test_verify_names_the_gates_of_each_file(folder: Path) -> None:
     done = CliRunner().invoke(cli, ["verify", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
-    assert "onnx (int8), onnx, optimised (int8) decide as the gates demand." in done.output
+    assert "onnx (int8), onnx-optimized (int8) decide as the gates demand." in done.output
     done = CliRunner().invoke(cli, ["verify", str(folder / "bundle"), "--json"])
     rows = json.loads(done.output)["targets"]
     assert {row["limit"] for row in rows} == {None}
@@ -84,7 +84,7 @@ def test_reports_name_the_precision_and_omit_absent_limits(folder: Path) -> None
     assert "| gates |" in rows[0]
     suites = ElementTree.fromstring(junit.render(manifest.parity))
     classes = {case.get("classname") for case in suites.iter("testcase")}
-    assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
+    assert {"optexport.onnx (int8)", "optexport.onnx-float32"} <= classes
 
 
 @pytest.mark.usefixtures("told")
@@ -119,7 +119,7 @@ def test_exit_code_names_the_kind_of_failure(tmp_path: Path, precision: str, gat
     document = json.loads(done.stdout)
     assert document["passed"] == (code == 0)
     if code == 4:
-        assert [target["target"] for target in document["parity"]["targets"]][-1] == "onnx in float32, optimised"
+        assert [target["target"] for target in document["parity"]["targets"]][-1] == "onnx-float32-optimized"
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_verify_says_that_a_custom_gate_is_not_checked_again(tmp_path: Path) -> 
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
     assert done.exit_code == 0, done.output
     assert "decide as the gates demand" not in done.output
-    assert "onnx (int8), onnx, optimised (int8) give numbers, which no gate could be held against" in done.output
+    assert "onnx (int8), onnx-optimized (int8) give numbers, which no gate could be held against" in done.output
     assert "not checked again: python:tests.quantization.models:metric." in done.output
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle"), "--json"])
     assert json.loads(done.output)["gates_not_checked"] == ["python:tests.quantization.models:metric"]

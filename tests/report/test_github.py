@@ -38,12 +38,12 @@ def test_github_gets_summary_and_errors(
     text = summary.read_text(encoding="utf-8")
     assert text.startswith("text of an earlier step\n### mine.toml: parity ")
     assert ("parity failed" in text, "parity passed" in text) == (fails, not fails)
-    assert "| transformed graph |" in text
+    assert "| graph |" in text
     assert "atol=" in text
     lines = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
     assert len(lines) == fails
     if fails:
-        assert "title=optexport%3A transformed graph%2C output::at traced: " in lines[0]
+        assert "title=optexport%3A graph%2C output::at traced: " in lines[0]
         assert "would prove nothing" in lines[0]
     else:
         assert json.loads(result.stdout)["passed"]
@@ -88,7 +88,7 @@ def test_outputs_with_odd_names_are_one_annotation_each(
         match = re.fullmatch(r"::error title=([^:,]*)::(.*)", command)
         assert match is not None, command
         titles.append(unquote(match.group(1)))
-    assert titles == [printable(f"optexport: transformed graph, {name}") for name in NAMES]
+    assert titles == [printable(f"optexport: graph, {name}") for name in NAMES]
 
 
 def test_outputs_with_odd_names_are_one_table_row_each(

@@ -55,7 +55,7 @@ def test_nearly_right_rule_fails_only_its_target(call: Caller, tmp_path: Path) -
     assert "Nudges" in error
     root = ElementTree.parse(report).getroot()
     failed = {case.get("classname") for case in root.findall(".//testcase") if case.find("failure") is not None}
-    assert failed == {"optexport.transformed graph"}
+    assert failed == {"optexport.graph"}
     for failure in root.findall(".//failure"):
         assert "allowed" in failure.get("message", "")
         assert failure.text is not None

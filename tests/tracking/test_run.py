@@ -85,7 +85,7 @@ def test_the_metrics_contain_parity_nodes_sizes_and_seconds(tracked: Tracked) ->
     assert metrics["nodes.after"] == manifest.nodes_after
     assert metrics["merge-linears.changes"] == 1
     assert metrics["merge-linears.nodes_after"] == metrics["merge-linears.nodes_before"] + 1
-    for place in ("original", "transformed_graph", "onnx", "onnx_optimised", "pt2"):
+    for place in ("original", "transformed_graph", "onnx", "onnx_optimized", "pt2"):
         assert metrics[f"parity.{place}.hidden.max_abs"] >= 0
         assert metrics[f"parity.{place}.hidden.cosine"] == pytest.approx(1.0)
         assert metrics[f"parity.{place}.longest.argmax_agreement"] == 1.0
@@ -127,7 +127,7 @@ def logged_model(tracked: Tracked) -> Any:
 
 def test_the_logged_model_matches_the_bundle_at_other_sizes(tracked: Tracked, logged_model: Any) -> None:
     names = [output.name for output in tracked.result.manifest.outputs]
-    run = runners.open_onnx(tracked.result.files["onnx"], names, optimised=True)
+    run = runners.open_onnx(tracked.result.files["onnx"], names, optimized=True)
     for size, sequence in ((1, 3), (7, 11)):
         batch = exports.batch(size, sequence)
         want = run(batch)

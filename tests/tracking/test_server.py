@@ -116,7 +116,7 @@ def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_
     process = optexport("upload", worse, "--uri", server.uri)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 6, err
-    assert "parity: onnx, optimised, hidden: 1.35 times the floor, the champion's 0.5" in err
+    assert "parity: onnx-optimized, hidden: 1.35 times the floor, the champion's 0.5" in err
     for command, holder in ((["promote", "rated", "2"], "2"), (["rollback", "rated"], "1")):
         process = optexport(*command, "--uri", server.uri)
         out, err = process.communicate(timeout=120)

@@ -41,11 +41,11 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
+@pytest.mark.parametrize("optimized", [False, True], ids=["as written", "optimized"])
 @pytest.mark.parametrize("name", files.NAMES)
-def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimised: bool) -> None:
+def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimized: bool) -> None:
     outputs = files.prepared(name).signature.output_names
-    files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimised=optimised), 5e-6)
+    files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimized=optimized), 5e-6)
 
 
 @pytest.mark.sample(2)
@@ -223,9 +223,9 @@ def test_attention_keys_are_not_copied_for_a_transpose(tmp_path: Path) -> None:
     made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
     files.save_onnx(made, tmp_path / "model.onnx", example=example)
     options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
-    types = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    types = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
     assert "FusedMatMul" in types
     assert not types & {"Transpose", "Where", "Attention"}
 
@@ -320,7 +320,7 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
     (tmp_path / "model.onnx").write_bytes(content)
     told = r"model\.onnx: (ONNX Runtime refuses the file|it is no ONNX file)"
     with pytest.raises((ExportError, SourceError), match=told):
-        runners.open_onnx(tmp_path / "model.onnx", ["output"], optimised=False)
+        runners.open_onnx(tmp_path / "model.onnx", ["output"], optimized=False)
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_file_that_crashes_onnx_runtime_is_an_error(tmp_path: Path) -> None:
     if told:
         assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", told)
     else:  # a version of ONNX Runtime without the bug
-        runners.open_onnx(path, made.signature.output_names, optimised=True)
+        runners.open_onnx(path, made.signature.output_names, optimized=True)
 
 
 @pytest.mark.slow
@@ -384,4 +384,4 @@ def test_refused_file_is_not_reported_as_a_crash(operators: set[str], tmp_path: 
     path.write_bytes(b"x" * 999)
     check_opens(path, operators)
     with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
-        runners.open_onnx(path, [], optimised=False)
+        runners.open_onnx(path, [], optimized=False)

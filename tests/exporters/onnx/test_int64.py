@@ -39,11 +39,11 @@ def _of_divisions(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _check(program: Any, path: Path) -> set[str]:
-    """Asserts that a file gives equal numbers, optimised or not. Returns its operators."""
+    """Asserts that a file gives equal numbers, optimized or not. Returns its operators."""
     made = files.prepare(Program(program), {"x": _NUMBERS[0][:4]}, {"x": {0: "rows"}})
     files.save_onnx(made, path)
-    for optimised in (False, True):
-        run = runners.open_onnx(path, made.signature.output_names, optimised=optimised)
+    for optimized in (False, True):
+        run = runners.open_onnx(path, made.signature.output_names, optimized=optimized)
         for x in _NUMBERS:
             for found, wanted in zip(run({"x": x}).values(), flatten_outputs(program(None, x)).values(), strict=True):
                 assert torch.equal(found, wanted)

@@ -58,10 +58,10 @@ def test_onnx_runtime_does_not_fuse_a_sum_with_a_layer_norm(tmp_path: Path) -> N
     for names in ((), ("sum-residuals",)):
         path = save(prepared("masked"), "onnx", tmp_path, names)
         options = onnxruntime.SessionOptions()
-        options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
         options.log_severity_level = 4
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        kept[names] = operators(tmp_path / "optimised.onnx")["SkipLayerNormalization"]
+        kept[names] = operators(tmp_path / "optimized.onnx")["SkipLayerNormalization"]
     assert kept[()] > 0
     assert kept["sum-residuals",] == 0
 

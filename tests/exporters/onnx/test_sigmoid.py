@@ -17,13 +17,13 @@ from tests.exporters import files
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("optimised", [False, True])
-def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> None:
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimized: bool) -> None:
     """The operator of ONNX Runtime is wrong in the third digit at -10, and returns 0 below -18."""
     made = files.prepare(Program(lambda m, x: x.sigmoid()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     x = torch.cat([torch.linspace(-80, 80, 5 * 4001), torch.tensor([-torch.inf, -200, 200, torch.inf, torch.nan])])
-    run = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimised=optimised)
+    run = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimized=optimized)
     (found,) = run({"x": x.reshape(-1, 5)}).values()
     torch.testing.assert_close(found.flatten(), x.double().sigmoid().float(), rtol=5e-7, atol=1e-37, equal_nan=True)
 
@@ -44,7 +44,7 @@ def test_product_with_a_small_sigmoid_has_all_its_digits(body: Any, tmp_path: Pa
     made = files.prepare(Program(body), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     x = torch.linspace(-18, 18, 4005).reshape(-1, 5)
-    (found,) = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimised=True)(
+    (found,) = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimized=True)(
         {"x": x}
     ).values()
     torch.testing.assert_close(found, body(None, x.double()).float(), rtol=5e-6, atol=5e-7)
