@@ -37,8 +37,16 @@ from optexport._utils.module_state import buffers_kept
 from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, taking_tensors
 from optexport.signature.resizing import resize
-from optexport.tracing import model_lines, module_reconstruction, randomness, serializable, trace, transformers_exporter
-from optexport.tracing.fallbacks import attempts, scalar_tensors, value_checks
+from optexport.tracing import (
+    model_lines,
+    module_reconstruction,
+    randomness,
+    serializable,
+    trace,
+    transformers_exporter,
+    value_checks,
+)
+from optexport.tracing.fallbacks import attempts, scalar_tensors
 from optexport.tracing.patches import expert_loops, functions
 from optexport.tracing.shapes.path_probe import OtherWays, _agree, outcome
 from tests._helpers import models
