@@ -6,19 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.config.durations import in_seconds
-from optexport.config.validation import shown
+from optexport.config.validation import Table, shown
 from optexport.errors import ConfigError, did_you_mean
 
 # Seconds. A larger budget is probably written in the wrong unit.
 _MOST_BUDGET = 7 * 24 * 3600
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _named(sizes: dict[str, int]) -> dict[str, int]:
@@ -31,7 +27,7 @@ def _named(sizes: dict[str, int]) -> dict[str, int]:
 _Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_named)]
 
 
-class BenchConfig(_Table):
+class BenchConfig(Table):
     """``[bench]``: measures the latency of the exported files.
 
     Attributes:
@@ -53,7 +49,7 @@ def _duration(text: str) -> str:
     return text
 
 
-class TuneConfig(_Table):
+class TuneConfig(Table):
     """``[tune]``: searches for the fastest rules and format passes.
 
     Attributes:
@@ -70,7 +66,7 @@ class TuneConfig(_Table):
 _Bar = Annotated[float | None, Field(gt=0)]
 
 
-class BarConfig(_Table):
+class BarConfig(Table):
     """A bound for exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
@@ -102,7 +98,7 @@ def _as_table(value: Any) -> Any:
 Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | BarConfig)]
 
 
-class GateConfig(_Table):
+class GateConfig(Table):
     """``[gate]``: bounds for the exported files; a run that misses one fails with exit code 6.
 
     Attributes:

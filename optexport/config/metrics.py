@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from optexport.config.validation import Table
 from optexport.errors import did_you_mean
 
 # The metrics, each with its smallest possible value and its options in addition to min and output.
@@ -27,7 +28,7 @@ def beside_gate(value: float, least: float, digits: int = 6) -> str:
     return rounded if (float(rounded) >= least) == (value >= least) else repr(value)
 
 
-class DecisionConfig(BaseModel):
+class DecisionConfig(Table):
     """A gate on a metric; a number alone is its ``min``.
 
     Attributes:
@@ -37,7 +38,6 @@ class DecisionConfig(BaseModel):
         classes: For ``iou``, whether channels of masks are classes that exclude each other; by default true.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     min: float
     output: str | None = None
     k: int | None = Field(default=None, ge=1)

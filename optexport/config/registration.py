@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
+
+from optexport.config.validation import Table
 
 DEFAULT_ALIAS = "champion"
 # The alias is part of the names of tags, which MLflow limits to 250 characters.
 _LONGEST_ALIAS = 200
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def model_name(name: str) -> str:
@@ -45,7 +43,7 @@ def alias_name(alias: str) -> str:
     return alias
 
 
-class MaxRegressionConfig(_Table):
+class MaxRegressionConfig(Table):
     """``[register.max_regression]``: how much worse than the champion a new version may be.
 
     All values are fractions of the champion's.
@@ -62,7 +60,7 @@ class MaxRegressionConfig(_Table):
     size: float = Field(default=0.01, ge=0)
 
 
-class RegisterConfig(_Table):
+class RegisterConfig(Table):
     """``[register]``: registers the ONNX file as a version of a model, and may move an alias.
 
     Attributes:

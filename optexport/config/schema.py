@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -20,13 +20,11 @@ from pydantic import (
 
 from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
-from optexport.config.generation import GenerationConfig
 from optexport.config.metrics import Decisions
-from optexport.config.precision import PrecisionConfig
-from optexport.config.processing import ProcessingConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri
+from optexport.config.validation import Table
 from optexport.errors import did_you_mean
 from optexport.runtime.devices import Device
 from optexport.transformations import registry
@@ -35,6 +33,17 @@ Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 Effort = Literal["quick", "standard", "exhaustive"]
 Layout = Literal["triton"]
+Half = Literal["bfloat16", "float16"]
+
+# The name of the input for images.
+IMAGES: Final = "pixel_values"
+
+# The names of the outputs that replace the logits.
+PROBABILITIES: Final = "probabilities"
+LABELS: Final = "labels"
+# Probabilities of all classes, or the most likely classes with their probabilities.
+ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
+OF_LABELS = ("argmax", "top_k")
 
 
 def _folder(path: str) -> str:
@@ -94,11 +103,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
-
-
-class ModelConfig(_Table):
+class ModelConfig(Table):
     """``[model]``: the model, and how to load it.
 
     Attributes:
@@ -132,7 +137,27 @@ class ModelConfig(_Table):
         return task
 
 
-class TensorConfig(_Table):
+class ProcessingConfig(Table):
+    """``[processing]``: adds pre- and postprocessing to the files.
+
+    Attributes:
+        normalize: Whether the files take images as integers from 0 to 255.
+        outputs: What the files return instead of logits.
+        k: How many labels ``outputs = "top_k"`` returns; by default 5.
+    """
+
+    normalize: bool = False
+    outputs: ProcessedOutputs | None = None
+    k: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _k_of_top_k(self) -> ProcessingConfig:
+        if self.k is not None and self.outputs != "top_k":
+            raise ValueError('k is how many labels outputs = "top_k" gives')
+        return self
+
+
+class TensorConfig(Table):
     """``[inputs.tensors.NAME]``: an input of random numbers, the same in every run.
 
     Attributes:
@@ -163,7 +188,7 @@ _Constant = Annotated[
 ]
 
 
-class InputsConfig(_Table):
+class InputsConfig(Table):
     """``[inputs]``: inputs for traces and checks; at most one of texts, images, data, tensors.
 
     Attributes:
@@ -230,7 +255,7 @@ class TransformationConfig(BaseModel):
         return self
 
 
-class ParityConfig(_Table):
+class ParityConfig(Table):
     """``[parity]``: the tolerance. It is measured if ``atol`` and ``rtol`` are not set.
 
     Attributes:
@@ -251,7 +276,7 @@ class ParityConfig(_Table):
     metrics: Decisions | None = None
 
 
-class ExportConfig(_Table):
+class ExportConfig(Table):
     """``[export]``: the formats, and the output folder.
 
     Attributes:
@@ -286,7 +311,38 @@ class ExportConfig(_Table):
         return self
 
 
-class TrackingConfig(_Table):
+class PrecisionConfig(Table):
+    """``[precision]``: computes files in lower precision; needs gates in ``[parity.metrics]``.
+
+    Attributes:
+        onnx: Precision of the layers of the ONNX file.
+        torchscript: Precision of the TorchScript file.
+        pt2: Precision of the ``.pt2`` file.
+        keep_float32: Layers, or modules with all layers in them, that always stay in float32.
+    """
+
+    onnx: Literal["int8", "int8-blocks", "int8-static"] | None = None
+    torchscript: Half | None = None
+    pt2: Half | None = None
+    keep_float32: list[Annotated[str, Field(min_length=1)]] = []
+
+    def of(self, file_format: str) -> str | None:
+        """Returns the precision of a format's file; None if it is the model's precision."""
+        own: str | None = getattr(self, file_format)
+        return own
+
+
+class GenerationConfig(Table):
+    """``[generation]``: compares the tokens that the files and the model generate.
+
+    Attributes:
+        new_tokens: How many generated tokens are compared.
+    """
+
+    new_tokens: int = Field(default=64, ge=1, lt=2**20)
+
+
+class TrackingConfig(Table):
     """``[tracking]``: the MLflow server or local database for the run.
 
     Attributes:
@@ -300,7 +356,7 @@ class TrackingConfig(_Table):
     experiment: str = Field(default="optexport", min_length=1, max_length=500)
 
 
-class Config(_Table):
+class Config(Table):
     """A complete config file."""
 
     model: ModelConfig

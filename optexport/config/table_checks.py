@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from optexport.config.metrics import MEASURES
-from optexport.config.processing import IMAGES, LABELS, OF_LABELS, PROBABILITIES
-from optexport.config.schema import Config
+from optexport.config.schema import IMAGES, LABELS, OF_LABELS, PROBABILITIES, Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError
 

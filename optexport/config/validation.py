@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from optexport.errors import ConfigError, did_you_mean
 from optexport.redaction import redact
 
 P = ParamSpec("P")
+
+
+class Table(BaseModel):
+    """Base class of the tables of a config: frozen, without unknown keys, conversions and infinite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
+
 
 # Expected values, by the type of pydantic's error.
 _FORMS = {

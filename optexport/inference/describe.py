@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optexport.bundle.manifest import ApplicationRecord
-from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.config.schema import LABELS, PROBABILITIES
 from optexport.config.tasks import AUTO_CLASSES, SENTENCES, SPEECH
 from optexport.loading import preprocessors, sentence_embedding
 from optexport.loading.loader import Loaded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from optexport.config.processing import IMAGES
+from optexport.config.schema import IMAGES
 from optexport.errors import ConfigError, first_line
 
 if TYPE_CHECKING:

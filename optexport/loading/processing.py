@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx, nn
 
-from optexport.config.processing import DEFAULT_K, IMAGES, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
+from optexport.config.metrics import DEFAULT_K
+from optexport.config.schema import IMAGES, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
 from optexport.errors import ConfigError
 from optexport.loading.image_scale import ImageScale, image_scale
 from optexport.signature.signature import call_signature, flatten_outputs

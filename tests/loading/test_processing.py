@@ -25,7 +25,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from optexport.cli import prediction
 from optexport.config.load import load_config
-from optexport.config.processing import ProcessingConfig
+from optexport.config.schema import ProcessingConfig
 from optexport.errors import ConfigError, OptexportError, ParityError
 from optexport.inference.bundle import Bundle
 from optexport.loading.image_scale import image_scale
