@@ -14,10 +14,9 @@ from torch.export import ExportedProgram
 from optexport._utils.progress import Progress
 from optexport.bundle import contents
 from optexport.bundle import layout as bundle_layout
-from optexport.config.checks import check_formats
+from optexport.config.consistency import check_formats, check_precision
 from optexport.config.load import checked_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
-from optexport.config.table_checks import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job

@@ -155,8 +155,8 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 @no_custom_code_option
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
-    from optexport.config.checks import check_here, open_question
     from optexport.config.load import load_config
+    from optexport.config.requirements import check_here, open_question
 
     mistakes = []
     for config in configs:
@@ -201,8 +201,8 @@ def init(source: str, output: Path, force: bool) -> None:
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
     from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
-    from optexport.config.checks import check_extras
     from optexport.config.load import parse_config
+    from optexport.config.requirements import check_extras
     from optexport.config.source import missing_model, source_folder
 
     if output.exists() and not force:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config.durations import in_seconds
 from optexport.config.validation import Table, shown
-from optexport.errors import ConfigError, did_you_mean
 
 # Seconds. A larger budget is probably written in the wrong unit.
 _MOST_BUDGET = 7 * 24 * 3600
@@ -43,8 +40,22 @@ class BenchConfig(Table):
     rounds: int = Field(default=20, ge=1, le=10_000)
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> int:
+    """Returns the seconds of a duration such as ``5m``.
+
+    Raises:
+        ValueError: The text is not a duration. The message shows the syntax.
+    """
+    if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
+        raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
+    return int(text[:-1]) * _UNITS[text[-1]]
+
+
 def _duration(text: str) -> str:
-    if in_seconds(text) > _MOST_BUDGET:
+    if parse_duration(text) > _MOST_BUDGET:
         raise ValueError(f'"{text}" is more than a week: write "168h" at most')
     return text
 
@@ -60,7 +71,7 @@ class TuneConfig(Table):
 
     @property
     def seconds(self) -> int:
-        return in_seconds(self.budget)
+        return parse_duration(self.budget)
 
 
 _Bar = Annotated[float | None, Field(gt=0)]
@@ -115,52 +126,3 @@ class GateConfig(Table):
     def needs_times(self) -> bool:
         """True if a gate needs measured times."""
         return self.max_latency_ms is not None or self.min_speedup is not None
-
-
-_FORMATS = ("onnx", "torchscript", "pt2")
-
-
-def check_measuring(
-    bench: BenchConfig,
-    gate: GateConfig,
-    formats: Sequence[str],
-    dynamic: Mapping[str, Sequence[int]] | None,
-    location: str,
-) -> None:
-    """Checks ``[bench]`` and ``[gate]`` against the rest of the config.
-
-    Args:
-        formats: The exported formats.
-        dynamic: The smallest and the largest size of each declared dimension; None if the model decides.
-        location: The location for errors, as the path of the config.
-
-    Raises:
-        ConfigError: A gate applies to a format that is not exported, or a shape has an undeclared dimension.
-    """
-    for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
-        bar: BarConfig | None = getattr(gate, key)
-        if bar is not None and not any(bar.of(name) for name in _FORMATS):
-            raise ConfigError(
-                "it demands nothing", location=f"{location}: gate.{key}", hint="Write a number, or leave it out."
-            )
-        for own in _FORMATS if bar is not None else ():
-            if getattr(bar, own) is not None and own not in formats:
-                raise ConfigError(
-                    "no such file is exported",
-                    location=f"{location}: gate.{key}.{own}",
-                    hint=f"export.formats is {', '.join(formats)}.",
-                )
-    if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
-        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", location=f"{location}: bench.rounds")
-    if dynamic is None:  # the dimensions are known only after the trace
-        return
-    for index, shape in enumerate(bench.shapes):
-        for name, size in shape.items():
-            where = f"{location}: bench.shapes[{index}].{name}"
-            if name not in dynamic:
-                raise ConfigError(
-                    "inputs.dynamic has no such dimension", location=where, hint=did_you_mean(name, dynamic)
-                )
-            low, high = dynamic[name]
-            if not low <= size <= high:
-                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", location=where)

@@ -9,20 +9,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from optexport.config import text as config_text
-from optexport.config.benchmarks import check_measuring
-from optexport.config.checks import check_device, check_formats, check_inputs, check_rule, check_tolerance
-from optexport.config.custom_code import check_custom_code
-from optexport.config.metrics import METRIC
-from optexport.config.schema import Config
-from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
-from optexport.config.table_checks import (
-    check_beside,
+from optexport.config.consistency import (
+    check_device,
+    check_formats,
     check_generation,
+    check_inputs,
+    check_measuring,
     check_precision,
     check_processing,
     check_register,
+    check_tolerance,
 )
+from optexport.config.custom_code import check_custom_code
+from optexport.config.metrics import METRIC
+from optexport.config.schema import Config, TransformationConfig
+from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
+from optexport.config.tracking_uri import check_database_folder
 from optexport.config.validation import Mistakes, explained
+from optexport.transformations import registry
 
 
 def load_config(path: Path, without: Collection[str] = ()) -> Config:
@@ -50,7 +54,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     mistakes.of(config_text.check_secrets, raw, text, str(path))
     for index, rule in enumerate(config.rules()):
         location = f"{path}: transformations[{index}]"
-        mistakes.of(check_rule, rule, path.parent, location)
+        mistakes.of(_check_rule, rule, path.parent, location)
     for name in config.parity.metrics or ():
         if name.startswith(METRIC):
             location = f"{path}: parity.metrics.{name}"
@@ -58,8 +62,10 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     mistakes.of(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic
     mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
-    for check in (check_source, check_beside_source, check_beside):
+    for check in (check_source, check_beside_source):
         mistakes.of(check, config, path)
+    if config.tracking.enabled:
+        mistakes.of(check_database_folder, config.tracking.uri, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     mistakes.of(check_inputs, config.inputs, of_program=of_program, location=str(path))
     mistakes.of(check_tolerance, config, without, str(path))
@@ -80,3 +86,18 @@ def checked_settings(raw: dict[str, Any], location: str) -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise explained(error, Config, location) from error
+
+
+def _check_rule(rule: TransformationConfig, folder: Path, location: str) -> None:
+    """Checks the name and the options of a rule.
+
+    Args:
+        folder: The folder of the config, which may contain a plugin.
+        location: The path of the config, and the rule's index.
+
+    Raises:
+        ConfigError: The rule or one of its options does not exist.
+    """
+    registry.check(rule.use, rule.options, location)
+    if rule.use.startswith(registry.PLUGIN):
+        check_module(rule.use.removeprefix(registry.PLUGIN), folder, f"{location}.use")

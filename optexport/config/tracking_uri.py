@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from optexport.errors import ConfigError, did_you_mean
@@ -67,6 +68,26 @@ def of_environment() -> str | None:
         return check_uri(uri) if uri else None
     except ValueError as error:
         raise ConfigError(str(error), location=_VARIABLE) from error
+
+
+def check_database_folder(uri: str, path: Path) -> None:
+    """Checks that MLflow can open a database next to a config.
+
+    Args:
+        uri: The tracking URI in the config.
+        path: The path of the config.
+
+    Raises:
+        ConfigError: The folder's name has characters with a special meaning in a URI.
+    """
+    match = re.search(r"\?|%[\da-fA-F]{2}", str(path.parent.resolve()))
+    is_relative = uri.startswith("sqlite:///") and not uri.startswith("sqlite:////")
+    if match is not None and is_relative:
+        raise ConfigError(
+            f'MLflow cannot keep a database in a folder with "{match[0]}" in its name',
+            location=f"{path}: tracking.uri",
+            hint="Name a database elsewhere, as sqlite:////PATH/mlflow.db, or set enabled = false.",
+        )
 
 
 def _check_name(name: str) -> None:

@@ -15,8 +15,8 @@ from optexport._utils.progress import Progress
 from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
-from optexport.config.checks import check_extras
 from optexport.config.load import load_config
+from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.text import without_secrets
 from optexport.errors import ConfigError

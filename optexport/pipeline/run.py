@@ -20,8 +20,8 @@ from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.bundle.outcomes import Outcome
 from optexport.config.benchmarks import TuneConfig
-from optexport.config.checks import check_extras
 from optexport.config.load import load_config
+from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.config.text import without_secrets

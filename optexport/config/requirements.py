@@ -1,0 +1,98 @@
+"""Checks what a config needs of this machine: a model, packages, and a writable output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optexport._utils import packages
+from optexport._utils.extras import check_extra
+from optexport.bundle.layout import check_place
+from optexport.config.source import is_template, missing_model, source_folder
+from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.config.validation import Mistakes
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.config.schema import Config
+
+
+def check_here(config: Config, path: Path) -> None:
+    """Checks that this machine has everything that a run needs.
+
+    Args:
+        path: The path of the config.
+
+    Raises:
+        ConfigError: The folder has no model, an extra is missing, a package has an unsupported version, or the output
+            path is occupied or not writable.
+    """
+    mistakes = Mistakes(str(path))
+    mistakes.of(_check_model_folder, config, path)
+    for key, extra, otherwise in _extras(config, path.parent):
+        mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
+    mistakes.of(check_place, config.output_path(path.parent))
+    mistakes.of(packages.check)
+    mistakes.tell()
+
+
+def _check_model_folder(config: Config, path: Path) -> None:
+    """Checks the model's folder. Only runs need this: ``init`` also accepts an empty folder."""
+    lies = source_folder(config.model.source, path.parent)
+    if lies is not None and (missing := missing_model(lies)) is not None:
+        raise ConfigError(f"{config.model.source} {missing[0]}", location=f"{path}: model.source", hint=missing[1])
+
+
+def check_extras(config: Config, path: Path) -> None:
+    """Checks that the optional packages that a config needs are installed; imports none.
+
+    Args:
+        path: The path of the config.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    for key, extra, otherwise in _extras(config, path.parent):
+        check_extra(extra, f"{path}: {key}", otherwise)
+
+
+def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Returns the keys that need an extra: key, extra, and a hint for doing without it."""
+    if config.model.task == SENTENCES:
+        yield "model.task", "sentence-transformers", TRANSFORMER_ALONE
+    elif config.model.task is None and _has_sentence_modules(config, folder):
+        yield "model.source", "sentence-transformers", TRANSFORMER_ALONE
+    if config.model.adapter is not None:
+        yield "model.adapter", "adapters", None
+    if config.inputs.images is not None:
+        yield "inputs.images", "images", None
+
+
+def _has_sentence_modules(config: Config, folder: Path) -> bool:
+    """Returns True if `sentence_embedding.wanted` loads a folder's modules without a task."""
+    lies = source_folder(config.model.source, folder)
+    if lies is None or not (lies / "modules.json").is_file():
+        return False
+    saved = lies / "config_sentence_transformers.json"
+    try:
+        return sentence_kind(saved if saved.is_file() else None) == "SentenceTransformer"
+    except (OSError, ValueError, AttributeError):  # loading reports this error with more detail
+        return False
+
+
+def open_question(config: Config) -> str | None:
+    """Returns a reason why a valid config may still fail to run, or None.
+
+    The reason is that it is a template, or that its inputs depend on the model.
+    """
+    if is_template(config.model.source):
+        return "It is a template: optexport batch CONFIG --from-registry FILTER runs it, for each model of a registry."
+    inputs = config.inputs
+    given = any(getattr(inputs, key) is not None for key in ("texts", "images", "data", "tensors"))
+    if given or not config.model.source.startswith("python:"):
+        return None
+    return (
+        "It gives no inputs: they can be made for a model of transformers; for any other the run will be refused.\n"
+        '  Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".'
+    )
