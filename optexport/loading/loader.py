@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -9,12 +10,12 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +31,6 @@ from optexport.exporters.torchscript import passes as torch_passes
 from optexport.loading import (
     adapters,
     config_limits,
-    hub_kernels,
     pretrained_files,
     sentence_embedding,
     torchscript,
@@ -273,7 +273,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporter.quiet(), hub_kernels.refused(options):
+        with transformers_exporter.quiet(), _block_kernels(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
             cls = _model_class(config.task, model_config)
@@ -316,6 +316,32 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
 
 
+@contextlib.contextmanager
+def _block_kernels(options: Mapping[str, Any]) -> Iterator[None]:
+    """Blocks kernels of the hub: code that transformers runs if ``kernels`` is installed.
+
+    A model's config may name one, as ``"attn_implementation": "org/name"``. Some transformers models also request one.
+    transformers then uses its own code instead, or raises.
+
+    Args:
+        options: Options of ``from_pretrained``. ``trust_remote_code`` allows the kernels.
+    """
+    from transformers.integrations import hub_kernels
+
+    usual = hub_kernels.get_kernel
+    if not options.get("trust_remote_code"):
+        hub_kernels.get_kernel = _refuse_kernel
+    try:
+        yield
+    finally:
+        hub_kernels.get_kernel = usual
+
+
+def _refuse_kernel(kernel_name: str, *_: Any, **__: Any) -> NoReturn:
+    # transformers continues without a kernel after this error, if the model requested the kernel by default.
+    raise FileNotFoundError(f"{kernel_name} is code of the hub's, which runs only with model.trust_remote_code = true")
+
+
 def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Loaded:
     if config.adapter is not None:
         raise SourceError(
@@ -324,7 +350,7 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
             hint='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
         )
     given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
-    with transformers_exporter.quiet(), hub_kernels.refused(options):
+    with transformers_exporter.quiet(), _block_kernels(options):
         found = sentence_embedding.load(
             name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
         )

@@ -28,9 +28,8 @@ from optexport.config.load import load_config
 from optexport.config.schema import ProcessingConfig
 from optexport.errors import ConfigError, OptexportError, ParityError
 from optexport.inference.bundle import Bundle
-from optexport.loading.image_scale import image_scale
 from optexport.loading.loader import Loaded, Pretrained
-from optexport.loading.processing import Classes, built_in, processing_of
+from optexport.loading.processing import Classes, built_in, image_scale, processing_of
 from optexport.pipeline.run import run
 from optexport.result import Result
 from tests._helpers import folders
