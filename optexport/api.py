@@ -15,7 +15,7 @@ from optexport._utils.progress import Progress
 from optexport.bundle import contents
 from optexport.bundle import layout as bundle_layout
 from optexport.config.consistency import check_formats, check_precision
-from optexport.config.load import checked_settings
+from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
@@ -105,7 +105,7 @@ def export(  # noqa: PLR0913 - options of the public API
         raise ConfigError("no batch is given", location="inputs")
     loaded, batches = _called(loaded, given)
     _check_dimensions(dynamic or {}, batches)
-    config = checked_settings(
+    config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {

@@ -27,7 +27,7 @@ def _seconds(context: click.Context, option: click.Parameter, given: str) -> int
     try:
         return parse_duration(given)
     except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
+        raise click.BadParameter(str(error)) from None
 
 
 def _bytes(context: click.Context, option: click.Parameter, given: float | None) -> int | None:  # noqa: ARG001 - click's

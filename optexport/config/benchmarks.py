@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from optexport.config.validation import Table, shown
+from optexport.config.validation import InvalidValueError, Table, dimension_name, show_value
 
 # Seconds. A larger budget is probably written in the wrong unit.
-_MOST_BUDGET = 7 * 24 * 3600
+_MAX_BUDGET = 7 * 24 * 3600
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-def _named(sizes: dict[str, int]) -> dict[str, int]:
+def _check_names(sizes: dict[str, int]) -> dict[str, int]:
     for name in sizes:
-        if not name.isidentifier():
-            raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+        dimension_name(name)
     return sizes
 
 
-_Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_named)]
+_Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_check_names)]
 
 
 class BenchConfig(Table):
@@ -40,23 +40,22 @@ class BenchConfig(Table):
     rounds: int = Field(default=20, ge=1, le=10_000)
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
 def parse_duration(text: str) -> int:
     """Returns the seconds of a duration such as ``5m``.
 
     Raises:
-        ValueError: The text is not a duration. The message shows the syntax.
+        InvalidValueError: The text is not a duration. The hint shows the syntax.
     """
     if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
-        raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
+        raise InvalidValueError(
+            f'"{text}" is not a duration', 'Write a number and a unit, such as "90s", "5m" or "1h".'
+        )
     return int(text[:-1]) * _UNITS[text[-1]]
 
 
-def _duration(text: str) -> str:
-    if parse_duration(text) > _MOST_BUDGET:
-        raise ValueError(f'"{text}" is more than a week: write "168h" at most')
+def _check_budget(text: str) -> str:
+    if parse_duration(text) > _MAX_BUDGET:
+        raise InvalidValueError(f'"{text}" is more than a week', 'Write "168h" or less.')
     return text
 
 
@@ -67,42 +66,45 @@ class TuneConfig(Table):
         budget: The time for the search: ``"90s"``, ``"5m"``, ``"1h"``.
     """
 
-    budget: Annotated[str, AfterValidator(_duration)] = "5m"
+    budget: Annotated[str, AfterValidator(_check_budget)] = "5m"
 
     @property
     def seconds(self) -> int:
         return parse_duration(self.budget)
 
 
-_Bar = Annotated[float | None, Field(gt=0)]
+_Bound = Annotated[float | None, Field(gt=0)]
 
 
 class BarConfig(Table):
     """A bound for exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
-        every: The bound of all formats that have no other.
+        every: The bound of all formats without a bound of their own.
         onnx: The bound of the ONNX file.
         torchscript: The bound of the TorchScript file.
         pt2: The bound of the ``.pt2`` file.
     """
 
-    every: _Bar = None
-    onnx: _Bar = None
-    torchscript: _Bar = None
-    pt2: _Bar = None
+    every: _Bound = None
+    onnx: _Bound = None
+    torchscript: _Bound = None
+    pt2: _Bound = None
 
     def of(self, file_format: str) -> float | None:
         """Returns the bound of a format; None if it has none."""
-        own: float | None = getattr(self, file_format)
-        return self.every if own is None else own
+        bound: float | None = getattr(self, file_format)
+        return self.every if bound is None else bound
 
 
 def _as_table(value: Any) -> Any:
     if isinstance(value, dict | BarConfig):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"it must be a number above 0, or a table of such numbers by format, not {shown(value)}")
+        raise InvalidValueError(
+            f"expected a number above 0, or a table of such numbers by format, found {show_value(value)}",
+            "Write a number, such as 20, or a table, such as { onnx = 20 }.",
+        )
     return {"every": value}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.config import format_passes
 from optexport.config.metrics import MEASURES
-from optexport.config.schema import IMAGES, LABELS, OF_LABELS, PROBABILITIES
+from optexport.config.schema import FORMATS, IMAGES, LABELS, OF_LABELS, PROBABILITIES
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, did_you_mean
 from optexport.transformations import registry
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from optexport.config.schema import Config, InputsConfig
 
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
-_OF_TEXT = {"batch", "sequence", "decoder_sequence"}
+_TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
 
 
-def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> None:
+def check_inputs(inputs: InputsConfig, *, is_program: bool, location: str) -> None:
     """Checks the names in ``[inputs]``, if the config alone defines the model's inputs.
 
     Args:
-        of_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
+        is_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
         location: The path of the config.
 
     Raises:
         ConfigError: No input has the named dimension or axis, or the model cannot read this kind of input.
     """
-    for key, what in (("texts", "tokenizer"), ("images", "image processor")):
-        if of_program and getattr(inputs, key) is not None:
+    for key, processor in (("texts", "tokenizer"), ("images", "image processor")):
+        if is_program and getattr(inputs, key) is not None:
             raise ConfigError(
-                f"a .pt2 or TorchScript file has no {what}",
+                f"a .pt2 or TorchScript file has no {processor}",
                 location=f"{location}: inputs.{key}",
-                hint="Give its inputs as data instead.",
+                hint="Set inputs.data to a file with the inputs, or describe them in [inputs.tensors].",
             )
     if inputs.tensors is not None:
         for name in inputs.axes:
             if name not in inputs.tensors:
                 raise ConfigError(
-                    "there is no such input",
+                    f'[inputs.tensors] has no input "{name}"',
                     location=f"{location}: inputs.axes.{name}",
                     hint=did_you_mean(name, list(inputs.tensors)),
                 )
@@ -54,9 +54,9 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> No
             for axis, size in enumerate(spec.shape)
         }
         named = {size for spec in inputs.tensors.values() for size in spec.shape if isinstance(size, str)}
-        hint = "Name it in the shape of an input."
+        hint = "Use this name in the shape of an input."
     elif inputs.texts is not None:
-        named = _OF_TEXT | {name for names in inputs.axes.values() for name in names}
+        named = _TEXT_AXES | {name for names in inputs.axes.values() for name in names}
         # A tokenizer may return inputs that this package does not know; their axes are numbered.
         axes = named | {name for name in inputs.dynamic or () if name.rpartition("_")[2].isdecimal()}
         hint = "Name the axes of an input with [inputs.axes]."
@@ -65,7 +65,7 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> No
     for name in inputs.dynamic or ():
         if name not in axes:
             raise ConfigError(
-                "no input has such a dimension",
+                f'no input has a dimension "{name}"',
                 location=f"{location}: inputs.dynamic.{name}",
                 hint=f"{did_you_mean(name, sorted(named))} {hint}",
             )
@@ -79,24 +79,31 @@ def check_formats(config: Config, location: str) -> None:
             files is restricted.
     """
     exported = config.export.formats
-    said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
-    for key, formats in {**said, "export.passes": list(config.export.passes)}.items():
-        for missing in [name for name in formats if name not in exported]:
-            raise ConfigError(
-                f"no {missing} file is exported", location=f"{location}: {key}", hint=f"export.formats is {exported}."
-            )
+    named = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
+    for key, formats in {**named, "export.passes": list(config.export.passes)}.items():
+        _check_exported(formats, exported, f"{location}: {key}")
     if config.export.layout is not None and set(exported) == {"pt2"}:
         raise ConfigError(
-            "no file is exported that Triton serves",
+            'Triton serves no .pt2 files, and export.formats is ["pt2"]',
             location=f"{location}: export.layout",
-            hint='Add "onnx" or "torchscript" to export.formats, or leave it out.',
+            hint='Add "onnx" or "torchscript" to export.formats, or remove export.layout.',
         )
     for index, rule in enumerate(config.rules()):
         if rule.formats is not None and registry.canonical_name(rule.use) == "keep-outputs":
             raise ConfigError(
-                "all files have the same outputs",
+                "keep-outputs applies to all formats, because all files have the same outputs",
                 location=f"{location}: transformations[{index}].formats",
-                hint="Leave it out.",
+                hint="Remove formats from this rule.",
+            )
+
+
+def _check_exported(formats: Iterable[str], exported: Sequence[str], location: str) -> None:
+    for file_format in formats:
+        if file_format not in exported:
+            raise ConfigError(
+                f"the format {file_format} is not exported (export.formats is {', '.join(exported)})",
+                location=location,
+                hint=f'Add "{file_format}" to export.formats, or remove {file_format} here.',
             )
 
 
@@ -114,14 +121,14 @@ def check_tolerance(config: Config, without: Collection[str], location: str) -> 
     """
     if config.parity.atol is not None or config.parity.rtol is not None:
         return
-    left_out = {registry.canonical_name(name) for name in without}
+    omitted = {registry.canonical_name(name) for name in without}
     for index, rule in enumerate(config.rules()):
         name = registry.canonical_name(rule.use)
-        if name is not None and name not in left_out and not registry.RULES[name].preserves_computation:
+        if name is not None and name not in omitted and not registry.RULES[name].preserves_computation:
             raise ConfigError(
-                f"{name} changes the numbers, and nothing says by how much it may",
+                f"{name} changes the numbers, so it needs a tolerance",
                 location=f"{location}: transformations[{index}]",
-                hint="Set parity.atol or parity.rtol, or leave the rule out.",
+                hint="Set parity.atol or parity.rtol, or remove the rule.",
             )
 
 
@@ -131,22 +138,24 @@ def check_device(config: Config, location: str) -> None:
     Raises:
         ConfigError: It uses one.
     """
-    if config.model.device == "cpu":
+    device = config.model.device
+    if device == "cpu":
         return
-    asked = {
+    features = {
         "generation": config.generation is not None,
         "precision": config.precision is not None,
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
     }
     for file_format, names in config.export.passes.items():
-        known = format_passes.of_format(file_format, config.model.device)
-        asked |= {f"export.passes.{file_format}: {name}": name not in known for name in names}
-    for key in [key for key, value in asked.items() if value]:
+        supported = format_passes.of_format(file_format, device)
+        features |= {f"export.passes.{file_format}: {name}": name not in supported for name in names}
+    for key in [key for key, is_used in features.items() if is_used]:
+        name = key.rpartition(": ")[2]
         raise ConfigError(
-            f'it is done for the CPU alone, and model.device is "{config.model.device}"',
+            f'{name} is only supported on the CPU, and model.device is "{device}"',
             location=f"{location}: {key}",
-            hint="Leave it out, or leave out model.device.",
+            hint=f"Remove {name}, or remove model.device.",
         )
 
 
@@ -159,7 +168,7 @@ def check_generation(config: Config, location: str) -> None:
     if config.generation is None:
         return
     inputs = config.inputs
-    asked = {
+    unsupported = {
         "processing": config.processing is not None,
         "bench": config.bench.enabled,
         "tune": config.tune is not None,
@@ -173,17 +182,17 @@ def check_generation(config: Config, location: str) -> None:
         "inputs.axes": bool(inputs.axes),
         "inputs.dynamic": inputs.dynamic is not None,
     }
-    for key in [key for key, value in asked.items() if value]:
+    for key in [key for key, is_used in unsupported.items() if is_used]:
         raise ConfigError(
-            "it does not go with [generation], which exports parts with inputs and sizes of their own",
+            f"{key} cannot be combined with [generation], which exports a model in parts",
             location=f"{location}: {key}",
-            hint="Leave it out, or leave out [generation] to export one forward pass without a cache.",
+            hint=f"Remove {key}, or remove [generation] to export one forward pass without a cache.",
         )
     if config.model.source.endswith(".pt2"):
         raise ConfigError(
             "a .pt2 file has no generate()",
             location=f"{location}: generation",
-            hint="Give a model of transformers as model.source, or leave out [generation].",
+            hint="Set model.source to a transformers model, or remove [generation].",
         )
 
 
@@ -196,37 +205,34 @@ def check_precision(config: Config, location: str) -> None:
     table = config.precision
     if table is None:
         return
-    lowered = [name for name in ("onnx", "torchscript", "pt2") if table.of(name) is not None]
+    lowered = [name for name in FORMATS if table.of(name) is not None]
     if not lowered:
         raise ConfigError(
-            "it lowers nothing",
+            "the table sets the precision of no format",
             location=f"{location}: precision",
-            hint='Say of a format what it is to be: onnx = "int8".',
+            hint='Write a precision for a format, such as onnx = "int8", or remove [precision].',
         )
     for name in lowered:
-        if name not in config.export.formats:
-            raise ConfigError(
-                f"no {name} file is exported",
-                location=f"{location}: precision.{name}",
-                hint=f"export.formats is {', '.join(config.export.formats)}.",
-            )
+        _check_exported([name], config.export.formats, f"{location}: precision.{name}")
     if config.parity.metrics is None:
         raise ConfigError(
-            "a file of lower precision is not near enough to be proven to rounding, and nothing says what it must keep",
+            "a file of lower precision differs by more than rounding, so it needs a gate on its decisions",
             location=f"{location}: precision.{lowered[0]}",
-            hint="Set a gate in [parity.metrics], as cosine = 0.99.",
+            hint="Add a gate to [parity.metrics], such as cosine = 0.99.",
         )
     gates = config.parity.metrics.items()
     if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
+        minima = ", ".join(f"{name} = {gate.min:g}" for name, gate in gates)
         raise ConfigError(
-            "a file of lower precision is held to gates alone, and these let anything pass",
+            f"the gates of the files of lower precision let every result pass ({minima})",
             location=f"{location}: parity.metrics",
-            hint="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
+            hint="Write a larger number, such as cosine = 0.99.",
         )
     if config.model.dtype not in (None, "float32"):
         raise ConfigError(
-            f"only a model in float32 can be lowered, and model.dtype is {config.model.dtype}",
+            f"only a model in float32 can be converted to a lower precision, and model.dtype is {config.model.dtype}",
             location=f"{location}: precision.{lowered[0]}",
+            hint="Remove model.dtype, or remove [precision].",
         )
 
 
@@ -247,23 +253,23 @@ def check_processing(config: Config, folder: Path, location: str) -> None:
     if source_kind(config.model.source, folder) in (SourceKind.PT2, SourceKind.TORCHSCRIPT):
         for key in [key for key in ("normalize", "outputs") if getattr(table, key)]:
             raise ConfigError(
-                "a .pt2 or TorchScript file is exported as it is",
+                "processing cannot be added to a .pt2 or TorchScript file",
                 location=f"{location}: processing.{key}",
-                hint="Give the model that it was made of as model.source, or leave it out.",
+                hint=f"Set model.source to the original model, or remove processing.{key}.",
             )
     images = (config.inputs.tensors or {}).get(IMAGES)
     if table.normalize and images is not None and images.dtype != "uint8":
         raise ConfigError(
-            f"it is {images.dtype}, and with processing.normalize the files take images as they are, in uint8",
+            f"processing.normalize needs images in uint8, found {images.dtype}",
             location=f"{location}: inputs.tensors.{IMAGES}",
             hint='Write dtype = "uint8", low = 0, high = 256.',
         )
-    for measure, gate in (config.parity.metrics or {}).items():
-        if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
+    for metric, gate in (config.parity.metrics or {}).items():
+        if table.outputs in OF_LABELS and metric in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
             raise ConfigError(
-                f'outputs = "{table.outputs}" leaves nothing that it could be measured on',
-                location=f"{location}: parity.metrics.{measure}",
-                hint='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
+                f'{metric} cannot be measured with processing.outputs = "{table.outputs}"',
+                location=f"{location}: parity.metrics.{metric}",
+                hint='Write processing.outputs = "probabilities", or remove the gate: labels must always be equal.',
             )
 
 
@@ -277,19 +283,16 @@ def check_register(config: Config, location: str) -> None:
         return
     if "onnx" not in config.export.formats:
         raise ConfigError(
-            "the ONNX file is what is registered, and none is exported",
+            f"the ONNX file is registered, and export.formats is {', '.join(config.export.formats)}",
             location=f"{location}: register",
-            hint='Add "onnx" to export.formats.',
+            hint='Add "onnx" to export.formats, or remove [register].',
         )
     if not config.tracking.enabled:
         raise ConfigError(
-            "only what MLflow keeps can be registered",
+            "models are registered in MLflow, and tracking.enabled is false",
             location=f"{location}: register",
-            hint="Leave out tracking.enabled = false.",
+            hint="Remove tracking.enabled = false, or remove [register].",
         )
-
-
-_FORMATS = ("onnx", "torchscript", "pt2")
 
 
 def check_measuring(
@@ -311,28 +314,34 @@ def check_measuring(
     """
     for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
         bar: BarConfig | None = getattr(gate, key)
-        if bar is not None and not any(bar.of(name) for name in _FORMATS):
+        if bar is not None and not any(bar.of(name) for name in FORMATS):
             raise ConfigError(
-                "it demands nothing", location=f"{location}: gate.{key}", hint="Write a number, or leave it out."
+                "the gate has no bound",
+                location=f"{location}: gate.{key}",
+                hint=f"Write a number, such as {key} = 2, or remove gate.{key}.",
             )
-        for own in _FORMATS if bar is not None else ():
-            if getattr(bar, own) is not None and own not in formats:
-                raise ConfigError(
-                    "no such file is exported",
-                    location=f"{location}: gate.{key}.{own}",
-                    hint=f"export.formats is {', '.join(formats)}.",
-                )
+        for name in FORMATS if bar is not None else ():
+            if getattr(bar, name) is not None:
+                _check_exported([name], formats, f"{location}: gate.{key}.{name}")
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
-        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", location=f"{location}: bench.rounds")
+        raise ConfigError(
+            f"gate.min_speedup needs at least {LEAST_ROUNDS} rounds, found {bench.rounds}",
+            location=f"{location}: bench.rounds",
+            hint=f"Write rounds = {LEAST_ROUNDS} or more, or remove gate.min_speedup.",
+        )
     if dynamic is None:  # the dimensions are known only after the trace
         return
     for index, shape in enumerate(bench.shapes):
         for name, size in shape.items():
-            where = f"{location}: bench.shapes[{index}].{name}"
+            key = f"{location}: bench.shapes[{index}].{name}"
             if name not in dynamic:
                 raise ConfigError(
-                    "inputs.dynamic has no such dimension", location=where, hint=did_you_mean(name, dynamic)
+                    f'inputs.dynamic has no dimension "{name}"', location=key, hint=did_you_mean(name, dynamic)
                 )
             low, high = dynamic[name]
             if not low <= size <= high:
-                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", location=where)
+                raise ConfigError(
+                    f"expected a size from {low} to {high}, the range of inputs.dynamic.{name}, found {size}",
+                    location=key,
+                    hint=f"Write a size in this range, or extend inputs.dynamic.{name}.",
+                )

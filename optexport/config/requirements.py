@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optexport._utils import packages
 from optexport._utils.extras import check_extra
 from optexport.bundle.layout import check_place
-from optexport.config.source import is_template, missing_model, source_folder
+from optexport.config.source import find_model_problem, find_source_folder, is_template
 from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optexport.config.schema import Config
 
 
-def check_here(config: Config, path: Path) -> None:
+def check_machine(config: Config, path: Path) -> None:
     """Checks that this machine has everything that a run needs.
 
     Args:
@@ -29,19 +29,20 @@ def check_here(config: Config, path: Path) -> None:
             path is occupied or not writable.
     """
     mistakes = Mistakes(str(path))
-    mistakes.of(_check_model_folder, config, path)
-    for key, extra, otherwise in _extras(config, path.parent):
-        mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
-    mistakes.of(check_place, config.output_path(path.parent))
-    mistakes.of(packages.check)
-    mistakes.tell()
+    mistakes.collect(_check_model_folder, config, path)
+    for key, extra, alternative in _extras(config, path.parent):
+        mistakes.collect(check_extra, extra, f"{path}: {key}", alternative)
+    mistakes.collect(check_place, config.output_path(path.parent))
+    mistakes.collect(packages.check)
+    mistakes.raise_all()
 
 
 def _check_model_folder(config: Config, path: Path) -> None:
     """Checks the model's folder. Only runs need this: ``init`` also accepts an empty folder."""
-    lies = source_folder(config.model.source, path.parent)
-    if lies is not None and (missing := missing_model(lies)) is not None:
-        raise ConfigError(f"{config.model.source} {missing[0]}", location=f"{path}: model.source", hint=missing[1])
+    folder = find_source_folder(config.model.source, path.parent)
+    problem = None if folder is None else find_model_problem(folder, config.model.source)
+    if problem is not None:
+        raise ConfigError(problem[0], location=f"{path}: model.source", hint=problem[1])
 
 
 def check_extras(config: Config, path: Path) -> None:
@@ -53,8 +54,8 @@ def check_extras(config: Config, path: Path) -> None:
     Raises:
         ConfigError: One is missing.
     """
-    for key, extra, otherwise in _extras(config, path.parent):
-        check_extra(extra, f"{path}: {key}", otherwise)
+    for key, extra, alternative in _extras(config, path.parent):
+        check_extra(extra, f"{path}: {key}", alternative)
 
 
 def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -70,29 +71,29 @@ def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None
 
 
 def _has_sentence_modules(config: Config, folder: Path) -> bool:
-    """Returns True if `sentence_embedding.wanted` loads a folder's modules without a task."""
-    lies = source_folder(config.model.source, folder)
-    if lies is None or not (lies / "modules.json").is_file():
+    """Returns True if `sentence_embedding.is_wanted` loads a folder's modules without a task."""
+    model_folder = find_source_folder(config.model.source, folder)
+    if model_folder is None or not (model_folder / "modules.json").is_file():
         return False
-    saved = lies / "config_sentence_transformers.json"
+    settings = model_folder / "config_sentence_transformers.json"
     try:
-        return sentence_kind(saved if saved.is_file() else None) == "SentenceTransformer"
+        return sentence_kind(settings if settings.is_file() else None) == "SentenceTransformer"
     except (OSError, ValueError, AttributeError):  # loading reports this error with more detail
         return False
 
 
-def open_question(config: Config) -> str | None:
+def find_open_question(config: Config) -> str | None:
     """Returns a reason why a valid config may still fail to run, or None.
 
     The reason is that it is a template, or that its inputs depend on the model.
     """
     if is_template(config.model.source):
-        return "It is a template: optexport batch CONFIG --from-registry FILTER runs it, for each model of a registry."
+        return "The config is a template. To run it for each model, use: optexport batch CONFIG --from-registry FILTER"
     inputs = config.inputs
-    given = any(getattr(inputs, key) is not None for key in ("texts", "images", "data", "tensors"))
-    if given or not config.model.source.startswith("python:"):
+    has_inputs = any(getattr(inputs, key) is not None for key in ("texts", "images", "data", "tensors"))
+    if has_inputs or not config.model.source.startswith("python:"):
         return None
     return (
-        "It gives no inputs: they can be made for a model of transformers; for any other the run will be refused.\n"
-        '  Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".'
+        "The config has no inputs. Only transformers models get example inputs; runs of other models will fail.\n"
+        '  Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors" to [inputs].'
     )

@@ -24,7 +24,7 @@ from optexport.config.metrics import Decisions
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri
-from optexport.config.validation import Table
+from optexport.config.validation import InvalidValueError, Table, dimension_name, show_value
 from optexport.errors import did_you_mean
 from optexport.runtime.devices import Device
 from optexport.transformations import registry
@@ -46,32 +46,31 @@ ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top
 OF_LABELS = ("argmax", "top_k")
 
 
-def _folder(path: str) -> str:
-    if "\0" in path or Path(path) == Path("/"):
-        raise ValueError(f"{path!r} names no folder")
-    return path
-
-
-def _once(formats: list[Format]) -> list[Format]:
-    if len(set(formats)) < len(formats):
-        raise ValueError("a format is given more than once")
-    return formats
-
-
 LARGEST_SIZE = 2**31 - 1
 
 
-def _name(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
-    return name
+def _folder(path: str) -> str:
+    if "\0" in path or Path(path) == Path("/"):
+        raise InvalidValueError(
+            f"{show_value(path)} cannot be the folder of a bundle", 'Write a path, such as "build/model".'
+        )
+    return path
+
+
+def _without_duplicates(formats: list[Format]) -> list[Format]:
+    if len(set(formats)) < len(formats):
+        raise InvalidValueError("a format is listed more than once", "List each format once.")
+    return formats
 
 
 def _size(size: Any) -> int | str:
     if isinstance(size, str):
-        return _name(size)
+        return dimension_name(size)
     if type(size) is not int or not 1 <= size <= LARGEST_SIZE:
-        raise ValueError(f"it must be a size from 1 to {LARGEST_SIZE}, or the name of a dimension, not {size!r}")
+        raise InvalidValueError(
+            f"expected a size from 1 to {LARGEST_SIZE} or the name of a dimension, found {show_value(size)}",
+            'Write a whole number, such as 16, or a name in quotes, such as "batch".',
+        )
     return size
 
 
@@ -80,17 +79,24 @@ def _constant(value: Any) -> bool | int | float | str | list[Any]:
     if isinstance(value, list):
         _check_rows(value)
     elif not isinstance(value, bool | int | float | str):
-        raise ValueError(f"it must be a number, a text, true, false or a list, not {value!r}")
+        raise InvalidValueError(
+            f"expected a number, a text, true, false or a list, found {show_value(value)}",
+            "Write the value of the argument, such as 3, or a tensor as a list, such as [[1, 2], [3, 4]].",
+        )
     return cast("bool | int | float | str | list[Any]", _finite(value))
 
 
 def _check_rows(rows: list[Any]) -> tuple[int, ...]:
     """Returns the shape of nested lists, which must be rectangular."""
-    if any(not isinstance(row, bool | int | float | list) for row in rows):
-        raise ValueError("a list must hold numbers, or true and false, or such lists")
+    for row in rows:
+        if not isinstance(row, bool | int | float | list):
+            raise InvalidValueError(
+                f"expected a list of numbers or of true and false, found {show_value(row)} in it",
+                "Write numbers only, or true and false only.",
+            )
     sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
     if any(size != sizes[0] for size in sizes):
-        raise ValueError("lists within a list must be of one length")
+        raise InvalidValueError("the lists inside a list differ in length", "Give all rows of a tensor one length.")
     return (len(rows), *(sizes[0] if sizes else ()))
 
 
@@ -99,7 +105,7 @@ def _finite(value: Any) -> Any:
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _finite(inner)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"it must be finite, not {value}")
+        raise InvalidValueError(f"expected a finite number, found {value}", "Write a number other than inf and nan.")
     return value
 
 
@@ -131,9 +137,9 @@ class ModelConfig(Table):
 
     @field_validator("task")
     @classmethod
-    def _known_task(cls, task: str | None) -> str | None:
+    def _check_task(cls, task: str | None) -> str | None:
         if task is not None and task not in AUTO_CLASSES:
-            raise ValueError(f'there is no task "{task}". {did_you_mean(task, list(AUTO_CLASSES))}')
+            raise InvalidValueError(f'unknown task "{task}"', did_you_mean(task, list(AUTO_CLASSES)))
         return task
 
 
@@ -151,9 +157,11 @@ class ProcessingConfig(Table):
     k: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _k_of_top_k(self) -> ProcessingConfig:
+    def _check_k(self) -> ProcessingConfig:
         if self.k is not None and self.outputs != "top_k":
-            raise ValueError('k is how many labels outputs = "top_k" gives')
+            raise InvalidValueError(
+                'k needs outputs = "top_k"', 'Remove k, or write outputs = "top_k" to return the k most likely labels.'
+            )
         return self
 
 
@@ -173,9 +181,12 @@ class TensorConfig(Table):
     high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
 
     @model_validator(mode="after")
-    def _in_order(self) -> TensorConfig:
+    def _check_order(self) -> TensorConfig:
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"high must be above low, which is {self.low:g}")
+            raise InvalidValueError(
+                f"expected a high above low, found low = {self.low:g} and high = {self.high:g}",
+                "Write a smaller low, or a larger high.",
+            )
         return self
 
 
@@ -209,18 +220,21 @@ class InputsConfig(Table):
     tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
     constants: dict[str, _Constant] = {}
     max_length: int | None = Field(default=None, ge=1)
-    axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    axes: dict[str, list[Annotated[str, AfterValidator(dimension_name)]]] = {}
     dynamic: dict[str, _Range] | None = None
 
     @model_validator(mode="after")
-    def _one_kind(self) -> InputsConfig:
-        given = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+    def _check_kinds(self) -> InputsConfig:
+        kinds = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
+        if len(kinds) > 1:
+            raise InvalidValueError(f"{' and '.join(kinds)} exclude each other", "Keep one of them.")
         for name, (low, high) in (self.dynamic or {}).items():
-            _name(name)
+            dimension_name(name)
             if low > high:
-                raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
+                raise InvalidValueError(
+                    f"dynamic.{name}: the smallest size {low} is above the largest size {high}",
+                    f"Write {name} = [{high}, {low}].",
+                )
         return self
 
 
@@ -246,11 +260,11 @@ class TransformationConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        own = ("min_matches", "formats")
-        return {key: value for key, value in default(self).items() if key not in own or value is not None}
+        optional = ("min_matches", "formats")
+        return {key: value for key, value in default(self).items() if key not in optional or value is not None}
 
     @model_validator(mode="after")
-    def _finite_options(self) -> TransformationConfig:
+    def _check_options(self) -> TransformationConfig:
         _finite(self.options)
         return self
 
@@ -288,26 +302,27 @@ class ExportConfig(Table):
         layout: The layout of the files in the bundle; by default next to the manifest.
     """
 
-    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
+    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_without_duplicates)] = list(FORMATS)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18, le=26)
     passes: dict[Format, list[str]] = {}
     layout: Layout | None = None
 
     @model_validator(mode="after")
-    def _known_passes(self) -> ExportConfig:
+    def _check_passes(self) -> ExportConfig:
         for file_format, names in self.passes.items():
+            passes = format_passes.of_format(file_format)
             for name in names:
-                if name not in (known := format_passes.of_format(file_format)):
-                    raise ValueError(
-                        f'passes.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                if name not in passes:
+                    raise InvalidValueError(
+                        f'passes.{file_format}: unknown format pass "{name}"', did_you_mean(name, passes)
                     )
-        if (
-            self.opset is not None
-            and self.opset < format_passes.ATTENTION_OPSET
-            and "attention" in self.passes.get("onnx", ())
-        ):
-            raise ValueError(f"passes.onnx: attention is of opset {format_passes.ATTENTION_OPSET}, not {self.opset}")
+        needed = format_passes.ATTENTION_OPSET
+        if self.opset is not None and self.opset < needed and "attention" in self.passes.get("onnx", ()):
+            raise InvalidValueError(
+                f'passes.onnx: the pass "attention" needs opset {needed}, found {self.opset}',
+                f'Write opset = {needed}, or remove "attention".',
+            )
         return self
 
 
@@ -328,8 +343,8 @@ class PrecisionConfig(Table):
 
     def of(self, file_format: str) -> str | None:
         """Returns the precision of a format's file; None if it is the model's precision."""
-        own: str | None = getattr(self, file_format)
-        return own
+        precision: str | None = getattr(self, file_format)
+        return precision
 
 
 class GenerationConfig(Table):

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
 from optexport.config.schema import ModelConfig
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_model_problem, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.exporters.torchscript import passes as torch_passes
@@ -249,7 +249,7 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
         return Loaded.of_program(program, revision)
     if path.suffix in TORCHSCRIPT_SUFFIXES:
         return Loaded(torchscript.load(path), revision=revision)
-    if (missing := missing_model(path)) is not None:
+    if (missing := find_model_problem(path)) is not None:
         raise SourceError(f"it {missing[0]}", location=str(path), hint=missing[1])
     loaded = _from_pretrained(str(path), config, local=True)
     return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)

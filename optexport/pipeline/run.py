@@ -24,7 +24,7 @@ from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.diagnosis import reproduction
 from optexport.errors import ConfigError
 from optexport.inference.describe import describe
@@ -84,7 +84,7 @@ def run(  # noqa: PLR0913 - options of the public API
     path, dump = layout.as_path(path, "path"), None if dump is None else layout.as_path(dump, "dump")
     config, folder = load_config(path, without), path.parent
     # Read now, because the file may change during the run. A tracking URI may contain a password.
-    text = without_secrets(path)
+    text = read_redacted(path)
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",

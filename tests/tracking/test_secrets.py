@@ -14,7 +14,7 @@ import pytest
 
 from optexport import redaction
 from optexport.config.load import load_config
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.pipeline import run
 from optexport.redaction import redact, redact_error
@@ -184,7 +184,7 @@ def test_copy_of_a_config_differs_only_in_its_secrets(tmp_path: Path) -> None:
         '[model]\narguments = { eos_token="</s>" } # was http://joe:hunter2@old\n[inputs.dynamic]\ntoken=[1, 16]\n'
         f'# uri = "http://joe:{SECRET}@there"\n[tracking]\nuri = "http://joe:{SECRET}@here#x"\n'
     )
-    copy = without_secrets(config)
+    copy = read_redacted(config)
     said, kept = tomllib.loads(config.read_text()), tomllib.loads(copy)
     assert said.pop("tracking") != kept.pop("tracking")
     assert said == kept
