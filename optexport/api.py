@@ -91,7 +91,7 @@ def export(  # noqa: PLR0913 - options of the public API
     output = bundle_layout.as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
-        loaded = Loaded.of_program(model)
+        loaded = Loaded.from_program(model)
     elif getattr(model, "training", False):  # a frozen TorchScript program has no such attribute
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
@@ -143,7 +143,7 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
                 hint="Export once for each way of calling the model.",
             )
     batches = tuple(_own(tensors) for tensors, _ in flat)
-    return loaded.called_with(batches[0], first), batches
+    return loaded.with_example(batches[0], first), batches
 
 
 def _own(batch: Mapping[str, torch.Tensor]) -> Batch:

@@ -10,7 +10,7 @@ from optexport._utils import packages
 from optexport._utils.extras import check_extra
 from optexport.bundle.layout import check_place
 from optexport.config.source import find_model_problem, find_source_folder, is_template
-from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, sentence_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
 
@@ -61,9 +61,9 @@ def check_extras(config: Config, path: Path) -> None:
 def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:
     """Returns the keys that need an extra: key, extra, and a hint for doing without it."""
     if config.model.task == SENTENCES:
-        yield "model.task", "sentence-transformers", TRANSFORMER_ALONE
+        yield "model.task", "sentence-transformers", OR_TRANSFORMER_ALONE
     elif config.model.task is None and _has_sentence_modules(config, folder):
-        yield "model.source", "sentence-transformers", TRANSFORMER_ALONE
+        yield "model.source", "sentence-transformers", OR_TRANSFORMER_ALONE
     if config.model.adapter is not None:
         yield "model.adapter", "adapters", None
     if config.inputs.images is not None:
@@ -71,7 +71,7 @@ def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None
 
 
 def _has_sentence_modules(config: Config, folder: Path) -> bool:
-    """Returns True if `sentence_embedding.is_wanted` loads a folder's modules without a task."""
+    """Returns True if `sentence_embedding.is_sentence_model` selects a folder without a task."""
     model_folder = find_source_folder(config.model.source, folder)
     if model_folder is None or not (model_folder / "modules.json").is_file():
         return False

@@ -66,7 +66,7 @@ class Classes:
         axis = 1 if logits.dim() > 3 else -1
         if self.function == "softmax" and (logits.dim() < 2 or logits.shape[axis] == 1):
             raise ConfigError(
-                f"the logits are {list(logits.shape)}, and softmax of one class is 1 whatever the input",
+                f"softmax of a single class is always 1 (the logits have shape {list(logits.shape)})",
                 location=_OUTPUTS,
                 hint='Write outputs = "sigmoid".',
             )
@@ -75,21 +75,21 @@ class Classes:
             return {PROBABILITIES: probabilities}
         if logits.dim() != 2:
             raise ConfigError(
-                f"labels are of logits [batch, classes], and these have {logits.dim()} axes: of many positions one is "
-                "nearly a tie, so that no file could be proven to give the same labels",
+                f"labels need logits of shape [batch, classes], found {logits.dim()} axes. With many positions, some "
+                "labels are nearly tied, so rounding would change them",
                 location=_OUTPUTS,
-                hint='Write outputs = "probabilities", and choose among them outside of the file.',
+                hint='Write outputs = "probabilities", and choose the labels outside of the file.',
             )
         if self.best > logits.shape[-1]:
             raise ConfigError(
-                f"it is {self.best}, and there are {logits.shape[-1]} classes",
+                f"expected at most {logits.shape[-1]}, the number of classes, found {self.best}",
                 location="processing.k",
-                hint="Write a smaller one.",
+                hint=f"Write k = {logits.shape[-1]} or a smaller number.",
             )
         # Uses the logits, because probabilities near 1 may be equal if the logits are not.
         labels = logits.argmax(-1, keepdim=True) if self.alone else logits.topk(self.best, -1).indices
-        found = {LABELS: labels, PROBABILITIES: probabilities.gather(-1, labels)}
-        return {name: tensor.squeeze(-1) for name, tensor in found.items()} if self.alone else found
+        outputs = {LABELS: labels, PROBABILITIES: probabilities.gather(-1, labels)}
+        return {name: tensor.squeeze(-1) for name, tensor in outputs.items()} if self.alone else outputs
 
 
 @dataclass(frozen=True)
@@ -121,38 +121,40 @@ class _Processes(nn.Module):
         return outputs if self._processing.classes is None else _with_classes(outputs, self._processing.classes)
 
     def _scaled(self, images: torch.Tensor) -> torch.Tensor:
-        own = self.image_factor.dtype
-        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), own)
-        scaled = (images.to(own) - self.image_shift) * self.image_factor
-        return scaled if dtype == own else scaled.to(dtype)
+        scale_dtype = self.image_factor.dtype
+        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), scale_dtype)
+        scaled = (images.to(scale_dtype) - self.image_shift) * self.image_factor
+        return scaled if dtype == scale_dtype else scaled.to(dtype)
 
 
 def _with_classes(outputs: Any, classes: Classes) -> dict[str, Any]:
     """Replaces the logits of outputs by probabilities and labels; raises if there are none."""
     if isinstance(outputs, torch.Tensor):
         return {**classes.of(outputs)}
-    given = dict(outputs) if isinstance(outputs, Mapping) else {}
-    if not isinstance(given.get(_LOGITS), torch.Tensor):
+    named = dict(outputs) if isinstance(outputs, Mapping) else {}
+    if not isinstance(named.get(_LOGITS), torch.Tensor):
         raise ConfigError(
-            f"the model gives no logits, but {', '.join(flatten_outputs(outputs))}",
+            f"the model has no output logits (found {', '.join(flatten_outputs(outputs))})",
             location=_OUTPUTS,
-            hint="Choose the model.task that its head is for, or leave it out.",
+            hint=f"Set model.task to the task of the model's head, or remove {_OUTPUTS}.",
         )
-    if taken := {PROBABILITIES, LABELS} & set(given):
-        raise ConfigError(f"the model has an output {taken.pop()} of its own", location=_OUTPUTS, hint="Leave it out.")
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        made |= classes.of(value) if name == _LOGITS else {name: value}
-    return made
+    if conflicts := {PROBABILITIES, LABELS} & set(named):
+        raise ConfigError(
+            f"the model already has an output {conflicts.pop()}", location=_OUTPUTS, hint=f"Remove {_OUTPUTS}."
+        )
+    processed: dict[str, Any] = {}
+    for name, value in named.items():
+        processed |= classes.of(value) if name == _LOGITS else {name: value}
+    return processed
 
 
-def processing_of(model: nn.Module) -> Processing:
+def get_processing(model: nn.Module) -> Processing:
     """Returns the processing that is part of a model."""
     return model._processing if isinstance(model, _Processes) else Processing(False, None)
 
 
-def built_in(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
-    """Returns a model with the configured processing; the given model is not changed.
+def add_processing(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
+    """Returns a model with the configured processing; the argument is not changed.
 
     Raises:
         ConfigError: The model cannot be changed, takes no images, or has no image processor that defines their scale.
@@ -162,14 +164,24 @@ def built_in(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
     model, pretrained = loaded.model, loaded.pretrained
     location = _NORMALIZE if config.normalize else _OUTPUTS
     if loaded.program is not None or isinstance(model, torch.jit.ScriptModule | fx.GraphModule):
-        raise ConfigError("the source is a graph already, which is exported as it is", location=location)
+        raise ConfigError(
+            "processing cannot be added to a model that is already a graph",
+            location=location,
+            hint=f"Set model.source to the original model, or remove {location}.",
+        )
     if "forward" in vars(model):
-        raise ConfigError(f"{type(model).__name__} has had its forward replaced", location=location)
+        raise ConfigError(
+            f"processing cannot be added to {type(model).__name__}, because its forward was replaced",
+            location=location,
+            hint=f"Add the processing in the code of the model, or remove {location}.",
+        )
     scale: ImageScale | None = None
     if config.normalize:
         if IMAGES not in call_signature(model).parameters:
             raise ConfigError(
-                f"{type(model).__name__} takes no images ({IMAGES})", location=location, hint="Leave it out."
+                f"{type(model).__name__} takes no images (an input {IMAGES})",
+                location=location,
+                hint=f"Remove {location}.",
             )
         scale, processor = image_scale(pretrained, location)
         assert pretrained is not None
@@ -193,10 +205,10 @@ def _function_of(model: nn.Module) -> Function:
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
         raise ConfigError(
-            "the model is a regression, whose results are no classes", location=_OUTPUTS, hint="Leave it out."
+            "the model is a regression model, which has no classes", location=_OUTPUTS, hint=f"Remove {_OUTPUTS}."
         )
-    one = getattr(config, "num_labels", None) == 1
-    return "sigmoid" if one or problem == "multi_label_classification" else "softmax"
+    is_single = getattr(config, "num_labels", None) == 1
+    return "sigmoid" if is_single or problem == "multi_label_classification" else "softmax"
 
 
 def _joined(model: nn.Module, scale: ImageScale | None, classes: Classes | None) -> nn.Module:
@@ -204,19 +216,19 @@ def _joined(model: nn.Module, scale: ImageScale | None, classes: Classes | None)
     cls = type(model)
     forward: Callable[..., Any] = functools.wraps(cls.forward)(lambda self, *a, **k: _Processes.forward(self, *a, **k))
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
-    made = copy.copy(model)
-    made.__class__ = type(cls.__name__, (_Processes, cls), names)
-    made._buffers = dict(model._buffers)
+    processed = copy.copy(model)
+    processed.__class__ = type(cls.__name__, (_Processes, cls), names)
+    processed._buffers = dict(model._buffers)
     if scale is not None:
-        made.register_buffer("image_shift", scale.shift)
-        made.register_buffer("image_factor", scale.factor)
-    made.__dict__["_processing"] = Processing(scale is not None, classes)
-    return made
+        processed.register_buffer("image_shift", scale.shift)
+        processed.register_buffer("image_factor", scale.factor)
+    processed.__dict__["_processing"] = Processing(scale is not None, classes)
+    return processed
 
 
-def as_whole_numbers(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_to_uint8(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Converts made-up images to uint8 from 0 to 255, if the model takes such images."""
-    if not processing_of(model).scales or IMAGES not in batch:
+    if not get_processing(model).scales or IMAGES not in batch:
         return batch
     images = batch[IMAGES].double()
     low, high = images.min(), images.max()
@@ -230,12 +242,11 @@ def check_images(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
         ConfigError: They have another dtype.
     """
     images = batch.get(IMAGES)
-    if processing_of(model).scales and images is not None and images.dtype != torch.uint8:
+    if get_processing(model).scales and images is not None and images.dtype != torch.uint8:
         raise ConfigError(
-            f"it is {str(images.dtype).removeprefix('torch.')}, and with processing.normalize the files take images as "
-            "they are, in uint8",
+            f"processing.normalize needs images in uint8, found {str(images.dtype).removeprefix('torch.')}",
             location=f"inputs: {IMAGES}",
-            hint='Give whole numbers from 0 to 255; of random ones dtype = "uint8", low = 0, high = 256.',
+            hint='Use whole numbers from 0 to 255; for random images, dtype = "uint8", low = 0, high = 256.',
         )
 
 
@@ -266,20 +277,22 @@ def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScal
     import transformers
 
     if pretrained is None:
-        raise ConfigError("the model has no image processor", location=location, hint="Leave it out.")
+        raise ConfigError("the model has no image processor", location=location, hint=f"Remove {location}.")
     options = {"local_files_only": True, **pretrained.options}
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(pretrained.name, backend="pil", **options)
     except Exception as error:  # transformers raises many kinds of errors
         raise ConfigError(
-            f"its image processor cannot be loaded: {first_line(error)}",
+            f"the image processor of the model cannot be loaded: {first_line(error)}",
             location=location,
-            hint="Leave it out, or put the model's preprocessor_config.json beside it.",
+            hint=f"Add the preprocessor_config.json to the model's folder, or remove {location}.",
         ) from error
-    named = type(processor).__name__
+    class_name = type(processor).__name__
     rescales, normalizes = (getattr(processor, key, None) for key in ("do_rescale", "do_normalize"))
     if not (rescales or normalizes):
-        raise ConfigError(f"{named} neither rescales nor normalises images", location=location, hint="Leave it out.")
+        raise ConfigError(
+            f"{class_name} neither rescales nor normalizes images", location=location, hint=f"Remove {location}."
+        )
     divisor = 1 / float(processor.rescale_factor) if rescales else 1.0
     mean, deviation = (processor.image_mean, processor.image_std) if normalizes else (0.0, 1.0)
     shift = torch.tensor(mean, dtype=torch.float64).reshape(-1, 1, 1) * divisor
@@ -287,32 +300,32 @@ def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScal
     scale = ImageScale(shift.float(), factor.float())
     plain = copy.deepcopy(processor)
     plain.do_rescale = plain.do_normalize = False
-    if (why := _why_another(processor, plain, scale)) is not None:
+    if (problem := _find_scale_problem(processor, plain, scale)) is not None:
         raise ConfigError(
-            f"{named} does more with images than to resize, crop, rescale and normalise them: {why}",
+            f"{class_name} does more than resize, crop, rescale and normalize images: {problem}",
             location=location,
-            hint="Leave it out.",
+            hint=f"Remove {location}.",
         )
     return scale, plain
 
 
-def _why_another(processor: Any, plain: Any, scale: ImageScale) -> str | None:
+def _find_scale_problem(processor: Any, plain: Any, scale: ImageScale) -> str | None:
     """Returns how a processor differs from a plain one followed by the scale, or None."""
     generator = np.random.default_rng(0)
-    one, other = (generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in _SIZES)
-    for images in ([one], [other], [one, other]):
+    first, second = (generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in _SIZES)
+    for images in ([first], [second], [first, second]):
         try:
-            expected, given = (dict(each(images=images, return_tensors="np")) for each in (processor, plain))
+            expected, unscaled = (dict(process(images=images, return_tensors="np")) for process in (processor, plain))
         except Exception as error:  # transformers raises many kinds
             if len(images) == 1:
                 return first_line(error)
             continue  # images of different sizes may be unsupported
-        if expected.keys() != given.keys() or IMAGES not in given:
-            return f"it makes {', '.join(expected)}"
-        if given[IMAGES].dtype != np.uint8:
-            return f"without a scale its images are {given[IMAGES].dtype}"
-        scaled = (given[IMAGES] - scale.shift.numpy()) * scale.factor.numpy()
-        wanted = expected[IMAGES]
-        if scaled.shape != wanted.shape or np.abs(scaled - wanted).max() > _ROUNDING * max(1, np.abs(wanted).max()):
-            return "its numbers are no scale of what it makes without"
+        if expected.keys() != unscaled.keys() or IMAGES not in unscaled:
+            return f"the processor returns {', '.join(expected)}"
+        if unscaled[IMAGES].dtype != np.uint8:
+            return f"without a scale, the images are {unscaled[IMAGES].dtype}"
+        scaled = (unscaled[IMAGES] - scale.shift.numpy()) * scale.factor.numpy()
+        pixels = expected[IMAGES]
+        if scaled.shape != pixels.shape or np.abs(scaled - pixels).max() > _ROUNDING * max(1, np.abs(pixels).max()):
+            return "the results are not a scale of the unscaled images"
     return None

@@ -32,7 +32,7 @@ from optexport.inputs import preparation
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.loading import loader
 from optexport.loading.loader import Loaded
-from optexport.loading.processing import built_in
+from optexport.loading.processing import add_processing
 from optexport.parity import gates, noise_floor
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import ParityChecker
@@ -173,7 +173,7 @@ def prepare(
         if loaded.program is None:
             constants = as_constants(config.inputs.constants)
             arguments = arguments_of(loaded.model, list(given.example), constants)
-            loaded = loaded.called_with(given.example, arguments)
+            loaded = loaded.with_example(given.example, arguments)
     return Job(
         config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
     )
@@ -258,7 +258,7 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
         downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
-    return built_in(loader.load(config.model, folder, downloaded), config.processing)
+    return add_processing(loader.load(config.model, folder, downloaded), config.processing)
 
 
 def make_checker(job: Job, reference: Reference, signature: Signature) -> ParityChecker:

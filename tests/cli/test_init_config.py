@@ -130,7 +130,7 @@ def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monke
     assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESS
-    assert ("holds no config.json" in told) is (source in (".", "package:click"))
+    assert ("has no config.json" in told) is (source in (".", "package:click"))
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_message_about_a_config_hides_the_uri(tmp_path: Path) -> None:
         "http://localhost: no such host, ask user@example.org",
         "a=b",
         "tokenizer=bert, max_tokens=5, token_type_ids=3, pad_token_id=0, sort_key=x, design=1, bypass=x",
-        "mine.toml: model.arguments.token: a config holds no secrets",
+        "mine.toml: model.arguments.token: the key looks like a secret",
         "parity: onnx, next_token: 3 times the floor",
         "outputs: token int64 [?]",
         "if token == 5:",
