@@ -224,7 +224,7 @@ def init(source: str, output: Path, force: bool) -> None:
         echo(f"The inputs are a guess: edit [inputs] in {output}.")
     folder = find_source_folder(source, output.parent)
     if folder is not None and (problem := find_model_problem(folder, source)) is not None:
-        echo(f"{problem[0]}: edit model.source. {problem[1]}")
+        echo(f"model.source: {problem[0]}. {problem[1]}")
     try:
         check_extras(config, output)
     except ConfigError as error:  # the written config is valid without the extras

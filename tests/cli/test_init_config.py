@@ -159,7 +159,7 @@ def test_bundle_is_refused_and_its_pt2_file_is_accepted(tmp_path: Path, monkeypa
     Path("bundle").mkdir()
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "bundle" / name).touch()
-    assert "Name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
+    assert "Set source to bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
     told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
     assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
     config = load_config(tmp_path / "optexport.toml")

@@ -60,4 +60,4 @@ def test_config_without_gates_exits_with_2_without_torch(tmp_path: Path) -> None
     path = models.write(tmp_path, 'onnx = "int8"', gates="")
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert "nothing says what it must keep" in done.stderr
+    assert "it needs a gate on its decisions" in done.stderr
