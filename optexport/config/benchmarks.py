@@ -80,7 +80,7 @@ class BarConfig(Table):
     """A bound for exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
-        every: The bound of all formats without a bound of their own.
+        every: The bound of all formats without a specific bound.
         onnx: The bound of the ONNX file.
         torchscript: The bound of the TorchScript file.
         pt2: The bound of the ``.pt2`` file.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.config import format_passes
-from optexport.config.metrics import MEASURES
-from optexport.config.schema import FORMATS, IMAGES, LABELS, OF_LABELS, PROBABILITIES
+from optexport.config.metrics import METRICS
+from optexport.config.schema import FORMATS, IMAGES, LABEL_OUTPUTS, LABELS, PROBABILITIES
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, did_you_mean
 from optexport.transformations import registry
@@ -148,7 +148,7 @@ def check_device(config: Config, location: str) -> None:
         "export.layout": config.export.layout is not None,
     }
     for file_format, names in config.export.passes.items():
-        supported = format_passes.of_format(file_format, device)
+        supported = format_passes.list_passes(file_format, device)
         features |= {f"export.passes.{file_format}: {name}": name not in supported for name in names}
     for key in [key for key, is_used in features.items() if is_used]:
         name = key.rpartition(": ")[2]
@@ -221,7 +221,7 @@ def check_precision(config: Config, location: str) -> None:
             hint="Add a gate to [parity.metrics], such as cosine = 0.99.",
         )
     gates = config.parity.metrics.items()
-    if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
+    if all(name in METRICS and gate.min <= METRICS[name][0] for name, gate in gates):
         minima = ", ".join(f"{name} = {gate.min:g}" for name, gate in gates)
         raise ConfigError(
             f"the gates of the files of lower precision let every result pass ({minima})",
@@ -265,7 +265,7 @@ def check_processing(config: Config, folder: Path, location: str) -> None:
             hint='Write dtype = "uint8", low = 0, high = 256.',
         )
     for metric, gate in (config.parity.metrics or {}).items():
-        if table.outputs in OF_LABELS and metric in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
+        if table.outputs in LABEL_OUTPUTS and metric in METRICS and gate.output in (None, PROBABILITIES, LABELS):
             raise ConfigError(
                 f'{metric} cannot be measured with processing.outputs = "{table.outputs}"',
                 location=f"{location}: parity.metrics.{metric}",
@@ -295,7 +295,7 @@ def check_register(config: Config, location: str) -> None:
         )
 
 
-def check_measuring(
+def check_benchmarks(
     bench: BenchConfig,
     gate: GateConfig,
     formats: Sequence[str],

@@ -64,7 +64,7 @@ PASSES = (
 )
 
 
-def of_format(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
+def list_passes(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
     """Returns the names of the passes of a format on a device, in the order of application."""
     return tuple(
         format_pass.name

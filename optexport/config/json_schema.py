@@ -29,7 +29,7 @@ def config_schema() -> dict[str, Any]:
     tables = schema["$defs"]
     tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
     tables["ExportConfig"]["properties"]["passes"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(format_passes.of_format(name))}} for name in FORMATS
+        name: {"type": "array", "items": {"enum": list(format_passes.list_passes(name))}} for name in FORMATS
     }
     rule = tables["TransformationConfig"]
     rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}

@@ -10,18 +10,18 @@ from pydantic import ValidationError
 
 from optexport.config import toml_file
 from optexport.config.consistency import (
+    check_benchmarks,
     check_device,
     check_formats,
     check_generation,
     check_inputs,
-    check_measuring,
     check_precision,
     check_processing,
     check_register,
     check_tolerance,
 )
 from optexport.config.custom_code import check_custom_code
-from optexport.config.metrics import METRIC
+from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Config, TransformationConfig
 from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
 from optexport.config.tracking_uri import check_database_folder
@@ -56,12 +56,12 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
         location = f"{path}: transformations[{index}]"
         mistakes.collect(_check_rule, rule, path.parent, location)
     for name in config.parity.metrics or ():
-        if name.startswith(METRIC):
+        if name.startswith(CUSTOM_METRIC):
             location = f"{path}: parity.metrics.{name}"
-            mistakes.collect(check_module, name.removeprefix(METRIC), path.parent, location)
+            mistakes.collect(check_module, name.removeprefix(CUSTOM_METRIC), path.parent, location)
     mistakes.collect(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic
-    mistakes.collect(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
+    mistakes.collect(check_benchmarks, config.bench, config.gate, formats, dynamic, str(path))
     for check in (check_source, check_source_keys):
         mistakes.collect(check, config, path)
     if config.tracking.enabled:

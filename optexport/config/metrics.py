@@ -11,7 +11,7 @@ from optexport.config.validation import InvalidValueError, Table
 from optexport.errors import did_you_mean
 
 # The metrics, each with its smallest possible value and its options in addition to min and output.
-MEASURES: Mapping[str, tuple[float, tuple[str, ...]]] = {
+METRICS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "argmax_agreement": (0.0, ()),
     "top_k_agreement": (0.0, ("k",)),
     "cosine": (-1.0, ()),
@@ -19,11 +19,11 @@ MEASURES: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "greedy_tokens": (0.0, ()),
 }
 # The prefix of a metric that is a Python function.
-METRIC = "python:"
+CUSTOM_METRIC = "python:"
 DEFAULT_K = 5
 
 
-def beside_gate(value: float, minimum: float, digits: int = 6) -> str:
+def round_for_gate(value: float, minimum: float, digits: int = 6) -> str:
     """Rounds a measured value for a text, but never across the minimum that it must reach."""
     rounded = f"{value:.{digits}g}"
     return rounded if (float(rounded) >= minimum) == (value >= minimum) else repr(value)
@@ -60,16 +60,16 @@ def _check_metrics(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig
 
 def _allowed_options(name: str, gate: DecisionConfig) -> tuple[str, ...]:
     """Returns the options of a metric besides ``min``; checks its name and its minimum."""
-    if name.startswith(METRIC):
-        if len([part for part in name.removeprefix(METRIC).split(":") if part]) != 2:
+    if name.startswith(CUSTOM_METRIC):
+        if len([part for part in name.removeprefix(CUSTOM_METRIC).split(":") if part]) != 2:
             raise InvalidValueError(
                 f'"{name}" is not of the form "python:module:function"',
                 'Write the module and its function, such as "python:my_metrics:f1".',
             )
         return ()
-    if name not in MEASURES:
-        raise InvalidValueError(f'unknown metric "{name}"', did_you_mean(name, [*MEASURES, "python:module:function"]))
-    smallest, options = MEASURES[name]
+    if name not in METRICS:
+        raise InvalidValueError(f'unknown metric "{name}"', did_you_mean(name, [*METRICS, "python:module:function"]))
+    smallest, options = METRICS[name]
     if not smallest <= gate.min <= 1:
         raise InvalidValueError(
             f"expected a min of {name} between {smallest:g} and 1, found {gate.min:g}",

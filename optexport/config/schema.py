@@ -43,7 +43,7 @@ PROBABILITIES: Final = "probabilities"
 LABELS: Final = "labels"
 # Probabilities of all classes, or the most likely classes with their probabilities.
 ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
-OF_LABELS = ("argmax", "top_k")
+LABEL_OUTPUTS = ("argmax", "top_k")
 
 
 LARGEST_SIZE = 2**31 - 1
@@ -311,7 +311,7 @@ class ExportConfig(Table):
     @model_validator(mode="after")
     def _check_passes(self) -> ExportConfig:
         for file_format, names in self.passes.items():
-            passes = format_passes.of_format(file_format)
+            passes = format_passes.list_passes(file_format)
             for name in names:
                 if name not in passes:
                     raise InvalidValueError(

@@ -41,7 +41,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
         preprocessors=list(saved.kinds),
         prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
         missing=list(saved.missing),
-        outputs="logits" if classes is None else PROBABILITIES if classes.best is None else LABELS,
+        outputs="logits" if classes is None else PROBABILITIES if classes.label_count is None else LABELS,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from optexport.config.metrics import DEFAULT_K
-from optexport.config.schema import IMAGES, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
+from optexport.config.schema import IMAGES, LABEL_OUTPUTS, LABELS, PROBABILITIES, ProcessingConfig
 from optexport.errors import ConfigError, first_line
 from optexport.signature.signature import call_signature, flatten_outputs
 
@@ -42,13 +42,13 @@ class Classes:
 
     Attributes:
         function: The function that computes probabilities.
-        best: How many of the most likely labels are returned; None for the probabilities of all classes.
-        alone: Whether the single best label has no axis.
+        label_count: How many of the most likely labels are returned; None for the probabilities of all classes.
+        is_single: Whether the single best label has no axis.
     """
 
     function: Function
-    best: int | None = None
-    alone: bool = False
+    label_count: int | None = None
+    is_single: bool = False
 
     def of(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns probabilities and labels.
@@ -58,7 +58,7 @@ class Classes:
 
         Returns:
             ``probabilities``, with the dtype and shape of the logits. For the best labels, ``probabilities`` and
-            ``labels`` (int64) are [batch, best], the most likely first, or [batch].
+            ``labels`` (int64) are [batch, label_count], the most likely first, or [batch].
 
         Raises:
             ConfigError: The logits have only one class, several positions, or fewer classes than labels.
@@ -71,7 +71,7 @@ class Classes:
                 hint='Write outputs = "sigmoid".',
             )
         probabilities = torch.softmax(logits, axis) if self.function == "softmax" else torch.sigmoid(logits)
-        if self.best is None:
+        if self.label_count is None:
             return {PROBABILITIES: probabilities}
         if logits.dim() != 2:
             raise ConfigError(
@@ -80,16 +80,16 @@ class Classes:
                 location=_OUTPUTS,
                 hint='Write outputs = "probabilities", and choose the labels outside of the file.',
             )
-        if self.best > logits.shape[-1]:
+        if self.label_count > logits.shape[-1]:
             raise ConfigError(
-                f"expected at most {logits.shape[-1]}, the number of classes, found {self.best}",
+                f"expected at most {logits.shape[-1]}, the number of classes, found {self.label_count}",
                 location="processing.k",
                 hint=f"Write k = {logits.shape[-1]} or a smaller number.",
             )
         # Uses the logits, because probabilities near 1 may be equal if the logits are not.
-        labels = logits.argmax(-1, keepdim=True) if self.alone else logits.topk(self.best, -1).indices
+        labels = logits.argmax(-1, keepdim=True) if self.is_single else logits.topk(self.label_count, -1).indices
         outputs = {LABELS: labels, PROBABILITIES: probabilities.gather(-1, labels)}
-        return {name: tensor.squeeze(-1) for name, tensor in outputs.items()} if self.alone else outputs
+        return {name: tensor.squeeze(-1) for name, tensor in outputs.items()} if self.is_single else outputs
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,11 @@ def _classes(config: ProcessingConfig, model: nn.Module) -> Classes | None:
         return None
     function = config.outputs if config.outputs in ("softmax", "sigmoid") else _function_of(model)
     assert function == "softmax" or function == "sigmoid"
-    if config.outputs not in OF_LABELS:
+    if config.outputs not in LABEL_OUTPUTS:
         return Classes(function)
-    return Classes(function, 1, alone=True) if config.outputs == "argmax" else Classes(function, config.k or DEFAULT_K)
+    if config.outputs == "argmax":
+        return Classes(function, 1, is_single=True)
+    return Classes(function, config.k or DEFAULT_K)
 
 
 def _function_of(model: nn.Module) -> Function:

@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "parity.noise_multiple",
         "expected at least 1, found 0.0",
     ),
-    "multiple that is no number": (table("parity", "noise_multiple = nan"), "parity.noise_multiple", "found nan"),
+    "multiple that is nan": (table("parity", "noise_multiple = nan"), "parity.noise_multiple", "found nan"),
     "tolerance below zero": (table("parity", "atol = -1e-6"), "parity.atol", "found -1e-06"),
     "tolerance as text": (table("parity", 'rtol = "1e-6"'), "parity.rtol", 'expected a number, found "1e-6"'),
     "seed of fractions": (table("parity", "seed = 1.5"), "parity.seed", "expected a whole number, found 1.5"),

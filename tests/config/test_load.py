@@ -83,7 +83,7 @@ def test_input_can_have_any_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        (source("~nobody_of_this_name/model"), "model.source"),
+        (source("~no_such_user/model"), "model.source"),
         (source("n" * 5000), "model.source"),
         (source("./" + "n" * 5000), "model.source"),
         (source("n" * 5000 + ".pt2"), "model.source"),
@@ -92,7 +92,7 @@ def test_input_can_have_any_name(name: str, tmp_path: Path) -> None:
         (table("inputs", f'images = ["{"n" * 5000}"]'), "inputs.images"),
         (table("export", 'output = "a\\u0000b"'), "export.output"),
     ],
-    ids=["home of nobody", "hub", "folder", "program", "module", "data", "image", "output"],
+    ids=["unknown user", "hub", "folder", "program", "module", "data", "image", "output"],
 )
 def test_impossible_path_is_refused(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
@@ -338,11 +338,10 @@ def test_random_bytes_are_refused(content: bytes) -> None:
         path = Path(folder) / "mine.toml"
         path.write_bytes(content)
         try:
-            loaded = load_config(path).model.source  # if the [model] table is unchanged
+            result = load_config(path).model.source  # if the [model] table is unchanged
         except ConfigError as error:
-            assert "mine.toml" in str(error)
-        else:
-            assert loaded == "org/name"
+            result = str(error)
+    assert "mine.toml" in result or result == "org/name"
 
 
 def test_errors_across_tables_are_reported_at_once(tmp_path: Path) -> None:
