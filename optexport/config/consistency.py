@@ -332,16 +332,18 @@ def check_benchmarks(
     if dynamic is None:  # the dimensions are known only after the trace
         return
     for index, shape in enumerate(bench.shapes):
-        for name, size in shape.items():
-            key = f"{location}: bench.shapes[{index}].{name}"
-            if name not in dynamic:
+        for dimension, size in shape.items():
+            key = f"{location}: bench.shapes[{index}].{dimension}"
+            if dimension not in dynamic:
                 raise ConfigError(
-                    f'inputs.dynamic has no dimension "{name}"', location=key, hint=did_you_mean(name, dynamic)
+                    f'inputs.dynamic has no dimension "{dimension}"',
+                    location=key,
+                    hint=did_you_mean(dimension, dynamic),
                 )
-            low, high = dynamic[name]
+            low, high = dynamic[dimension]
             if not low <= size <= high:
                 raise ConfigError(
-                    f"expected a size from {low} to {high}, the range of inputs.dynamic.{name}, found {size}",
+                    f"expected a size from {low} to {high}, the range of inputs.dynamic.{dimension}, found {size}",
                     location=key,
-                    hint=f"Write a size in this range, or extend inputs.dynamic.{name}.",
+                    hint=f"Write a size in this range, or extend inputs.dynamic.{dimension}.",
                 )

@@ -298,7 +298,8 @@ def check_module(spec: str, folder: Path, location: str) -> None:
             hint='Write "python:package.module:name", without a path.',
         )
     try:
-        exists = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
+        is_local = _is_file(folder, f"{module}.py") or _is_dir(folder, module)
+        exists = is_local or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         exists = False
     if not module.isidentifier() or not exists:
