@@ -14,10 +14,9 @@ from torch.export import ExportedProgram
 from optexport._utils.progress import Progress
 from optexport.bundle import contents
 from optexport.bundle import layout as bundle_layout
-from optexport.config.checks import check_formats
-from optexport.config.load import checked_settings
+from optexport.config.consistency import check_formats, check_precision
+from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
-from optexport.config.table_checks import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job
@@ -92,7 +91,7 @@ def export(  # noqa: PLR0913 - options of the public API
     output = bundle_layout.as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
-        loaded = Loaded.of_program(model)
+        loaded = Loaded.from_program(model)
     elif getattr(model, "training", False):  # a frozen TorchScript program has no such attribute
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
@@ -106,7 +105,7 @@ def export(  # noqa: PLR0913 - options of the public API
         raise ConfigError("no batch is given", location="inputs")
     loaded, batches = _called(loaded, given)
     _check_dimensions(dynamic or {}, batches)
-    config = checked_settings(
+    config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {
@@ -144,7 +143,7 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
                 hint="Export once for each way of calling the model.",
             )
     batches = tuple(_own(tensors) for tensors, _ in flat)
-    return loaded.called_with(batches[0], first), batches
+    return loaded.with_example(batches[0], first), batches
 
 
 def _own(batch: Mapping[str, torch.Tensor]) -> Batch:

@@ -88,7 +88,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f'Did you mean "{near[0]}"?'
-    return f"Known are: {', '.join(names)}." if names else "None are known."
+    return f"Choose one of: {', '.join(names)}." if names else "There are no names to choose from."
 
 
 def with_hint(message: str, hint: str | None) -> str:

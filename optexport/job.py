@@ -97,7 +97,7 @@ class Job:
         example, *real = (
             {name: tensor for name, tensor in batch.items() if name not in held} for batch in (self.example, *self.real)
         )
-        loaded = self.loaded.holding(list(self.example), held)
+        loaded = self.loaded.with_constants(list(self.example), held)
         return replace(self, loaded=loaded, example=example, real=tuple(real))
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.batch.results import TaskResult
-from optexport.config import text as config_text
+from optexport.config import toml_file
 from optexport.config.load import parse_config
 from optexport.config.source import NAME, VERSION
 from optexport.errors import ConfigError, on_one_line
@@ -66,7 +66,7 @@ def configs(template: Path, query: str) -> Asked:
         ConfigError: The template is invalid or lacks a placeholder, or the filter is invalid.
         TrackingError: The store cannot be reached.
     """
-    text = config_text.read(template)
+    text = toml_file.read(template)
     store = parse_config(_filled(text, Version("name", "1")), template).tracking.uri
     document = tomllib.loads(text)
     for table, key in (("model", "source"), ("export", "output")):

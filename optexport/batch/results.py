@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from optexport.batch.tasks import Task
 from optexport.bundle.parts import read_bundles
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError, OptexportError, first_line
 
 JOURNAL = "journal.jsonl"
@@ -114,7 +114,7 @@ def _is_made_of(task: Task) -> bool:
     if task.output is None:
         return False
     try:
-        text = without_secrets(task.path)
+        text = read_redacted(task.path)
         bundles = read_bundles(task.output)
         return all((folder / "config.toml").read_text(encoding="utf-8") == text for folder in bundles)
     except (OSError, OptexportError):

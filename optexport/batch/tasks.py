@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optexport.config import text as config_text
+from optexport.config import toml_file
 from optexport.config.load import parse_config
 from optexport.config.schema import Config
 from optexport.errors import ConfigError
@@ -72,7 +72,7 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
 def _task(name: str) -> Task:
     path = Path(os.path.abspath(name))  # not resolved: paths in a config are relative to the link, not to its target
     try:
-        text = config_text.read(path)
+        text = toml_file.read(path)
     except ConfigError:
         return Task(name, path, "", None)
     digest = hashlib.sha256(text.encode()).hexdigest()

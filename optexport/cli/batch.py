@@ -11,7 +11,7 @@ import click
 
 from optexport.cli._console import console, echo, prints_aside
 from optexport.cli._group import Command, json_option, print_json
-from optexport.config.durations import in_seconds
+from optexport.config.benchmarks import parse_duration
 from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ _GIB = (0.1, 2**20)
 
 def _seconds(context: click.Context, option: click.Parameter, given: str) -> int:  # noqa: ARG001 - click's
     try:
-        return in_seconds(given)
+        return parse_duration(given)
     except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
+        raise click.BadParameter(str(error)) from None
 
 
 def _bytes(context: click.Context, option: click.Parameter, given: float | None) -> int | None:  # noqa: ARG001 - click's

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, source_folder, source_kind
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_source_folder, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.transformations.registry import PRESET, RULES
 
@@ -79,7 +79,7 @@ def starter_config(source: str, folder: Path) -> str:
 
 
 def _config_json(source: str, folder: Path) -> dict[str, Any]:
-    path = source_folder(source, folder)
+    path = find_source_folder(source, folder)
     if path is None:
         return {}
     known = _json(path / "config.json")

@@ -155,19 +155,19 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 @no_custom_code_option
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
-    from optexport.config.checks import check_here, open_question
     from optexport.config.load import load_config
+    from optexport.config.requirements import check_machine, find_open_question
 
     mistakes = []
     for config in configs:
         try:
             read = load_config(config)
-            check_here(read, config)
+            check_machine(read, config)
         except ConfigError as error:  # the other configs are checked too
             mistakes.append(error)
             continue
         echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
-        if (question := open_question(read)) is not None:
+        if (question := find_open_question(read)) is not None:
             echo(question)
     if len(mistakes) > 1:
         told = "\n".join(textwrap.indent(str(mistake), "  ") for mistake in mistakes)
@@ -201,9 +201,9 @@ def init(source: str, output: Path, force: bool) -> None:
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
     from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
-    from optexport.config.checks import check_extras
     from optexport.config.load import parse_config
-    from optexport.config.source import missing_model, source_folder
+    from optexport.config.requirements import check_extras
+    from optexport.config.source import find_model_problem, find_source_folder
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
@@ -222,9 +222,9 @@ def init(source: str, output: Path, force: bool) -> None:
     echo(f"Wrote {output}. Read it, then: optexport run {output}")
     if GUESS in text or GUESSED_SIZE in text:
         echo(f"The inputs are a guess: edit [inputs] in {output}.")
-    lies = source_folder(source, output.parent)
-    if lies is not None and (missing := missing_model(lies)) is not None:
-        echo(f"{source} {missing[0]}: edit model.source. {missing[1]}")
+    folder = find_source_folder(source, output.parent)
+    if folder is not None and (problem := find_model_problem(folder, source)) is not None:
+        echo(f"model.source: {problem[0]}. {problem[1]}")
     try:
         check_extras(config, output)
     except ConfigError as error:  # the written config is valid without the extras

@@ -133,7 +133,7 @@ def _store(uri: str | None, path: Path | None, config: Config | None) -> str:
     from optexport.config import tracking_uri
 
     try:
-        found = tracking_uri.check_uri(uri) if uri else tracking_uri.of_environment()
+        found = tracking_uri.check_uri(uri) if uri else tracking_uri.find_environment_uri()
     except ValueError as error:
         raise ConfigError(str(error), location="--uri") from error
     if found is None:

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config.durations import in_seconds
-from optexport.config.validation import shown
-from optexport.errors import ConfigError, did_you_mean
+from optexport.config.validation import InvalidValueError, Table, dimension_name, show_value
 
 # Seconds. A larger budget is probably written in the wrong unit.
-_MOST_BUDGET = 7 * 24 * 3600
+_MAX_BUDGET = 7 * 24 * 3600
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _named(sizes: dict[str, int]) -> dict[str, int]:
+def _check_names(sizes: dict[str, int]) -> dict[str, int]:
     for name in sizes:
-        if not name.isidentifier():
-            raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+        dimension_name(name)
     return sizes
 
 
-_Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_named)]
+_Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_check_names)]
 
 
-class BenchConfig(_Table):
+class BenchConfig(Table):
     """``[bench]``: measures the latency of the exported files.
 
     Attributes:
@@ -47,62 +40,78 @@ class BenchConfig(_Table):
     rounds: int = Field(default=20, ge=1, le=10_000)
 
 
-def _duration(text: str) -> str:
-    if in_seconds(text) > _MOST_BUDGET:
-        raise ValueError(f'"{text}" is more than a week: write "168h" at most')
+def parse_duration(text: str) -> int:
+    """Returns the seconds of a duration such as ``5m``.
+
+    Raises:
+        InvalidValueError: The text is not a duration. The hint shows the syntax.
+    """
+    if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
+        raise InvalidValueError(
+            f'"{text}" is not a duration', 'Write a number and a unit, such as "90s", "5m" or "1h".'
+        )
+    return int(text[:-1]) * _UNITS[text[-1]]
+
+
+def _check_budget(text: str) -> str:
+    if parse_duration(text) > _MAX_BUDGET:
+        raise InvalidValueError(f'"{text}" is more than a week', 'Write "168h" or less.')
     return text
 
 
-class TuneConfig(_Table):
+class TuneConfig(Table):
     """``[tune]``: searches for the fastest rules and format passes.
 
     Attributes:
         budget: The time for the search: ``"90s"``, ``"5m"``, ``"1h"``.
     """
 
-    budget: Annotated[str, AfterValidator(_duration)] = "5m"
+    budget: Annotated[str, AfterValidator(_check_budget)] = "5m"
 
     @property
     def seconds(self) -> int:
-        return in_seconds(self.budget)
+        return parse_duration(self.budget)
 
 
-_Bar = Annotated[float | None, Field(gt=0)]
+_Bound = Annotated[float | None, Field(gt=0)]
 
 
-class BarConfig(_Table):
+class BarConfig(Table):
     """A bound for exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
-        every: The bound of all formats that have no other.
+        every: The bound of all formats without a specific bound.
         onnx: The bound of the ONNX file.
         torchscript: The bound of the TorchScript file.
         pt2: The bound of the ``.pt2`` file.
     """
 
-    every: _Bar = None
-    onnx: _Bar = None
-    torchscript: _Bar = None
-    pt2: _Bar = None
+    every: _Bound = None
+    onnx: _Bound = None
+    torchscript: _Bound = None
+    pt2: _Bound = None
 
     def of(self, file_format: str) -> float | None:
         """Returns the bound of a format; None if it has none."""
-        own: float | None = getattr(self, file_format)
-        return self.every if own is None else own
+        bound: float | None = getattr(self, file_format)
+        return self.every if bound is None else bound
 
 
 def _as_table(value: Any) -> Any:
     if isinstance(value, dict | BarConfig):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"it must be a number above 0, or a table of such numbers by format, not {shown(value)}")
+        raise InvalidValueError(
+            f"expected a number above 0, or a table of such numbers by format, found {show_value(value)}",
+            "Write a number, such as 20, or a table, such as { onnx = 20 }.",
+        )
     return {"every": value}
 
 
 Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | BarConfig)]
 
 
-class GateConfig(_Table):
+class GateConfig(Table):
     """``[gate]``: bounds for the exported files; a run that misses one fails with exit code 6.
 
     Attributes:
@@ -119,52 +128,3 @@ class GateConfig(_Table):
     def needs_times(self) -> bool:
         """True if a gate needs measured times."""
         return self.max_latency_ms is not None or self.min_speedup is not None
-
-
-_FORMATS = ("onnx", "torchscript", "pt2")
-
-
-def check_measuring(
-    bench: BenchConfig,
-    gate: GateConfig,
-    formats: Sequence[str],
-    dynamic: Mapping[str, Sequence[int]] | None,
-    location: str,
-) -> None:
-    """Checks ``[bench]`` and ``[gate]`` against the rest of the config.
-
-    Args:
-        formats: The exported formats.
-        dynamic: The smallest and the largest size of each declared dimension; None if the model decides.
-        location: The location for errors, as the path of the config.
-
-    Raises:
-        ConfigError: A gate applies to a format that is not exported, or a shape has an undeclared dimension.
-    """
-    for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
-        bar: BarConfig | None = getattr(gate, key)
-        if bar is not None and not any(bar.of(name) for name in _FORMATS):
-            raise ConfigError(
-                "it demands nothing", location=f"{location}: gate.{key}", hint="Write a number, or leave it out."
-            )
-        for own in _FORMATS if bar is not None else ():
-            if getattr(bar, own) is not None and own not in formats:
-                raise ConfigError(
-                    "no such file is exported",
-                    location=f"{location}: gate.{key}.{own}",
-                    hint=f"export.formats is {', '.join(formats)}.",
-                )
-    if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
-        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", location=f"{location}: bench.rounds")
-    if dynamic is None:  # the dimensions are known only after the trace
-        return
-    for index, shape in enumerate(bench.shapes):
-        for name, size in shape.items():
-            where = f"{location}: bench.shapes[{index}].{name}"
-            if name not in dynamic:
-                raise ConfigError(
-                    "inputs.dynamic has no such dimension", location=where, hint=did_you_mean(name, dynamic)
-                )
-            low, high = dynamic[name]
-            if not low <= size <= high:
-                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", location=where)

@@ -26,25 +26,25 @@ def check_custom_code(config: Config, location: str) -> None:
     """
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
-    for key, what in _called(config).items():
+    for key, code in _list_custom_code(config).items():
         raise ConfigError(
-            f"{what} is code of others, and {VARIABLE} or --no-custom-code forbids to run any",
+            f"{code} is custom code, and --no-custom-code or {VARIABLE} forbids custom code",
             location=f"{location}: {key}",
-            hint="Read that code, and run the config without the option; or do without that code.",
+            hint="Read that code, then run the config without the option; or remove this key.",
         )
 
 
-def _called(config: Config) -> dict[str, str]:
+def _list_custom_code(config: Config) -> dict[str, str]:
     """Returns descriptions of the custom code that a config runs, by key."""
-    called = {}
+    descriptions = {}
     if config.model.source.startswith(registry.PLUGIN):
-        called["model.source"] = f'"{config.model.source}"'
+        descriptions["model.source"] = f'"{config.model.source}"'
     if config.model.trust_remote_code:
-        called["model.trust_remote_code"] = "what a model's folder brings"
+        descriptions["model.trust_remote_code"] = "code in the model's folder"
     for index, rule in enumerate(config.rules()):
         if registry.canonical_name(rule.use) is None:  # from an installed package, or next to the config
-            called[f"transformations[{index}].use"] = f'"{rule.use}"'
+            descriptions[f"transformations[{index}].use"] = f'"{rule.use}"'
     for name in config.parity.metrics or ():
         if name.startswith(registry.PLUGIN):
-            called[f"parity.metrics.{name}"] = f'"{name}"'
-    return called
+            descriptions[f"parity.metrics.{name}"] = f'"{name}"'
+    return descriptions

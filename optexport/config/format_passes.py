@@ -36,35 +36,35 @@ PASSES = (
     FormatPass(
         "sum-residuals",
         ("onnx",),
-        "writes the Add before a LayerNormalization as Sum, which ONNX Runtime does not make SkipLayerNormalization of",
+        "writes the Add before a LayerNormalization as Sum, so that ONNX Runtime does not fuse the two",
     ),
-    FormatPass("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
+    FormatPass("attention", ("onnx",), f"writes attention as one operator; needs opset {ATTENTION_OPSET} or newer"),
     FormatPass(
-        "gemm", ("onnx",), "writes a MatMul by a weight and the Add of its bias as one Gemm on a matrix of rows"
+        "gemm", ("onnx",), "writes a MatMul with a weight and the Add of its bias as one Gemm on a matrix of rows"
     ),
     FormatPass(
         "transformers-fusions",
         ("onnx",),
-        "fuses operators into ONNX Runtime's own, as transformers does for a CPU",
+        "fuses operators into operators of ONNX Runtime, as transformers does for CPUs",
         cpu_only=True,
     ),
     FormatPass(
         "onednn-linear",
         ("torchscript", "pt2"),
-        "computes linear layers, and a GELU after one, by oneDNN in place of the BLAS that torch is built with",
+        "computes linear layers, and a GELU after one, with oneDNN instead of the BLAS library of torch",
         cpu_only=True,
     ),
     FormatPass(
         "channels-last",
         ("torchscript", "pt2"),
-        "computes convolutions of images by oneDNN, on images whose channels lie last in memory",
+        "computes convolutions with oneDNN, on images in channels-last memory format",
         cpu_only=True,
     ),
-    FormatPass("freeze", ("torchscript",), "makes the weights constants of the code, by torch.jit.freeze"),
+    FormatPass("freeze", ("torchscript",), "turns the weights into constants of the code (torch.jit.freeze)"),
 )
 
 
-def of_format(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
+def list_passes(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
     """Returns the names of the passes of a format on a device, in the order of application."""
     return tuple(
         format_pass.name

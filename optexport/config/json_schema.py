@@ -13,7 +13,7 @@ from pydantic_core.core_schema import ModelSchema
 from optexport.config import format_passes
 from optexport.config.schema import FORMATS, Config
 from optexport.config.tasks import AUTO_CLASSES
-from optexport.config.validation import table_in
+from optexport.config.validation import find_table
 from optexport.transformations.registry import RULES, Option
 
 _TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
@@ -29,7 +29,7 @@ def config_schema() -> dict[str, Any]:
     tables = schema["$defs"]
     tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
     tables["ExportConfig"]["properties"]["passes"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(format_passes.of_format(name))}} for name in FORMATS
+        name: {"type": "array", "items": {"enum": list(format_passes.list_passes(name))}} for name in FORMATS
     }
     rule = tables["TransformationConfig"]
     rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}
@@ -41,13 +41,14 @@ class _Described(GenerateJsonSchema):
     """Takes the description of a key from the docstring of its table, or of the nested table."""
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
-        found, table = super().model_schema(schema), schema["cls"]
-        found["description"], told = _docstring(table)
+        document, table = super().model_schema(schema), schema["cls"]
+        document["description"], descriptions = _docstring(table)
         for name, field in table.model_fields.items():
-            inner = table_in(field.annotation)
-            text = told[name] if name in told or inner is None else _docstring(inner)[0]
-            found["properties"][field.alias or name]["description"] = text
-        return found
+            inner = find_table(field.annotation)
+            is_described = name in descriptions or inner is None
+            text = descriptions[name] if is_described else _docstring(inner)[0]
+            document["properties"][field.alias or name]["description"] = text
+        return document
 
 
 def _docstring(table: type[BaseModel]) -> tuple[str, dict[str, str]]:
@@ -71,7 +72,7 @@ def _rule(name: str) -> dict[str, Any]:
 
 
 def _option(option: Option) -> dict[str, Any]:
-    described = {"description": option.summary, "default": option.default, "type": _TYPES[option.type]}
+    document = {"description": option.summary, "default": option.default, "type": _TYPES[option.type]}
     if option.type is tuple:
-        described |= {"default": list(option.default), "items": {"type": "string"}}
-    return described | ({"enum": list(option.choices)} if option.choices else {})
+        document |= {"default": list(option.default), "items": {"type": "string"}}
+    return document | ({"enum": list(option.choices)} if option.choices else {})

@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from optexport.config.validation import InvalidValueError, Table
 from optexport.errors import did_you_mean
 
 # The metrics, each with its smallest possible value and its options in addition to min and output.
-MEASURES: Mapping[str, tuple[float, tuple[str, ...]]] = {
+METRICS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "argmax_agreement": (0.0, ()),
     "top_k_agreement": (0.0, ("k",)),
     "cosine": (-1.0, ()),
     "iou": (0.0, ("classes",)),
     "greedy_tokens": (0.0, ()),
 }
-METRIC = "python:"
+# The prefix of a metric that is a Python function.
+CUSTOM_METRIC = "python:"
 DEFAULT_K = 5
 
 
-def beside_gate(value: float, least: float, digits: int = 6) -> str:
+def round_for_gate(value: float, minimum: float, digits: int = 6) -> str:
     """Rounds a measured value for a text, but never across the minimum that it must reach."""
     rounded = f"{value:.{digits}g}"
-    return rounded if (float(rounded) >= least) == (value >= least) else repr(value)
+    return rounded if (float(rounded) >= minimum) == (value >= minimum) else repr(value)
 
 
-class DecisionConfig(BaseModel):
+class DecisionConfig(Table):
     """A gate on a metric; a number alone is its ``min``.
 
     Attributes:
@@ -37,7 +39,6 @@ class DecisionConfig(BaseModel):
         classes: For ``iou``, whether channels of masks are classes that exclude each other; by default true.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     min: float
     output: str | None = None
     k: int | None = Field(default=None, ge=1)
@@ -48,28 +49,37 @@ def _as_table(value: Any) -> Any:
     return {"min": value} if isinstance(value, int | float) else value
 
 
-def _known(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig]:
+def _check_metrics(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig]:
     for name, gate in gates.items():
-        if name.startswith(METRIC):
-            if len([part for part in name.removeprefix(METRIC).split(":") if part]) != 2:
-                raise ValueError(f'"{name}" is not of the form "python:module:function"')
-            allowed: tuple[str, ...] = ()
-        elif name in MEASURES:
-            least, options = MEASURES[name]
-            allowed = ("output", *options)
-            if not least <= gate.min <= 1:
-                raise ValueError(f"{name}: it lies between {least:g} and 1, so min cannot be {gate.min:g}")
-        else:
-            hint = did_you_mean(name, [*MEASURES, "python:module:function"])
-            raise ValueError(f'there is no measure "{name}". {hint}')
+        allowed = ("min", *_allowed_options(name, gate))
         for option in ("output", "k", "classes"):
             if getattr(gate, option) is not None and option not in allowed:
-                raise ValueError(f"{name} has no option {option}. {did_you_mean(option, ['min', *allowed])}")
+                raise InvalidValueError(f'{name} has no option "{option}"', did_you_mean(option, allowed))
     return gates
+
+
+def _allowed_options(name: str, gate: DecisionConfig) -> tuple[str, ...]:
+    """Returns the options of a metric besides ``min``; checks its name and its minimum."""
+    if name.startswith(CUSTOM_METRIC):
+        if len([part for part in name.removeprefix(CUSTOM_METRIC).split(":") if part]) != 2:
+            raise InvalidValueError(
+                f'"{name}" is not of the form "python:module:function"',
+                'Write the module and its function, such as "python:my_metrics:f1".',
+            )
+        return ()
+    if name not in METRICS:
+        raise InvalidValueError(f'unknown metric "{name}"', did_you_mean(name, [*METRICS, "python:module:function"]))
+    smallest, options = METRICS[name]
+    if not smallest <= gate.min <= 1:
+        raise InvalidValueError(
+            f"expected a min of {name} between {smallest:g} and 1, found {gate.min:g}",
+            f"Write {name} = 0.99, or another number in this range.",
+        )
+    return ("output", *options)
 
 
 Decisions = Annotated[
     dict[str, Annotated[DecisionConfig, BeforeValidator(_as_table, json_schema_input_type=float | DecisionConfig)]],
     Field(min_length=1),
-    AfterValidator(_known),
+    AfterValidator(_check_metrics),
 ]

@@ -5,29 +5,27 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
+
+from optexport.config.validation import InvalidValueError, Table, show_value
 
 DEFAULT_ALIAS = "champion"
 # The alias is part of the names of tags, which MLflow limits to 250 characters.
-_LONGEST_ALIAS = 200
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+_MAX_ALIAS_LENGTH = 200
 
 
 def model_name(name: str) -> str:
     """Returns the name of a registered model unchanged, if MLflow can store and find it.
 
     Raises:
-        ValueError: MLflow rejects the name, or cannot find it again.
+        InvalidValueError: MLflow rejects the name, or cannot find it again.
     """
     # MLflow cannot find a name with " or \ again. In models:/NAME@alias it reads a ? as the start of a query, and drops
     # line breaks. It rejects names of dots alone, and PostgreSQL rejects a NUL.
     if not name.strip() or not name.strip(".") or re.search(r'[/:"\\?\x00-\x1f\x7f-\x9f]', name):
-        raise ValueError(
-            f'{name!r} is no name of a registered model: it may hold none of / : " \\ ? and no control characters, '
-            "and not be dots alone"
+        raise InvalidValueError(
+            f"{show_value(name)} is not a valid name of a registered model",
+            'Write a name without / : " \\ ? and control characters, which does not consist of dots alone.',
         )
     return name
 
@@ -36,16 +34,21 @@ def alias_name(alias: str) -> str:
     """Returns an alias unchanged, if MLflow accepts it.
 
     Raises:
-        ValueError: MLflow rejects the alias.
+        InvalidValueError: MLflow rejects the alias.
     """
-    if len(alias) > _LONGEST_ALIAS:
-        raise ValueError(f"it is {len(alias)} characters long, and may be {_LONGEST_ALIAS}")
+    if len(alias) > _MAX_ALIAS_LENGTH:
+        raise InvalidValueError(
+            f"expected an alias of at most {_MAX_ALIAS_LENGTH} characters, found {len(alias)}", "Write a shorter alias."
+        )
     if not re.fullmatch(r"[\w\-]+", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
-        raise ValueError(f'{alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"')
+        raise InvalidValueError(
+            f"{show_value(alias)} is not a valid alias",
+            'Write letters, digits, "_" and "-", but neither "latest" nor a version such as "v1".',
+        )
     return alias
 
 
-class MaxRegressionConfig(_Table):
+class MaxRegressionConfig(Table):
     """``[register.max_regression]``: how much worse than the champion a new version may be.
 
     All values are fractions of the champion's.
@@ -62,7 +65,7 @@ class MaxRegressionConfig(_Table):
     size: float = Field(default=0.01, ge=0)
 
 
-class RegisterConfig(_Table):
+class RegisterConfig(Table):
     """``[register]``: registers the ONNX file as a version of a model, and may move an alias.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -20,13 +20,11 @@ from pydantic import (
 
 from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
-from optexport.config.generation import GenerationConfig
 from optexport.config.metrics import Decisions
-from optexport.config.precision import PrecisionConfig
-from optexport.config.processing import ProcessingConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri
+from optexport.config.validation import InvalidValueError, Table, dimension_name, show_value
 from optexport.errors import did_you_mean
 from optexport.runtime.devices import Device
 from optexport.transformations import registry
@@ -35,34 +33,44 @@ Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 Effort = Literal["quick", "standard", "exhaustive"]
 Layout = Literal["triton"]
+Half = Literal["bfloat16", "float16"]
 
+# The name of the input for images.
+IMAGES: Final = "pixel_values"
 
-def _folder(path: str) -> str:
-    if "\0" in path or Path(path) == Path("/"):
-        raise ValueError(f"{path!r} names no folder")
-    return path
-
-
-def _once(formats: list[Format]) -> list[Format]:
-    if len(set(formats)) < len(formats):
-        raise ValueError("a format is given more than once")
-    return formats
+# The names of the outputs that replace the logits.
+PROBABILITIES: Final = "probabilities"
+LABELS: Final = "labels"
+# Probabilities of all classes, or the most likely classes with their probabilities.
+ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
+LABEL_OUTPUTS = ("argmax", "top_k")
 
 
 LARGEST_SIZE = 2**31 - 1
 
 
-def _name(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
-    return name
+def _folder(path: str) -> str:
+    if "\0" in path or Path(path) == Path("/"):
+        raise InvalidValueError(
+            f"{show_value(path)} cannot be the folder of a bundle", 'Write a path, such as "build/model".'
+        )
+    return path
+
+
+def _without_duplicates(formats: list[Format]) -> list[Format]:
+    if len(set(formats)) < len(formats):
+        raise InvalidValueError("a format is listed more than once", "List each format once.")
+    return formats
 
 
 def _size(size: Any) -> int | str:
     if isinstance(size, str):
-        return _name(size)
+        return dimension_name(size)
     if type(size) is not int or not 1 <= size <= LARGEST_SIZE:
-        raise ValueError(f"it must be a size from 1 to {LARGEST_SIZE}, or the name of a dimension, not {size!r}")
+        raise InvalidValueError(
+            f"expected a size from 1 to {LARGEST_SIZE} or the name of a dimension, found {show_value(size)}",
+            'Write a whole number, such as 16, or a name in quotes, such as "batch".',
+        )
     return size
 
 
@@ -71,17 +79,24 @@ def _constant(value: Any) -> bool | int | float | str | list[Any]:
     if isinstance(value, list):
         _check_rows(value)
     elif not isinstance(value, bool | int | float | str):
-        raise ValueError(f"it must be a number, a text, true, false or a list, not {value!r}")
+        raise InvalidValueError(
+            f"expected a number, a text, true, false or a list, found {show_value(value)}",
+            "Write the value of the argument, such as 3, or a tensor as a list, such as [[1, 2], [3, 4]].",
+        )
     return cast("bool | int | float | str | list[Any]", _finite(value))
 
 
 def _check_rows(rows: list[Any]) -> tuple[int, ...]:
     """Returns the shape of nested lists, which must be rectangular."""
-    if any(not isinstance(row, bool | int | float | list) for row in rows):
-        raise ValueError("a list must hold numbers, or true and false, or such lists")
+    for row in rows:
+        if not isinstance(row, bool | int | float | list):
+            raise InvalidValueError(
+                f"expected a list of numbers or of true and false, found {show_value(row)} in it",
+                "Write numbers only, or true and false only.",
+            )
     sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
     if any(size != sizes[0] for size in sizes):
-        raise ValueError("lists within a list must be of one length")
+        raise InvalidValueError("the lists inside a list differ in length", "Give all rows of a tensor one length.")
     return (len(rows), *(sizes[0] if sizes else ()))
 
 
@@ -90,15 +105,11 @@ def _finite(value: Any) -> Any:
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _finite(inner)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"it must be finite, not {value}")
+        raise InvalidValueError(f"expected a finite number, found {value}", "Write a number other than inf and nan.")
     return value
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
-
-
-class ModelConfig(_Table):
+class ModelConfig(Table):
     """``[model]``: the model, and how to load it.
 
     Attributes:
@@ -126,13 +137,35 @@ class ModelConfig(_Table):
 
     @field_validator("task")
     @classmethod
-    def _known_task(cls, task: str | None) -> str | None:
+    def _check_task(cls, task: str | None) -> str | None:
         if task is not None and task not in AUTO_CLASSES:
-            raise ValueError(f'there is no task "{task}". {did_you_mean(task, list(AUTO_CLASSES))}')
+            raise InvalidValueError(f'unknown task "{task}"', did_you_mean(task, list(AUTO_CLASSES)))
         return task
 
 
-class TensorConfig(_Table):
+class ProcessingConfig(Table):
+    """``[processing]``: adds pre- and postprocessing to the files.
+
+    Attributes:
+        normalize: Whether the files take images as integers from 0 to 255.
+        outputs: What the files return instead of logits.
+        k: How many labels ``outputs = "top_k"`` returns; by default 5.
+    """
+
+    normalize: bool = False
+    outputs: ProcessedOutputs | None = None
+    k: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_k(self) -> ProcessingConfig:
+        if self.k is not None and self.outputs != "top_k":
+            raise InvalidValueError(
+                'k needs outputs = "top_k"', 'Remove k, or write outputs = "top_k" to return the k most likely labels.'
+            )
+        return self
+
+
+class TensorConfig(Table):
     """``[inputs.tensors.NAME]``: an input of random numbers, the same in every run.
 
     Attributes:
@@ -148,9 +181,12 @@ class TensorConfig(_Table):
     high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
 
     @model_validator(mode="after")
-    def _in_order(self) -> TensorConfig:
+    def _check_order(self) -> TensorConfig:
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"high must be above low, which is {self.low:g}")
+            raise InvalidValueError(
+                f"expected a high above low, found low = {self.low:g} and high = {self.high:g}",
+                "Write a smaller low, or a larger high.",
+            )
         return self
 
 
@@ -163,7 +199,7 @@ _Constant = Annotated[
 ]
 
 
-class InputsConfig(_Table):
+class InputsConfig(Table):
     """``[inputs]``: inputs for traces and checks; at most one of texts, images, data, tensors.
 
     Attributes:
@@ -184,18 +220,21 @@ class InputsConfig(_Table):
     tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
     constants: dict[str, _Constant] = {}
     max_length: int | None = Field(default=None, ge=1)
-    axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    axes: dict[str, list[Annotated[str, AfterValidator(dimension_name)]]] = {}
     dynamic: dict[str, _Range] | None = None
 
     @model_validator(mode="after")
-    def _one_kind(self) -> InputsConfig:
-        given = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+    def _check_kinds(self) -> InputsConfig:
+        kinds = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
+        if len(kinds) > 1:
+            raise InvalidValueError(f"{' and '.join(kinds)} exclude each other", "Keep one of them.")
         for name, (low, high) in (self.dynamic or {}).items():
-            _name(name)
+            dimension_name(name)
             if low > high:
-                raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
+                raise InvalidValueError(
+                    f"dynamic.{name}: the smallest size {low} is above the largest size {high}",
+                    f"Write {name} = [{high}, {low}].",
+                )
         return self
 
 
@@ -221,16 +260,16 @@ class TransformationConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        own = ("min_matches", "formats")
-        return {key: value for key, value in default(self).items() if key not in own or value is not None}
+        optional = ("min_matches", "formats")
+        return {key: value for key, value in default(self).items() if key not in optional or value is not None}
 
     @model_validator(mode="after")
-    def _finite_options(self) -> TransformationConfig:
+    def _check_options(self) -> TransformationConfig:
         _finite(self.options)
         return self
 
 
-class ParityConfig(_Table):
+class ParityConfig(Table):
     """``[parity]``: the tolerance. It is measured if ``atol`` and ``rtol`` are not set.
 
     Attributes:
@@ -251,7 +290,7 @@ class ParityConfig(_Table):
     metrics: Decisions | None = None
 
 
-class ExportConfig(_Table):
+class ExportConfig(Table):
     """``[export]``: the formats, and the output folder.
 
     Attributes:
@@ -263,30 +302,62 @@ class ExportConfig(_Table):
         layout: The layout of the files in the bundle; by default next to the manifest.
     """
 
-    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
+    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_without_duplicates)] = list(FORMATS)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18, le=26)
     passes: dict[Format, list[str]] = {}
     layout: Layout | None = None
 
     @model_validator(mode="after")
-    def _known_passes(self) -> ExportConfig:
+    def _check_passes(self) -> ExportConfig:
         for file_format, names in self.passes.items():
+            passes = format_passes.list_passes(file_format)
             for name in names:
-                if name not in (known := format_passes.of_format(file_format)):
-                    raise ValueError(
-                        f'passes.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                if name not in passes:
+                    raise InvalidValueError(
+                        f'passes.{file_format}: unknown format pass "{name}"', did_you_mean(name, passes)
                     )
-        if (
-            self.opset is not None
-            and self.opset < format_passes.ATTENTION_OPSET
-            and "attention" in self.passes.get("onnx", ())
-        ):
-            raise ValueError(f"passes.onnx: attention is of opset {format_passes.ATTENTION_OPSET}, not {self.opset}")
+        needed = format_passes.ATTENTION_OPSET
+        if self.opset is not None and self.opset < needed and "attention" in self.passes.get("onnx", ()):
+            raise InvalidValueError(
+                f'passes.onnx: the pass "attention" needs opset {needed}, found {self.opset}',
+                f'Write opset = {needed}, or remove "attention".',
+            )
         return self
 
 
-class TrackingConfig(_Table):
+class PrecisionConfig(Table):
+    """``[precision]``: computes files in lower precision; needs gates in ``[parity.metrics]``.
+
+    Attributes:
+        onnx: Precision of the layers of the ONNX file.
+        torchscript: Precision of the TorchScript file.
+        pt2: Precision of the ``.pt2`` file.
+        keep_float32: Layers, or modules with all layers in them, that always stay in float32.
+    """
+
+    onnx: Literal["int8", "int8-blocks", "int8-static"] | None = None
+    torchscript: Half | None = None
+    pt2: Half | None = None
+    keep_float32: list[Annotated[str, Field(min_length=1)]] = []
+
+    def of(self, file_format: str) -> str | None:
+        """Returns the precision of a format's file; None if it is the model's precision."""
+        precision: str | None = getattr(self, file_format)
+        return precision
+
+
+class GenerationConfig(Table):
+    """``[generation]``: compares the tokens that the files and the model generate.
+
+    Attributes:
+        new_tokens: How many generated tokens are compared.
+    """
+
+    new_tokens: int = Field(default=64, ge=1, lt=2**20)
+
+
+class TrackingConfig(Table):
     """``[tracking]``: the MLflow server or local database for the run.
 
     Attributes:
@@ -300,7 +371,7 @@ class TrackingConfig(_Table):
     experiment: str = Field(default="optexport", min_length=1, max_length=500)
 
 
-class Config(_Table):
+class Config(Table):
     """A complete config file."""
 
     model: ModelConfig

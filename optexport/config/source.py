@@ -7,19 +7,23 @@ import os
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.schema import Config
+    from optexport.config.schema import Config, InputsConfig
 
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
 DATA_SUFFIXES = (".safetensors", ".npz", ".jsonl")
-
+# Suffixes of files that hold weights without the code of the model.
+_WEIGHTS_SUFFIXES = (".pth", ".bin", ".safetensors", ".ckpt")
 
 # Placeholders in the template of a batch, replaced for each model of a registry.
 NAME, VERSION = "{name}", "{version}"
+
+_PATH_HINT = "Correct the path, which is relative to the folder of the config."
+_FACTORY = '"python:my_model:build"'
 
 
 class SourceKind(StrEnum):
@@ -70,49 +74,69 @@ def check_source(config: Config, path: Path) -> None:
 def _check_package_source(source: str, folder: Path, location: str) -> None:  # noqa: ARG001 - as the other checks
     package, _, inner = source.partition(":")[2].partition("/")
     if not package:
-        raise ConfigError("it names no package", location=location, hint='Write "package:NAME/PATH".')
-    package_path = package_folder(package)
+        raise ConfigError(
+            f'the source "{source}" has no name of a package', location=location, hint='Write "package:NAME/PATH".'
+        )
+    package_path = find_package_folder(package)
     if package_path is None:
-        raise ConfigError(f"the package {package} is not installed", location=location, hint="pip install it.")
+        raise ConfigError(
+            f"the package {package} is not installed",
+            location=location,
+            hint=f"Run pip install {package}, or correct the name.",
+        )
     if not (_is_dir(package_path, inner) or _is_file(package_path, inner)):
-        hint = f"Look in {package_path}."
-        raise ConfigError(f"the package {package} has no {inner}", location=location, hint=hint)
+        raise ConfigError(
+            f"the package {package} has no file or folder {inner}",
+            location=location,
+            hint=f"Choose a file or folder in {package_path}.",
+        )
 
 
 def _check_python_source(source: str, folder: Path, location: str) -> None:
     spec = source.partition(":")[2]
     module, _, name = spec.partition(":")
     if not module or not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f'"{source}" is not of the form "python:module:factory"', location=location)
+        raise ConfigError(
+            f'"{source}" is not of the form "python:module:factory"',
+            location=location,
+            hint=f"Write the module and the function that builds the model, such as {_FACTORY}.",
+        )
     if module.endswith(".py"):
-        hint = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
-        raise ConfigError(f"{module} is a file, and a module is asked for", location=location, hint=hint)
+        hint = f'Write "python:{_module_name(module)}:{name}".'
+        raise ConfigError(f"{module} is a file, not a module", location=location, hint=hint)
     check_module(spec, folder, location)
+
+
+def _module_name(path: str) -> str:
+    """Returns the name of the module in a Python file, relative to the config."""
+    return ".".join(part for part in Path(path).with_suffix("").parts if part.isidentifier())
 
 
 def _check_mlflow_source(source: str, folder: Path, location: str) -> None:  # noqa: ARG001 - as the other checks
     if not source.partition(":")[2].startswith(("models:/", "runs:/")):
-        raise ConfigError(f'"{source}" names no model', location=location, hint='Write "mlflow:models:/NAME@ALIAS".')
+        raise ConfigError(
+            f'"{source}" is not the address of a model in MLflow',
+            location=location,
+            hint='Write "mlflow:models:/NAME@ALIAS" or "mlflow:runs:/RUN_ID/PATH".',
+        )
 
 
 def _check_file_source(source: str, folder: Path, location: str) -> None:
     if not _is_file(folder, source):
-        raise ConfigError(f"there is no file {source}", location=location)
+        raise ConfigError(f"the file {source} does not exist", location=location, hint=_PATH_HINT)
 
 
 def _check_folder_source(source: str, folder: Path, location: str) -> None:
+    if _is_file(folder, source):
+        _refuse_file(source, folder, location)
     if not _is_dir(folder, source):
-        raise ConfigError(f"there is no folder {source}", location=location)
+        raise ConfigError(f"the folder {source} does not exist", location=location, hint=_PATH_HINT)
 
 
 def _check_hub_source(source: str, folder: Path, location: str) -> None:
     """Checks that a source without prefix, file or folder is a valid hub id."""
     if _is_file(folder, source):
-        if source.endswith(".py"):
-            hint = f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
-        else:
-            hint = f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)})."
-        raise ConfigError(f"{source} is a file of no kind that models are taken from", location=location, hint=hint)
+        _refuse_file(source, folder, location)
     if re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         return
     code = re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)
@@ -120,7 +144,29 @@ def _check_hub_source(source: str, folder: Path, location: str) -> None:
         hint = f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
     else:
         hint = 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".'
-    raise ConfigError(f'"{source}" is no folder here, and no hub id either', location=location, hint=hint)
+    raise ConfigError(f'"{source}" is neither an existing folder nor a valid hub id', location=location, hint=hint)
+
+
+def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:
+    """Raises the error for a file that is neither a ``.pt2`` nor a TorchScript file."""
+    path = folder / Path(source).expanduser()
+    message, hint = f"{source} is not a file that a model can be loaded from", f"Set source to {_KINDS_OF_SOURCES}."
+    if path.suffix in _WEIGHTS_SUFFIXES:
+        message, hint = _explain_weights(path, source)
+    elif path.suffix == ".py":
+        hint = f'Choose a function in it that builds the model, and write "python:{_module_name(source)}:FUNCTION".'
+    raise ConfigError(message, location=location, hint=hint)
+
+
+_KINDS_OF_SOURCES = f"a folder, a .pt2 file, or a TorchScript file ({', '.join(TORCHSCRIPT_SUFFIXES)})"
+
+
+def _explain_weights(path: Path, name: str) -> tuple[str, str]:
+    """Returns a message and a hint for a weights file as a model."""
+    hint = f"Write a function that builds the model and loads the weights, and set source = {_FACTORY}."
+    if (path.parent / "config.json").is_file():
+        hint = "Set source to the folder of this file, which has the config.json of the model."
+    return f"{name} is a weights file, not a model", hint
 
 
 _CHECKS = {
@@ -134,7 +180,7 @@ _CHECKS = {
 }
 
 
-def check_beside_source(config: Config, path: Path) -> None:
+def check_source_keys(config: Config, path: Path) -> None:
     """Checks that the kind of source supports the model's other keys, and that files exist.
 
     Args:
@@ -143,39 +189,57 @@ def check_beside_source(config: Config, path: Path) -> None:
     Raises:
         ConfigError: A file or folder does not exist, or the kind of source does not support a key.
     """
-    folder = path.parent
-    kind = source_kind(config.model.source, folder)
-    if config.model.arguments and kind is not SourceKind.PYTHON:
-        raise ConfigError("only a python: source takes arguments", location=f"{path}: model.arguments")
-    attention = config.model.attn_implementation
-    if attention is not None and "/" in attention and not config.model.trust_remote_code:
+    folder, model = path.parent, config.model
+    kind = source_kind(model.source, folder)
+    if model.arguments and kind is not SourceKind.PYTHON:
         raise ConfigError(
-            f'"{attention}" is code of the hub\'s',
-            location=f"{path}: model.attn_implementation",
-            hint="Read that code, then model.trust_remote_code = true runs it.",
+            "only a python: source takes arguments",
+            location=f"{path}: model.arguments",
+            hint=f"Remove arguments, or set source = {_FACTORY}.",
         )
-    if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
-        raise ConfigError("only a model of transformers takes one", location=f"{path}: model.adapter")
-    if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
-        raise ConfigError(f"there is no folder {config.model.adapter}", location=f"{path}: model.adapter")
+    attention = model.attn_implementation
+    if attention is not None and "/" in attention and not model.trust_remote_code:
+        raise ConfigError(
+            f'"{attention}" is code from the hub, which may not run',
+            location=f"{path}: model.attn_implementation",
+            hint="Read that code, then set model.trust_remote_code = true.",
+        )
+    if model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
+        raise ConfigError(
+            f"an adapter can only be merged into a transformers model, not into {model.source}",
+            location=f"{path}: model.adapter",
+            hint="Remove adapter, or set model.source to a folder or a hub id.",
+        )
+    if model.adapter is not None and not _is_dir(folder, model.adapter):
+        raise ConfigError(
+            f"the folder {model.adapter} does not exist", location=f"{path}: model.adapter", hint=_PATH_HINT
+        )
     try:
         Path(config.export.output).expanduser()
     except RuntimeError as error:
-        raise ConfigError(str(error), location=f"{path}: export.output") from error
-    if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
-        raise ConfigError(f"there is no file {config.inputs.data}", location=f"{path}: inputs.data")
-    if config.inputs.data is not None and Path(config.inputs.data).suffix not in DATA_SUFFIXES:
         raise ConfigError(
-            f"files of the kind {Path(config.inputs.data).suffix or config.inputs.data} are not known",
+            f"the home folder in {config.export.output} is unknown: {error}",
+            location=f"{path}: export.output",
+            hint="Write a path without ~.",
+        ) from error
+    _check_input_files(config.inputs, path)
+
+
+def _check_input_files(inputs: InputsConfig, path: Path) -> None:
+    if inputs.data is not None and not _is_file(path.parent, inputs.data):
+        raise ConfigError(f"the file {inputs.data} does not exist", location=f"{path}: inputs.data", hint=_PATH_HINT)
+    if inputs.data is not None and Path(inputs.data).suffix not in DATA_SUFFIXES:
+        raise ConfigError(
+            f"{inputs.data} is not a supported kind of data file",
             location=f"{path}: inputs.data",
-            hint="Give .safetensors, .npz, or .jsonl.",
+            hint="Write the name of a .safetensors, .npz or .jsonl file.",
         )
-    for image in config.inputs.images or []:
-        if not _is_file(folder, image):
-            raise ConfigError(f"there is no file {image}", location=f"{path}: inputs.images")
+    for image in inputs.images or []:
+        if not _is_file(path.parent, image):
+            raise ConfigError(f"the file {image} does not exist", location=f"{path}: inputs.images", hint=_PATH_HINT)
 
 
-def package_folder(package: str) -> Path | None:
+def find_package_folder(package: str) -> Path | None:
     """Returns the folder of a package, without importing it; None if it is not installed."""
     try:
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -184,7 +248,7 @@ def package_folder(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
-def source_folder(source: str, folder: Path) -> Path | None:
+def find_source_folder(source: str, folder: Path) -> Path | None:
     """Returns the local folder of a source, existing or not; None for other kinds of sources.
 
     Args:
@@ -196,23 +260,27 @@ def source_folder(source: str, folder: Path) -> Path | None:
     if kind is not SourceKind.PACKAGE:
         return None
     package, _, inner = source.removeprefix("package:").partition("/")
-    found = package_folder(package)
-    return None if found is None else found / inner
+    package_path = find_package_folder(package)
+    return None if package_path is None else package_path / inner
 
 
-def missing_model(path: Path) -> tuple[str, str] | None:
-    """Returns why a path is not a transformers model and a hint, or None if it is one.
+def find_model_problem(path: Path, name: str) -> tuple[str, str] | None:
+    """Returns why a path is not a model, and a hint; None if it is one.
 
-    A program such as a ``.pt2`` file also gives None.
+    Args:
+        path: A transformers folder, or a program such as a ``.pt2`` file, which is not checked.
+        name: The name of the path in the message.
     """
     is_program = path.suffix in (".pt2", *TORCHSCRIPT_SUFFIXES)
-    if is_program or any((path / name).is_file() for name in ("config.json", "modules.json")):
+    if is_program or any((path / file).is_file() for file in ("config.json", "modules.json")):
         return None
+    if path.suffix in _WEIGHTS_SUFFIXES and path.is_file():
+        return _explain_weights(path, name)
     if (path / "manifest.json").is_file() and (path / "model.pt2").is_file():
-        return "is a bundle, and no model to start from", f"Name {path / 'model.pt2'}."
+        return f"{name} is an exported bundle, not a model", f"Set source to {path / 'model.pt2'}."
     return (
-        "holds no config.json, so it is no folder of a transformers model",
-        'Give the folder that save_pretrained wrote, a .pt2 or TorchScript file, or "python:module:factory".',
+        f"{name} has no config.json, so it is not the folder of a transformers model",
+        f"Set source to a folder that save_pretrained wrote, a .pt2 or TorchScript file, or a function: {_FACTORY}.",
     )
 
 
@@ -225,15 +293,20 @@ def check_module(spec: str, folder: Path, location: str) -> None:
     module = spec.partition(":")[0].partition(".")[0]
     if not module:
         raise ConfigError(
-            f'"{spec}" names no module', location=location, hint='Write "python:package.module:name", without a path.'
+            f'"{spec}" has no name of a module',
+            location=location,
+            hint='Write "python:package.module:name", without a path.',
         )
     try:
-        found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
+        is_local = _is_file(folder, f"{module}.py") or _is_dir(folder, module)
+        exists = is_local or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        found = None
-    if not module.isidentifier() or not found:
+        exists = False
+    if not module.isidentifier() or not exists:
         raise ConfigError(
-            f"there is no module {module}", location=location, hint=f"Install it, or put {module}.py beside the config."
+            f"the module {module} does not exist",
+            location=location,
+            hint=f"Install the package of the module, or put {module}.py in the folder of the config.",
         )
 
 

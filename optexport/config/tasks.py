@@ -8,9 +8,10 @@ from pathlib import Path
 
 # An encoder-decoder model. Without model.task, a CTC model is also possible.
 SPEECH = "automatic-speech-recognition"
-# The task of a sentence-transformers model with its modules, and a hint for a missing library.
+# The task of a sentence-transformers model with its modules, and a hint for doing without the modules.
 SENTENCES = "sentence-similarity"
-TRANSFORMER_ALONE = 'Or export the transformer alone: task = "feature-extraction".'
+TRANSFORMER_ALONE = 'Export the transformer alone: write task = "feature-extraction".'
+OR_TRANSFORMER_ALONE = f"Or e{TRANSFORMER_ALONE[1:]}"
 
 AUTO_CLASSES: Mapping[str, str] = {
     "audio-classification": "AutoModelForAudioClassification",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from optexport.config.validation import InvalidValueError
 from optexport.errors import ConfigError, did_you_mean
 
 _VARIABLE = "MLFLOW_TRACKING_URI"
@@ -16,17 +18,30 @@ _FILES = ("sqlite", "file")
 _WEB = ("http", "https")
 
 _SCHEME = re.compile(r"[a-z][\w.+\-]*", re.ASCII | re.IGNORECASE)
-_NOT_ENCODED = re.compile(r"[\s\"'<>\\^`|]")
+_FORBIDDEN = re.compile(r"[\s\"'<>\\^`|]")
+# Messages with their hints. They show nothing of the URI, because it may have a password.
 _NOT_A_URI = (
-    "it is neither a folder nor a URI: write http://HOST:PORT, sqlite:///FILE or postgresql://HOST/DATABASE, say, "
-    "or a folder as ./FOLDER"
+    "the text is neither a URI nor a folder",
+    "Write a URI, such as http://HOST:PORT, sqlite:///FILE or postgresql://HOST/DATABASE, or a folder as ./FOLDER.",
 )
-_ENCODE = (
-    "it holds a character that a URI cannot have there: percent-encode it in the user and the password "
-    "(a blank is %20, / is %2F, @ is %40, a quote %22)"
+_NOT_ENCODED = (
+    "the URI has a character that is not allowed in a user name, password or query",
+    "Percent-encode it: a space is %20, / is %2F, @ is %40, a quote is %22.",
 )
-
-_NO_ADDRESS = "its port is not a number up to 65535, or its brackets hold no IPv6 address"
+_NO_ADDRESS = (
+    "the port is not a number up to 65535, or the brackets do not contain an IPv6 address",
+    "Write http://HOST:PORT, such as http://127.0.0.1:5000.",
+)
+_NO_HOST = ("the URI has no host", "Write http://HOST:PORT, such as http://127.0.0.1:5000.")
+_PORT_ZERO = ("the port of the server is 0", "Write the port that the MLflow server listens on.")
+_NO_SQLITE_FILE = (
+    "the URI has no file, and a database in memory would be lost at the end of the run",
+    "Write sqlite:///FILE, such as sqlite:///mlflow.db.",
+)
+_SQLITE_FORM = (
+    "the URI of a SQLite database has an unsupported form",
+    "Write sqlite:///FILE, or sqlite:////PATH/FILE for an absolute path.",
+)
 
 
 def check_uri(uri: str) -> str:
@@ -36,7 +51,7 @@ def check_uri(uri: str) -> str:
         The URI.
 
     Raises:
-        ValueError: The URI is refused. The message contains no part of a password.
+        InvalidValueError: The URI is refused. The message contains no part of a password.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
@@ -45,18 +60,20 @@ def check_uri(uri: str) -> str:
     kind = scheme.partition("+")[0]
     if kind not in _STORES and not _is_from_package(scheme):
         if kind.lower() in _STORES:
-            raise ValueError(f"write the kind of a store in small letters: {kind.lower()}://")
-        raise ValueError(f"MLflow has no store of the kind {kind}. {did_you_mean(kind, _STORES)}")
+            raise InvalidValueError(
+                f"the scheme {kind}:// must be in lower case", f"Write the scheme as {kind.lower()}://."
+            )
+        raise InvalidValueError(f'MLflow has no tracking store "{kind}"', did_you_mean(kind, _STORES))
     if kind == "sqlite":
         _check_sqlite(scheme, rest)
     elif uri == "file://":
-        raise ValueError("file:// names no folder")
+        raise InvalidValueError("the URI file:// has no folder", "Write a folder, such as ./mlruns.")
     elif kind not in _FILES:
         _check_server(uri, is_web=kind in _WEB)
     return uri
 
 
-def of_environment() -> str | None:
+def find_environment_uri() -> str | None:
     """Returns the URI in ``MLFLOW_TRACKING_URI``, or None if the variable is empty.
 
     Raises:
@@ -65,20 +82,40 @@ def of_environment() -> str | None:
     uri = os.environ.get(_VARIABLE)
     try:
         return check_uri(uri) if uri else None
-    except ValueError as error:
-        raise ConfigError(str(error), location=_VARIABLE) from error
+    except InvalidValueError as error:
+        raise ConfigError(error.message, location=_VARIABLE, hint=error.hint) from error
+
+
+def check_database_folder(uri: str, path: Path) -> None:
+    """Checks that MLflow can open a database next to a config.
+
+    Args:
+        uri: The tracking URI in the config.
+        path: The path of the config.
+
+    Raises:
+        ConfigError: The folder's name has characters with a special meaning in a URI.
+    """
+    match = re.search(r"\?|%[\da-fA-F]{2}", str(path.parent.resolve()))
+    is_relative = uri.startswith("sqlite:///") and not uri.startswith("sqlite:////")
+    if match is not None and is_relative:
+        raise ConfigError(
+            f'MLflow cannot open a database in {path.parent}, because the path has "{match[0]}" in it',
+            location=f"{path}: tracking.uri",
+            hint="Write the path of a database in another folder: sqlite:////PATH/mlflow.db. Or set enabled = false.",
+        )
 
 
 def _check_name(name: str) -> None:
     """Refuses a text without ``://`` that may be a mistyped URI, with an unknown password.
 
     Raises:
-        ValueError: The text is not clearly a folder or a name of MLflow's.
+        InvalidValueError: The text is not clearly a folder or a name of MLflow's.
     """
     if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)|file:[^@:?]*$", name):
         return
     if not _is_from_package(name.partition(":")[0]):
-        raise ValueError(_NOT_A_URI)
+        raise InvalidValueError(*_NOT_A_URI)
 
 
 def _check_sqlite(scheme: str, rest: str) -> None:
@@ -88,34 +125,36 @@ def _check_sqlite(scheme: str, rest: str) -> None:
     """
     file, _, query = rest.partition("?")
     if not file.strip("/"):
-        raise ValueError("it names no file, and a database in memory would end with the program")
+        raise InvalidValueError(*_NO_SQLITE_FILE)
     if scheme != "sqlite" or not rest.startswith("/") or file.startswith("/file:") or "uri=" in query:
-        raise ValueError("write a database of SQLite as sqlite:///FILE, or sqlite:////PATH/FILE")
+        raise InvalidValueError(*_SQLITE_FORM)
 
 
 def _check_server(uri: str, *, is_web: bool) -> None:
     """Refuses an impossible address, and a password that is not percent-encoded.
 
     Raises:
-        ValueError: The URI is refused.
+        InvalidValueError: The URI is refused.
     """
-    if _NOT_ENCODED.search(uri):
-        raise ValueError(_ENCODE)
+    if _FORBIDDEN.search(uri):
+        raise InvalidValueError(*_NOT_ENCODED)
     try:
         parts = urlsplit(uri)
     except ValueError:  # its message may contain a part of a password
-        raise ValueError(_NO_ADDRESS) from None
+        raise InvalidValueError(*_NO_ADDRESS) from None
     # SQLAlchemy takes a slash or a question mark before an "@" as a part of the password; urllib does not.
     behind = parts.path if is_web else f"{parts.path}?{parts.query}#{parts.fragment}"
     if parts.netloc.count("@") > 1 or ("@" in behind and "@" not in parts.netloc):
-        raise ValueError(_ENCODE)
+        raise InvalidValueError(*_NOT_ENCODED)
     if is_web:
         try:
             port = parts.port
         except ValueError:  # as above
-            raise ValueError(_NO_ADDRESS) from None
-        if not parts.hostname or port == 0:
-            raise ValueError(f"it names no {'port of a server' if parts.hostname else 'host'}")
+            raise InvalidValueError(*_NO_ADDRESS) from None
+        if not parts.hostname:
+            raise InvalidValueError(*_NO_HOST)
+        if port == 0:
+            raise InvalidValueError(*_PORT_ZERO)
 
 
 def _is_from_package(scheme: str) -> bool:

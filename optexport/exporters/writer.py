@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from optexport._version import __version__
 from optexport.bundle.manifest import ArtifactRecord
-from optexport.config.format_passes import of_format
+from optexport.config.format_passes import list_passes
 from optexport.config.schema import Format
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
@@ -77,7 +77,7 @@ class Writer:
             ExportError: The format does not support the graph.
         """
         path, fixed_shape = folder / _FILES[file_format], None
-        passes = [name for name in of_format(file_format) if name in passes]  # in the order in which they are applied
+        passes = [name for name in list_passes(file_format) if name in passes]  # in the order in which they are applied
         if file_format == "pt2":
             exported_program.save(self.program, path, passes=passes)
         elif file_format == "torchscript":

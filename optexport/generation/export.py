@@ -16,7 +16,7 @@ from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
 from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
 from optexport.bundle.parts import PARTS
-from optexport.config.load import checked_settings
+from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
@@ -98,7 +98,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     """
     check_arguments(model)
     rules, output = named_rules(transformations), as_path(output, "output").resolve()
-    config = checked_settings(
+    config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"noise_multiple": noise_multiple, "effort": effort},

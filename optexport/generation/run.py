@@ -15,10 +15,10 @@ from optexport._utils.progress import Progress
 from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
-from optexport.config.checks import check_extras
 from optexport.config.load import load_config
+from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
@@ -56,7 +56,7 @@ def run_generation(
     output = config.output_path(folder)
     export.check_output(output)
     git = checkout(folder)
-    text = without_secrets(path)
+    text = read_redacted(path)
     with signals.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
         with progress.step("load"):
             loaded = run.load_model(config, folder, downloads)

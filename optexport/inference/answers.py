@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.bundle.manifest import ApplicationRecord
-from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.config.schema import LABELS, PROBABILITIES
 from optexport.config.tasks import SPEECH
 from optexport.inference.bundle import Arrays, Bundle
 

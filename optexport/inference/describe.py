@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optexport.bundle.manifest import ApplicationRecord
-from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.config.schema import LABELS, PROBABILITIES
 from optexport.config.tasks import AUTO_CLASSES, SENTENCES, SPEECH
 from optexport.loading import preprocessors, sentence_embedding
 from optexport.loading.loader import Loaded
-from optexport.loading.processing import processing_of
+from optexport.loading.processing import get_processing
 from optexport.signature.positions import most_tokens
 from optexport.signature.signature import Signature
 
@@ -30,7 +30,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
     encoded = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
-    classes = processing_of(loaded.model).classes
+    classes = get_processing(loaded.model).classes
     saved = preprocessors.save(
         loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
     )
@@ -41,7 +41,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
         preprocessors=list(saved.kinds),
         prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
         missing=list(saved.missing),
-        outputs="logits" if classes is None else PROBABILITIES if classes.best is None else LABELS,
+        outputs="logits" if classes is None else PROBABILITIES if classes.label_count is None else LABELS,
     )
 
 

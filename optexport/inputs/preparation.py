@@ -23,7 +23,7 @@ from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
 from optexport.loading.loader import Pretrained
-from optexport.loading.processing import as_whole_numbers, check_images
+from optexport.loading.processing import check_images, convert_to_uint8
 from optexport.parity.cases import at_least_two, traceable
 from optexport.parity.data_batches import shards
 from optexport.signature import dtypes
@@ -111,7 +111,7 @@ def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: Ex
     if program is not None:
         return program_inputs(program, seed)
     if hasattr(model, "main_input_name"):
-        inputs = as_whole_numbers(model, dummy_inputs(model))
+        inputs = convert_to_uint8(model, dummy_inputs(model))
         return {name: tensor for name, tensor in inputs.items() if name not in config.constants}
     raise ConfigError(
         "nothing says what the model's inputs are",

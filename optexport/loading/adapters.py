@@ -50,16 +50,20 @@ def check_config(path: Path) -> None:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise SourceError(f"it is not JSON: {first_line(error)}", location=str(path)) from error
+        raise SourceError(
+            f"the config of the adapter is not valid JSON: {first_line(error)}",
+            location=str(path),
+            hint="Save the adapter again.",
+        ) from error
     if isinstance(settings, dict) and settings.get("megatron_config") is not None:
         raise SourceError(
-            "megatron_config makes peft import a module that this file names",
+            "the key megatron_config makes peft import a module that this file names",
             location=str(path),
             hint="Remove megatron_config and megatron_core from the file.",
         )
 
 
-def saved_weights(folder: Path) -> Collection[str]:
+def read_weight_names(folder: Path) -> Collection[str]:
     """Returns the names of an adapter's weights, without peft's prefix.
 
     Raises:
@@ -68,19 +72,23 @@ def saved_weights(folder: Path) -> Collection[str]:
     location = f"model.adapter: {folder.name}"
     if not (folder / CONFIG).is_file():
         raise SourceError(
-            f"it has no {CONFIG}", location=location, hint="Give the folder that PeftModel.save_pretrained wrote."
+            f"the folder has no {CONFIG}",
+            location=location,
+            hint="Set model.adapter to a folder that PeftModel.save_pretrained wrote.",
         )
     if not (folder / _WEIGHTS).is_file():
         raise SourceError(
-            f"it has no {_WEIGHTS}; a pickle is not loaded, because it may run code",
+            f"the folder has no {_WEIGHTS}; pickled weights are not loaded, because they may run code",
             location=location,
-            hint="Save it again with safe_serialization=True.",
+            hint="Save the adapter again with safe_serialization=True.",
         )
     try:
         with safe_open(folder / _WEIGHTS, "pt") as file:
             return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
-        raise SourceError(f"{_WEIGHTS} cannot be read: {first_line(error)}", location=location) from error
+        raise SourceError(
+            f"{_WEIGHTS} cannot be read: {first_line(error)}", location=location, hint="Save the adapter again."
+        ) from error
 
 
 def merge(model: nn.Module, folder: Path) -> nn.Module:
@@ -98,7 +106,7 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
         SourceError: The adapter cannot be merged into this model.
     """
     location = f"model.adapter: {folder.name}"
-    saved = saved_weights(folder)
+    names = read_weight_names(folder)
     check_extra("adapters", location)
     check_config(folder / CONFIG)
     with transformers_exporter.quiet():
@@ -109,23 +117,32 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         expected = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
     except Exception as error:  # peft raises many types
-        raise SourceError(f"peft could not load it: {first_line(error)}", location=location) from error
-    if wrong := sorted(expected ^ set(saved)):
-        which = "is not in the folder" if wrong[0] in expected else f"has no place in {type(model).__name__}"
         raise SourceError(
-            f"{len(wrong)} weights do not fit, {wrong[0]} for one, which {which}",
+            f"peft could not load the adapter: {first_line(error)}",
             location=location,
-            hint=f"It was trained for {settings.get('base_model_name_or_path')}: is that model.source, with its task?",
+            hint="Check that the adapter was trained for this model.",
+        ) from error
+    if wrong := sorted(expected ^ set(names)):
+        problem = "is missing in the adapter" if wrong[0] in expected else f"does not exist in {type(model).__name__}"
+        raise SourceError(
+            f"{len(wrong)} weights do not match the model; for example, {wrong[0]} {problem}",
+            location=location,
+            hint="Set model.source and model.task to the model that the adapter was trained for: "
+            f"{settings.get('base_model_name_or_path')}.",
         )
     if not hasattr(adapted, "merge_and_unload"):
         raise SourceError(
             f"a {settings.get('peft_type')} adapter cannot be merged into weights",
             location=location,
-            hint="Give a LoRA one.",
+            hint="Use a LoRA adapter.",
         )
     try:
         with torch.no_grad(), transformers_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # peft raises many types, for instance if a sum is NaN
-        raise SourceError(f"peft could not merge it: {first_line(error)}", location=location) from error
+        raise SourceError(
+            f"peft could not merge the adapter: {first_line(error)}",
+            location=location,
+            hint="Check the weights of the adapter for NaN and infinity.",
+        ) from error
     return merged

@@ -45,9 +45,9 @@ def check_counts(name: str, options: Mapping[str, Any]) -> None:
         for kind, key, count in counts:
             if count > _LIMITS[kind]:
                 raise SourceError(
-                    f"{key} is {count:,}, and no model has more than {_LIMITS[kind]:,} {kind}",
+                    f"expected at most {_LIMITS[kind]:,} {kind}, found {key} = {count:,}",
                     location=str(path),
-                    hint=f"Set it to the number of {kind} in the weights.",
+                    hint=f"Set {key} to the number of {kind} in the weights.",
                 )
 
 
@@ -64,19 +64,19 @@ def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: boo
         SourceError: The files are far too small, so that random weights would fill the memory.
     """
     options = {"trust_remote_code": True} if trust_remote_code else {}
-    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     try:
         with torch.device("meta"):
-            model = make(copy.deepcopy(config), **options)
+            model = build(copy.deepcopy(config), **options)
             expected = sum(parameter.numel() for parameter in model.parameters())
     except Exception:  # loading the model reports the error
         return
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if expected > _ALLOWED_MISSING_WEIGHTS + _WEIGHTS_PER_BYTE * size:
         raise SourceError(
-            f"its config asks for {expected:,} weights, and all files in its folder have {size:,} bytes",
+            f"the config.json needs {expected:,} weights, but the files of the folder have only {size:,} bytes",
             location=str(folder),
-            hint="Set the sizes in the config to the sizes of the weights.",
+            hint="Correct the sizes in config.json, or add the missing weights files.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -9,12 +10,12 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,14 +24,13 @@ from torch.export import ExportedProgram
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
 from optexport.config.schema import ModelConfig
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_model_problem, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.exporters.torchscript import passes as torch_passes
 from optexport.loading import (
     adapters,
     config_limits,
-    hub_kernels,
     pretrained_files,
     sentence_embedding,
     torchscript,
@@ -85,7 +85,7 @@ class Loaded:
     def to_trace(self) -> nn.Module | ExportedProgram:
         return self.program or self.converted or self.model
 
-    def called_with(self, tensors: Mapping[str, torch.Tensor], arguments: Arguments | None) -> Loaded:
+    def with_example(self, tensors: Mapping[str, torch.Tensor], arguments: Arguments | None) -> Loaded:
         """Returns the model prepared for a trace with an example.
 
         Args:
@@ -107,22 +107,22 @@ class Loaded:
             constants=arguments.constants,
         )
 
-    def holding(self, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> Loaded:
+    def with_constants(self, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> Loaded:
         """Returns the model with some tensors fixed to values.
 
         Args:
             names: The names of all its tensors.
-            held: The fixed values by name.
+            constants: The fixed values by name.
         """
         return replace(
             self,
-            model=holding(self.model, names, held),
-            converted=None if self.converted is None else holding(self.converted, names, held),
-            constants={**self.constants, **held},
+            model=holding(self.model, names, constants),
+            converted=None if self.converted is None else holding(self.converted, names, constants),
+            constants={**self.constants, **constants},
         )
 
     @classmethod
-    def of_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
+    def from_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
         """Returns a program with its module."""
         return cls(unlift(program), program, revision, constants=exported_program.constants(program))
 
@@ -143,7 +143,7 @@ class Loaded:
 
 # Process-wide settings that modules change when they are imported. That is once per process, so later runs of their
 # models apply them again.
-_set_by: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
+_import_settings: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
 
 # Options of a model that also apply to its tokenizer.
 _SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
@@ -185,9 +185,9 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
     module = sys.modules[location.partition(":")[0]]
     if (after := Settings.now()) != before:
-        _set_by[module] = after
-    elif module in _set_by:
-        _set_by[module].apply()
+        _import_settings[module] = after
+    elif module in _import_settings:
+        _import_settings[module].apply()
     registry.check_makes(nn.Module, factory, location, "model.source")
     try:
         with registry.importing_beside(folder):
@@ -196,29 +196,36 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",
             location=f"model.source: python:{location}",
-            hint=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
+            hint=f"Correct the factory or model.arguments. "
+            f"The factory is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
         ) from error
     if not isinstance(model, nn.Module):
-        raise SourceError(f"the factory returned a {type(model).__name__}, not a module", location=f"python:{location}")
-    training = next((name for name, part in model.named_modules() if part.training and _heeds_training(part)), None)
+        raise SourceError(
+            f"the factory returned a {type(model).__name__}, expected a torch.nn.Module",
+            location=f"model.source: python:{location}",
+            hint="Return the model from the factory.",
+        )
+    training = next(
+        (name for name, part in model.named_modules() if part.training and _depends_on_training(part)), None
+    )
     if training and not model.training:
         raise SourceError(
-            f"the factory returned a model in eval mode, and {training} in it is in training mode",
+            f"the factory returned a model in eval mode with a module in training mode: {training}",
             location=f"model.source: python:{location}",
-            hint="Call model.eval() at its end: dropout and batch norms compute something else in training.",
+            hint="Call model.eval() before the model is returned. Dropout and batch norms differ in training mode.",
         )
     tensors = (*model.named_parameters(), *model.named_buffers())
-    if (unfilled := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+    if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
         raise SourceError(
-            f"the factory returned a model whose {unfilled} holds no values: it is on the meta device",
+            f"the factory returned a model without values for {empty}, which is on the meta device",
             location=f"model.source: python:{location}",
-            hint="Call model.to_empty(device='cpu') and load_state_dict, or make it outside of torch.device('meta').",
+            hint="Call model.to_empty(device='cpu') and load_state_dict, or build it outside of torch.device('meta').",
         )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
 
 
-def _heeds_training(module: nn.Module) -> bool:
+def _depends_on_training(module: nn.Module) -> bool:
     """Returns True if the code of a module reads ``self.training``; an activation does not."""
     try:
         return any(
@@ -233,10 +240,19 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
     name, _, inner = rest.partition("/")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise SourceError(f"the package {name} is not installed", location="model.source", hint="pip install it.")
-    path = Path(next(iter(spec.submodule_search_locations))) / inner
+        raise SourceError(
+            f"the package {name} is not installed",
+            location="model.source",
+            hint=f"Run pip install {name}, or correct the name.",
+        )
+    package_path = Path(next(iter(spec.submodule_search_locations)))
+    path = package_path / inner
     if not path.exists():
-        raise SourceError(f"the package {name} has no {inner}", location="model.source")
+        raise SourceError(
+            f"the package {name} has no file or folder {inner}",
+            location="model.source",
+            hint=f"Choose a file or folder in {package_path}.",
+        )
     distributions = importlib.metadata.packages_distributions().get(name, [])
     revision = f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else None
     return path, revision
@@ -246,11 +262,11 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = archives.load_pt2(path)
         torch_passes.raise_again(program)
-        return Loaded.of_program(program, revision)
+        return Loaded.from_program(program, revision)
     if path.suffix in TORCHSCRIPT_SUFFIXES:
         return Loaded(torchscript.load(path), revision=revision)
-    if (missing := missing_model(path)) is not None:
-        raise SourceError(f"it {missing[0]}", location=str(path), hint=missing[1])
+    if (problem := find_model_problem(path, path.name)) is not None:
+        raise SourceError(problem[0], location=str(path), hint=problem[1])
     loaded = _from_pretrained(str(path), config, local=True)
     return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)
 
@@ -263,7 +279,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         "local_files_only": local,
         **({"revision": config.revision} if config.revision else {}),
     }
-    trained_for = ""
+    architectures = ""
     try:
         if not local:
             pretrained_files.check_reachable(name, options)
@@ -271,11 +287,11 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         # transformers loads an adapter in a model's folder by default.
         adapters.check_configs(name, options)
         pretrained_files.check_shards(name)
-        if sentence_embedding.wanted(config.task, name, options):
+        if sentence_embedding.is_sentence_model(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporter.quiet(), hub_kernels.refused(options):
+        with transformers_exporter.quiet(), _block_kernels(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
-            trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
+            architectures = f" The config.json names {', '.join(model_config.architectures or ['no class'])}."
             cls = _model_class(config.task, model_config)
             if config.attn_implementation:
                 options["attn_implementation"] = config.attn_implementation
@@ -289,47 +305,76 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     except Exception as error:  # transformers and its hub client raise many kinds
         if "Weights only load failed" in str(error):  # torch's own advice is to run the code
             raise SourceError(
-                "its weights are a pickle that calls code, which is not run",
+                "the weights are a pickle that calls code, so they are not loaded",
                 location=f"model.source: {config.source}",
-                hint="Save them as safetensors, on a machine that may run that code: model.save_pretrained(folder).",
+                hint="Save them as safetensors on a machine that may run this code: model.save_pretrained(folder).",
             ) from error
         raise SourceError(
-            f"transformers could not load it: {first_line(error)}",
+            f"transformers could not load the model: {first_line(error)}",
             location=f"model.source: {config.source}",
-            hint=f"Check the folder, and model.task{trained_for}."
+            hint=f"Check the folder and model.task.{architectures}"
             if local
-            else f"There is no folder {name} beside the config, so that it is looked for on the hub. "
-            "Check the path, or the name and the network.",
+            else f"Check the name and the network. {name} is not a folder next to the config, so it is a hub id.",
         ) from error
     adapter = None if config.adapter is None else Path(config.adapter)
-    brought = () if adapter is None else adapters.saved_weights(adapter)  # for example a head that was trained with it
+    # An adapter may contain other weights, for example of a head that was trained with it.
+    adapter_weights = () if adapter is None else adapters.read_weight_names(adapter)
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if missing := [key for key in absent if key not in brought]:
+    if missing := [key for key in absent if key not in adapter_weights]:
         raise SourceError(
-            f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
+            f"{len(missing)} weights are missing in the checkpoint, such as {missing[0]}, and would be random",
             location=f"model.source: {config.source} as {type(model).__name__}",
-            hint=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
+            hint=f"Set model.task to the task that the model was trained for.{architectures}",
         )
     if adapter is not None:
         model = adapters.merge(model, adapter)
-    beside = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
-    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
+    pretrained = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
+    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=pretrained)
+
+
+@contextlib.contextmanager
+def _block_kernels(options: Mapping[str, Any]) -> Iterator[None]:
+    """Blocks kernels of the hub: code that transformers runs if ``kernels`` is installed.
+
+    A model's config may name one, as ``"attn_implementation": "org/name"``. Some transformers models also request one.
+    transformers then uses its own code instead, or raises.
+
+    Args:
+        options: Options of ``from_pretrained``. ``trust_remote_code`` allows the kernels.
+    """
+    from transformers.integrations import hub_kernels
+
+    original = hub_kernels.get_kernel
+    if not options.get("trust_remote_code"):
+        hub_kernels.get_kernel = _refuse_kernel
+    try:
+        yield
+    finally:
+        hub_kernels.get_kernel = original
+
+
+def _refuse_kernel(kernel_name: str, *_: Any, **__: Any) -> NoReturn:
+    # transformers continues without a kernel after this error, if the model requested the kernel by default.
+    raise FileNotFoundError(f"{kernel_name} is code from the hub, which runs only with model.trust_remote_code = true")
 
 
 def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Loaded:
     if config.adapter is not None:
         raise SourceError(
-            "an adapter is not merged into the modules of sentence-transformers",
+            "an adapter cannot be merged into a sentence-transformers model",
             location=f"model.adapter: {Path(config.adapter).name}",
-            hint='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
+            hint='Merge it before you save the model, or export the transformer alone: task = "feature-extraction".',
         )
-    given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
-    with transformers_exporter.quiet(), hub_kernels.refused(options):
-        found = sentence_embedding.load(
-            name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
-        )
-    beside = Pretrained(name, options, found.tokenizer, found.prompt)
-    return Loaded(found.model, revision=getattr(found.model.config, "_commit_hash", None), pretrained=beside)
+    settings = {
+        "dtype": config.dtype and getattr(torch, config.dtype),
+        "attn_implementation": config.attn_implementation,
+    }
+    model_options = {key: value for key, value in settings.items() if value}
+    with transformers_exporter.quiet(), _block_kernels(options):
+        embedder = sentence_embedding.load(name, options, model_options, f"model.source: {config.source}")
+    pretrained = Pretrained(name, options, embedder.tokenizer, embedder.prompt)
+    revision = getattr(embedder.model.config, "_commit_hash", None)
+    return Loaded(embedder.model, revision=revision, pretrained=pretrained)
 
 
 def _model_class(task: str | None, model_config: Any) -> Any:
@@ -337,5 +382,5 @@ def _model_class(task: str | None, model_config: Any) -> Any:
 
     if task is not None:
         return getattr(transformers, AUTO_CLASSES[task])
-    named = [getattr(transformers, name, None) for name in model_config.architectures or []]
-    return next((cls for cls in named if cls is not None), transformers.AutoModel)
+    classes = [getattr(transformers, name, None) for name in model_config.architectures or []]
+    return next((cls for cls in classes if cls is not None), transformers.AutoModel)

@@ -23,7 +23,7 @@ FOLDER = "preprocessor"
 Kind = Literal["tokenizer", "image_processor", "feature_extractor"]
 
 # The inputs that each kind returns, and the files that show that a model has one.
-_MAKES: dict[Kind, set[str]] = {
+_INPUTS: dict[Kind, set[str]] = {
     "tokenizer": {"input_ids"},
     "image_processor": {"pixel_values"},
     "feature_extractor": {"input_values", "input_features"},
@@ -43,7 +43,7 @@ _BACKENDS: dict[Kind, dict[str, str]] = {"image_processor": {"backend": "pil"}} 
 # Neither code nor pickles.
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".bpe"}
 # Local paths and load options, which have no use on another machine.
-_OF_THIS_MACHINE = {
+_LOCAL_SETTINGS = {
     *(
         "name_or_path",
         "_name_or_path",
@@ -93,14 +93,14 @@ def save(
         return Saved()
     # For a model from a factory, only a name is known: nothing is downloaded for it.
     options = {"local_files_only": True, **pretrained.options}
-    for kind, makes in _MAKES.items():
-        if makes.isdisjoint(inputs) and not (gives_tokens and kind == "tokenizer"):
+    for kind, names in _INPUTS.items():
+        if names.isdisjoint(inputs) and not (gives_tokens and kind == "tokenizer"):
             continue
         try:
-            if not _is_there(pretrained, kind, options):
+            if not _is_available(pretrained, kind, options):
                 continue
             _check_links(Path(pretrained.name))
-            processor = _loaded(pretrained, kind, options)
+            processor = _load(pretrained, kind, options)
             if kind == "tokenizer" and longest is not None:
                 processor.model_max_length = min(processor.model_max_length, longest)
             _save(processor, folder / FOLDER)
@@ -118,26 +118,29 @@ def _check_links(source: Path) -> None:
     blobs = inside.parent.parent / "blobs"  # the hub's cache has links to this folder
     for path in sorted(source.rglob("*")):
         if path.is_symlink() and (path.suffix in _SUFFIXES or path.is_dir()):
-            aim = path.resolve()
-            if not (aim.is_relative_to(inside) or (inside.parent.name == "snapshots" and aim.parent == blobs)):
-                raise ValueError(f"{path.relative_to(source)} is a link out of the model's folder: copy the file there")
+            target = path.resolve()
+            is_blob = inside.parent.name == "snapshots" and target.parent == blobs
+            if not (target.is_relative_to(inside) or is_blob):
+                raise ValueError(
+                    f"{path.relative_to(source)} is a link out of the model's folder; copy the file into the folder"
+                )
 
 
-def _at_hand(pretrained: Pretrained, kind: Kind) -> Any:
+def _find_loaded(pretrained: Pretrained, kind: Kind) -> Any:
     """Returns the processor that was loaded with the model, or None."""
     return {"tokenizer": pretrained.tokenizer, "image_processor": pretrained.image_processor}.get(kind)
 
 
-def _is_there(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> bool:
-    if _at_hand(pretrained, kind) is not None:
+def _is_available(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> bool:
+    if _find_loaded(pretrained, kind) is not None:
         return True
     return any(find(pretrained.name, name, options) is not None for name in _FILES[kind])
 
 
-def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> Any:
+def _load(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> Any:
     import transformers
 
-    if (processor := _at_hand(pretrained, kind)) is not None:
+    if (processor := _find_loaded(pretrained, kind)) is not None:
         return processor
     with panics_as_errors():
         return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
@@ -148,25 +151,25 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
 def _save(processor: Any, folder: Path) -> None:
     """Writes the same files for the same processor, independent of its origin and use."""
     if not type(processor).__module__.startswith("transformers."):
-        raise ValueError(f"{type(processor).__name__} is code of the model's own, which no bundle holds")
+        raise ValueError(f"{type(processor).__name__} is custom code, which is not saved in a bundle")
     if getattr(processor, "is_fast", False):  # calls change the padding and truncation settings
         processor.backend_tokenizer.no_padding()
         processor.backend_tokenizer.no_truncation()
     with signals.temporary_folder() as scratch:
         processor.save_pretrained(scratch)
         files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
-        if odd := [path.name for path in files if path.suffix not in _SUFFIXES]:
-            raise ValueError(f"it is kept in {', '.join(odd)}, which may hold code")
+        if unsafe := [path.name for path in files if path.suffix not in _SUFFIXES]:
+            raise ValueError(f"the files {', '.join(unsafe)} may contain code, so they are not saved")
         for path in files:
-            location = folder / path.relative_to(scratch)
-            location.parent.mkdir(parents=True, exist_ok=True)
+            target = folder / path.relative_to(scratch)
+            target.parent.mkdir(parents=True, exist_ok=True)
             if path.name.endswith("_config.json"):
                 settings = json.loads(path.read_text(encoding="utf-8"))
-                kept = {key: value for key, value in settings.items() if key not in _OF_THIS_MACHINE}
-                text = json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False)
-                location.write_text(f"{text}\n", encoding="utf-8")
+                portable = {key: value for key, value in settings.items() if key not in _LOCAL_SETTINGS}
+                text = json.dumps(portable, indent=2, sort_keys=True, ensure_ascii=False)
+                target.write_text(f"{text}\n", encoding="utf-8")
             else:
-                shutil.copyfile(path, location)
+                shutil.copyfile(path, target)
 
 
 def load(folder: Path, kind: Kind) -> Any:
@@ -187,7 +190,9 @@ def load(folder: Path, kind: Kind) -> Any:
             )
     except Exception as error:  # transformers raises many kinds
         raise BundleError(
-            f"transformers cannot load it: {first_line(error)}", location=f"{FOLDER}, {kind.replace('_', ' ')}"
+            f"transformers cannot load the {kind.replace('_', ' ')}: {first_line(error)}",
+            location=FOLDER,
+            hint="Export the bundle again.",
         ) from error
 
 

@@ -21,8 +21,8 @@ def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]
     """
     if Path(name).is_dir():
         return sorted(path for path in Path(name).rglob(filename) if path.is_file())
-    found = find(name, filename, options)
-    return [] if found is None else [found]
+    path = find(name, filename, options)
+    return [] if path is None else [path]
 
 
 def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
@@ -37,14 +37,14 @@ def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
         return path if path.is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(
+    cached = cached_file(
         name,
         filename,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         **{key: options[key] for key in ("subfolder", *_FROM_HUB) if key in options},
     )
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def check_shards(name: str) -> None:
@@ -62,14 +62,18 @@ def check_shards(name: str) -> None:
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError, RecursionError) as error:
-            raise SourceError(f"it is no JSON: {first_line(error)}", location=str(path)) from error
+            raise SourceError(
+                f"the index of the weights is not valid JSON: {first_line(error)}",
+                location=str(path),
+                hint="Save the model again.",
+            ) from error
         parts = index.get("weight_map") if isinstance(index, dict) else None
         for part in dict.fromkeys(map(str, parts.values())) if isinstance(parts, dict) else ():
             if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
                 raise SourceError(
-                    f"it names {part}, which lies outside of the model's folder",
+                    f"the weights file {part} is outside of the model's folder",
                     location=str(path),
-                    hint="Copy the file there, and name it alone.",
+                    hint="Copy the file into the folder, and correct its path in the index.",
                 )
 
 

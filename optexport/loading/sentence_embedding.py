@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from optexport._utils.extras import check_extra
-from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, TRANSFORMER_ALONE, sentence_kind
 from optexport.errors import SourceError, first_line, panics_as_errors
 from optexport.loading import sentence_settings
 from optexport.loading.pretrained_files import find
@@ -82,7 +82,7 @@ class Embedder:
     prompt: str
 
 
-def wanted(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
+def is_sentence_model(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
     """Returns True if the task, or without one the folder, asks for sentence embeddings.
 
     Args:
@@ -100,7 +100,9 @@ def _kind(name: str, options: Mapping[str, Any]) -> str | None:
     try:
         return sentence_kind(path)
     except (ValueError, AttributeError) as error:
-        raise SourceError(f"it is no JSON object: {first_line(error)}", location=str(path)) from error
+        raise SourceError(
+            f"the file is not a JSON object: {first_line(error)}", location=str(path), hint="Save the model again."
+        ) from error
 
 
 def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any], location: str) -> Embedder:
@@ -118,26 +120,26 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     """
     kind = _kind(name, options)
     if kind != "SentenceTransformer":
-        what = f"it is a {kind} of sentence-transformers" if kind else f"it holds no {MODULES}"
+        problem = f"is a {kind} of sentence-transformers" if kind else f"has no {MODULES}"
         raise SourceError(
-            f"{what}, so it gives no sentence embeddings",
+            f"the model {problem}, so it has no sentence embeddings",
             location=location,
-            hint=f'task = "{SENTENCES}" is for what SentenceTransformer.save_pretrained wrote.',
+            hint=f'Use task = "{SENTENCES}" for a folder that SentenceTransformer.save_pretrained wrote.',
         )
-    check_extra("sentence-transformers", location, TRANSFORMER_ALONE)
+    check_extra("sentence-transformers", location, OR_TRANSFORMER_ALONE)
     from sentence_transformers import SentenceTransformer
 
     sentence_settings.check(name, options)
-    given = {**model_options, "weights_only": True}  # these options override the folder's settings
+    model_kwargs = {**model_options, "weights_only": True}  # these options override the folder's settings
     try:
         with panics_as_errors():
-            sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
+            sentences = SentenceTransformer(name, device="cpu", model_kwargs=model_kwargs, **options).eval()
             probe = sentences.preprocess(["a", "a b c"])
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
         raise SourceError(
-            f"sentence-transformers could not load it: {first_line(error)}",
+            f"sentence-transformers could not load the model: {first_line(error)}",
             location=location,
-            hint="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
+            hint="The folder contains custom code. Read that code, then set model.trust_remote_code = true."
             if "trust_remote_code" in str(error)
             else TRANSFORMER_ALONE,
         ) from error
@@ -147,7 +149,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
     if prompt and any(getattr(module, "include_prompt", True) is False for module in modules):
         raise SourceError(
-            "its pooling leaves out the tokens of the prompt, wherever a row's padding ends, which no graph holds",
+            "the pooling skips the tokens of the prompt, whose positions depend on the padding, so it has no graph",
             location=location,
             hint=TRANSFORMER_ALONE,
         )
@@ -158,14 +160,14 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
 def _check_transformer(module: nn.Module, location: str) -> None:
     if not isinstance(getattr(module, "model", None), PreTrainedModel):
         raise SourceError(
-            f"it starts with a {type(module).__name__}, which no model of transformers is",
+            f"expected a transformers model as the first module, found {type(module).__name__}",
             location=location,
-            hint="Models that start with a Transformer are exported; for others give a python: factory.",
+            hint='Write a function that builds the model, and set source = "python:my_model:build".',
         )
     takes: Any = module.modality_config
     if "text" not in takes or "message" in takes:  # chat models take messages
         raise SourceError(
-            f"it takes {', '.join(map(str, takes))}, and not plain texts",
+            f"expected a model of plain texts, found a model of {', '.join(map(str, takes))}",
             location=location,
             hint=TRANSFORMER_ALONE,
         )
@@ -188,8 +190,9 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
             missing = [key for key in missing if not key.startswith("pooler.")]
         if missing:
             raise SourceError(
-                f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
+                f"{len(missing)} weights are missing in the checkpoint, such as {missing[0]}, and would be random",
                 location=f"{location}, {entry['path'] or type(model).__name__}",
+                hint="Save the model again with all its weights.",
             )
 
 
@@ -197,15 +200,15 @@ def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], locat
     """Runs the modules on ids and mask only, so that an error names the module."""
     features = {name: value for name, value in features.items() if name in ("input_ids", "attention_mask")}
     for module in modules:
-        what = f"{location}, {type(module).__name__}"
+        module_location = f"{location}, {type(module).__name__}"
         try:
             with torch.no_grad():
                 features = module(features)
         except Exception as error:  # a module's own code may raise anything
             raise SourceError(
-                f"it does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
-                location=what,
+                f"the module does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
+                location=module_location,
                 hint=TRANSFORMER_ALONE,
             ) from error
     if not isinstance(features.get(_OUTPUT), torch.Tensor):
-        raise SourceError(f"its modules give no {_OUTPUT}", location=location, hint=TRANSFORMER_ALONE)
+        raise SourceError(f"the modules of the model return no {_OUTPUT}", location=location, hint=TRANSFORMER_ALONE)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from optexport.config.tasks import TRANSFORMER_ALONE
+from optexport.config.tasks import OR_TRANSFORMER_ALONE
 from optexport.errors import SourceError, first_line
 from optexport.loading import adapters
 from optexport.loading.pretrained_files import find
@@ -48,8 +48,8 @@ _ALLOWED: Mapping[str, Collection[str]] = {
     "config_kwargs": _CONFIG,
     "config_args": _CONFIG,
 }
-_MOST = 200  # modules; circular links would otherwise repeat them
-_DROPPED = "trust_remote_code"  # sentence-transformers ignores this setting of a folder
+_MAX_MODULES = 200  # modules; circular links would otherwise repeat them
+_IGNORED = "trust_remote_code"  # sentence-transformers ignores this setting of a folder
 _ELSEWHERE = ("model_name_or_path", "tokenizer_name_or_path", "processor_name", "cache_dir")
 
 
@@ -66,16 +66,20 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     modules = find(name, MODULES, options)
     listed = [] if modules is None else _read(modules)
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-        raise SourceError("it is no list of JSON objects", location=str(modules))
-    waiting = [("", ""), *((str(entry.get("path", "")), _known_class(entry.get("type"), modules)) for entry in listed)]
-    seen: set[tuple[str, str]] = set()
-    while waiting:
-        subfolder, kind = waiting.pop()
-        if (subfolder, kind) in seen:
+        raise SourceError("the file is not a list of JSON objects", location=str(modules), hint="Save the model again.")
+    pending = [("", ""), *((str(entry.get("path", "")), _check_class(entry.get("type"), modules)) for entry in listed)]
+    checked: set[tuple[str, str]] = set()
+    while pending:
+        subfolder, kind = pending.pop()
+        if (subfolder, kind) in checked:
             continue
-        seen.add((subfolder, kind))
-        if len(seen) > _MOST:
-            raise SourceError(f"it holds more than {_MOST} modules", location=name)
+        checked.add((subfolder, kind))
+        if len(checked) > _MAX_MODULES:
+            raise SourceError(
+                f"the model has more than {_MAX_MODULES} modules",
+                location=name,
+                hint="Check the router_config.json of its modules for circular paths.",
+            )
         inside = {**options, "subfolder": subfolder}
         for filename in _SETTINGS:
             if (path := find(name, filename, inside)) is not None:
@@ -88,24 +92,26 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             types = None if (path := find(name, filename, inside)) is None else _read(path)
             types = types.get("types") if isinstance(types, dict) else None
             if isinstance(types, dict):
-                waiting += [(str(PurePosixPath(subfolder, each)), _known_class(of, path)) for each, of in types.items()]
+                pending += [(str(PurePosixPath(subfolder, key)), _check_class(cls, path)) for key, cls in types.items()]
 
 
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise SourceError(f"it is no JSON: {first_line(error)}", location=str(path)) from error
+        raise SourceError(
+            f"the file is not valid JSON: {first_line(error)}", location=str(path), hint="Save the model again."
+        ) from error
 
 
-def _known_class(kind: Any, path: Path | None) -> str:
+def _check_class(kind: Any, path: Path | None) -> str:
     """Returns the name of a class; rejects unknown classes of sentence-transformers."""
     name = kind.rpartition(".")[2] if isinstance(kind, str) else ""
     if not name or (kind.startswith(_OWN) and name not in _CLASSES):
         raise SourceError(
-            f"a module is of the class {kind}, which is not known to read nothing but its own folder",
+            f"the class {kind} of a module is not supported, because it may read other files than its own",
             location=str(path),
-            hint=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
+            hint=f"Use modules of these classes: {', '.join(sorted(_CLASSES))}. {OR_TRANSFORMER_ALONE}",
         )
     return name
 
@@ -120,38 +126,38 @@ def _check_dense(path: Path | None) -> None:
     function = settings.get("activation_function")
     if function is not None and not str(function).startswith("torch."):
         raise SourceError(
-            f"its activation_function is {function}, which is none of torch's, and another would be taken for it",
+            f"the activation_function {function} is not from torch, so sentence-transformers would replace it",
             location=str(path),
-            hint="Where that code may run: model.trust_remote_code = true.",
+            hint="Set model.trust_remote_code = true if that code may run.",
         )
     if unknown := sorted(settings.keys() - inspect.signature(Dense).parameters.keys()):
         raise SourceError(
-            f"its {unknown[0]} is unknown to sentence-transformers, which would leave it out",
+            f"the key {unknown[0]} is unknown to sentence-transformers, which would ignore it",
             location=str(path),
-            hint=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+            hint=f"Remove the key if the model does not need it. {OR_TRANSFORMER_ALONE}",
         )
 
 
 def _check_settings(settings: Any, path: Path) -> None:
     if not isinstance(settings, dict):
-        raise SourceError("it is no JSON object", location=str(path))
-    refused = [key for key in _ELSEWHERE if settings.get(key) is not None]
+        raise SourceError("the file is not a JSON object", location=str(path), hint="Save the model again.")
+    unsafe = [key for key in _ELSEWHERE if settings.get(key) is not None]
     for table, allowed in _ALLOWED.items():
-        given = settings.get(table, {})
-        if not isinstance(given, dict):
-            raise SourceError(f"{table} is no JSON object", location=str(path))
-        for key, value in given.items():
-            if key != _DROPPED and (key not in allowed or not _plain(value)):
-                refused.append(f"{table}.{key}")
-    if refused:
+        options = settings.get(table, {})
+        if not isinstance(options, dict):
+            raise SourceError(f"{table} is not a JSON object", location=str(path), hint="Save the model again.")
+        for key, value in options.items():
+            if key != _IGNORED and (key not in allowed or not _is_plain(value)):
+                unsafe.append(f"{table}.{key}")
+    if unsafe:
         raise SourceError(
-            f"it sets {refused[0]}, which may run code, or read other files than the folder's",
+            f"the setting {unsafe[0]} may run code, or read files outside of the model's folder",
             location=str(path),
-            hint=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+            hint=f"Remove the setting if the model does not need it. {OR_TRANSFORMER_ALONE}",
         )
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Returns True for a number, a boolean, or a name that is neither a path nor a hub id."""
     if isinstance(value, str):
         return re.fullmatch(r"[\w.]*", value) is not None

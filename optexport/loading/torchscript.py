@@ -24,7 +24,7 @@ from optexport.signature.arguments import plain
 from optexport.signature.signature import call_signature
 from optexport.tracing import transformers_exporter
 
-_MEND = "Export the model from its Python source, or a submodule of it that only computes."
+_HINT = "Export the model from its Python source, or export a submodule without loops and state."
 
 
 def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
@@ -42,26 +42,26 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
     signature = call_signature(script)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    made = None
+    converter = None
     try:
         with transformers_exporter.quiet(), torch.no_grad():
-            made = _converter.TS2EPConverter(script, bound.args)
-            blocks, attributes = _converter.get_block_to_lifted_attrs(made.ts_graph)
+            converter = _converter.TS2EPConverter(script, bound.args)
+            blocks, attributes = _converter.get_block_to_lifted_attrs(converter.ts_graph)
             graph_module = _converter.TS2FXGraphConverter(
-                made.ts_graph,
-                made.name_to_param,
-                made.name_to_buffer,
+                converter.ts_graph,
+                converter.name_to_param,
+                converter.name_to_buffer,
                 blocks,
-                made.name_to_non_tensor_attributes,
-                made.name_to_constant,
+                converter.name_to_non_tensor_attributes,
+                converter.name_to_constant,
                 attributes,
             ).convert()
             replace_quantized_ops_with_standard_ops(graph_module)
     except Exception as error:  # the converter raises many types
         raise SourceError(
-            f"torch.export's converter cannot turn the program into a graph: {_reason(made, error)}",
+            f"the converter of torch.export cannot convert the program to a graph: {_find_reason(converter, error)}",
             location=_name(script),
-            hint=_MEND,
+            hint=_HINT,
         ) from error
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for placeholder, parameter in zip(placeholders, signature.parameters.values(), strict=True):
@@ -84,13 +84,13 @@ def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tupl
             failures.append(None)
         except Exception as error:  # a program may raise any error, and tracing calls it again
             failures.append(error)
-    ours, theirs = failures
-    if ours is not None and theirs is None:
+    graph_error, script_error = failures
+    if graph_error is not None and script_error is None:
         raise SourceError(
-            f"the graph that torch.export's converter makes of it does not run: {first_line(ours)}",
+            f"the program runs, but its graph from the converter of torch.export fails: {first_line(graph_error)}",
             location=_name(script),
-            hint=_MEND,
-        ) from ours
+            hint=_HINT,
+        ) from graph_error
 
 
 def load(path: Path) -> torch.jit.ScriptModule:
@@ -122,20 +122,21 @@ def _refuse_state(script: torch.jit.ScriptModule) -> None:
     for node in _nodes(script.inlined_graph):
         if node.kind() == "prim::SetAttr":
             raise SourceError(
-                f"it changes its attribute {node.s('name')} when it is called (prim::SetAttr, {_line(str(node))})",
+                f"the program changes its attribute {node.s('name')} in a call (prim::SetAttr, {_line(str(node))})",
                 location=_name(script),
-                hint=_MEND,
+                hint=_HINT,
             )
 
 
 def _line(node: str) -> str:
     """Returns the file and line of a node's source, from the text of the node."""
-    found = re.search(r"# ([^\s\]]+?):(\d+):\d+", node)
-    return f"{Path(found.group(1)).name}, line {found.group(2)}" if found else "no line known"
+    match = re.search(r"# ([^\s\]]+?):(\d+):\d+", node)
+    return f"{Path(match.group(1)).name}, line {match.group(2)}" if match else "unknown line"
 
 
-def _reason(converter: _converter.TS2EPConverter | None, error: Exception) -> str:
+def _find_reason(converter: _converter.TS2EPConverter | None, error: Exception) -> str:
     """Returns the unsupported operators with their lines, or the converter's own error."""
-    told = "" if converter is None else str(converter.explain(print_output=False))
-    unknown = [(kind, _line(node)) for kind, node in re.findall(r"^ *\d+\. (\S+) \[(.*)", told, re.MULTILINE)]
-    return ", ".join(f"{kind} ({line})" for kind, line in dict.fromkeys(unknown)) or first_line(error)
+    explanation = "" if converter is None else str(converter.explain(print_output=False))
+    nodes = re.findall(r"^ *\d+\. (\S+) \[(.*)", explanation, re.MULTILINE)
+    unsupported = dict.fromkeys((kind, _line(node)) for kind, node in nodes)
+    return ", ".join(f"{kind} ({line})" for kind, line in unsupported) or first_line(error)

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from optexport.config.metrics import DEFAULT_K, METRIC, DecisionConfig, beside_gate
+from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, DecisionConfig, round_for_gate
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.parity import distances
 from optexport.parity.metrics import (
@@ -152,9 +152,9 @@ def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> di
         ConfigError: A metric cannot be imported or is not callable.
     """
     metrics: dict[str, Metric] = {}
-    for name in (name for name in gates or () if name.startswith(METRIC)):
+    for name in (name for name in gates or () if name.startswith(CUSTOM_METRIC)):
         target = f"parity.metrics.{name}"
-        metrics[name] = registry.import_from(name.removeprefix(METRIC), folder, target)
+        metrics[name] = registry.import_from(name.removeprefix(CUSTOM_METRIC), folder, target)
         if not callable(metrics[name]):
             raise ConfigError(f"it is a {type(metrics[name]).__name__}, not a function", location=target)
     return metrics
@@ -317,7 +317,7 @@ def described(decision: Decision) -> str:
         return "measured nowhere, since there is nothing to count"
     counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of made-up inputs")
     interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
-    shown = beside_gate(decision.value, decision.gate.min, 6 if measure in _SHARES else 9)
+    shown = round_for_gate(decision.value, decision.gate.min, 6 if measure in _SHARES else 9)
     if measure == "cosine":
         return f"{shown} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
     ties = f", {decision.ties} of them by ties" if measure in _SHARES and decision.ties else ""

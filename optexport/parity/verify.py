@@ -11,7 +11,7 @@ from pathlib import Path
 from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, REFERENCE, as_path
 from optexport.bundle.manifest import GateRecord, Manifest, ToleranceRecord
-from optexport.config.metrics import MEASURES, METRIC
+from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import CaseDecision, Gate, pooled
@@ -101,8 +101,8 @@ def gates_of(manifest: Manifest) -> list[Gate]:
         BundleError: A gate refers to an unknown metric or output.
     """
     outputs = [output.name for output in manifest.outputs]
-    records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
-    if not all(record.measure in MEASURES and record.output in outputs for record in records):
+    records = [record for record in manifest.parity.gates if not record.measure.startswith(CUSTOM_METRIC)]
+    if not all(record.measure in METRICS and record.output in outputs for record in records):
         raise BundleError("it has a gate on what is no measure, or no output", location=MANIFEST)
     gates = [_gate(record, manifest) for record in records]
     return [gate for gate in gates if gate is not None]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
 from optexport.cache.imported_modules import KNOWN, imported_from
-from optexport.config.metrics import METRIC
+from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
@@ -204,7 +204,9 @@ def _packages(job: Job) -> set[str]:
     objects = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
     references = [job.config.model.source, *(job.config.parity.metrics or ())]
     modules = {type(item).__module__ for item in objects}
-    modules |= {name.removeprefix(METRIC).partition(":")[0] for name in references if name.startswith(METRIC)}
+    modules |= {
+        name.removeprefix(CUSTOM_METRIC).partition(":")[0] for name in references if name.startswith(CUSTOM_METRIC)
+    }
     names = {module.partition(".")[0] for module in modules} - KNOWN
     names |= set() if job.loaded.pretrained is None else {"tokenizers"}
     names |= set() if job.config.inputs.images is None else {"PIL", "numpy"}
@@ -230,8 +232,8 @@ def _named(config: Config, folder: Path) -> list[str]:
     if source_kind(source, folder) in (SourceKind.FOLDER, SourceKind.PT2, SourceKind.TORCHSCRIPT):
         named.append(source)
     for reference in (source, *(rule.use for rule in config.rules()), *(config.parity.metrics or ())):
-        if reference.startswith(METRIC):
-            module = reference.removeprefix(METRIC).partition(":")[0].partition(".")[0]
+        if reference.startswith(CUSTOM_METRIC):
+            module = reference.removeprefix(CUSTOM_METRIC).partition(":")[0].partition(".")[0]
             named += [name for name in (f"{module}.py", module) if (folder / name).exists()]
     return list(dict.fromkeys(named))
 

@@ -20,9 +20,9 @@ from optexport.bundle.measurements import Measured, read_measured
 from optexport.cache import store
 from optexport.config import tracking_uri
 from optexport.config.custom_code import check_custom_code
-from optexport.config.load import checked_settings
+from optexport.config.load import validate_settings
 from optexport.config.schema import Config
-from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
+from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
@@ -62,7 +62,7 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
             location=str(bundle),
             hint="Call optexport.export again, and compare: optexport diff",
         )
-    config = _in_order(unmeasured(checked_settings(manifest.config, str(bundle))), manifest)
+    config = _in_order(unmeasured(validate_settings(manifest.config, str(bundle))), manifest)
     check_custom_code(config, str(bundle))
     config = _with_store(config, bundle, folder)
     _check_named(config, bundle, folder)
@@ -79,7 +79,7 @@ def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
     """Sets the MLflow URI from the environment: a bundle's author could name any server."""
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
-    if (uri := tracking_uri.of_environment()) is not None:
+    if (uri := tracking_uri.find_environment_uri()) is not None:
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     raise ConfigError(
         f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",
@@ -96,11 +96,11 @@ def _check_named(config: Config, bundle: Path, folder: Path) -> None:
     called |= {f"parity.metrics.{name}": name for name in config.parity.metrics or ()}
     for key, name in called.items():
         if name.startswith(PLUGIN):
-            mistakes.of(check_module, name.removeprefix(PLUGIN), folder, f"{path}: {key}")
-    mistakes.of(check_source, config, path)
-    mistakes.of(check_beside_source, config, path)
+            mistakes.collect(check_module, name.removeprefix(PLUGIN), folder, f"{path}: {key}")
+    mistakes.collect(check_source, config, path)
+    mistakes.collect(check_source_keys, config, path)
     try:
-        mistakes.tell()
+        mistakes.raise_all()
     except ConfigError as error:
         raise ConfigError(
             error.message,

@@ -20,11 +20,11 @@ from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.bundle.outcomes import Outcome
 from optexport.config.benchmarks import TuneConfig
-from optexport.config.checks import check_extras
 from optexport.config.load import load_config
+from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.diagnosis import reproduction
 from optexport.errors import ConfigError
 from optexport.inference.describe import describe
@@ -32,7 +32,7 @@ from optexport.inputs import preparation
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.loading import loader
 from optexport.loading.loader import Loaded
-from optexport.loading.processing import built_in
+from optexport.loading.processing import add_processing
 from optexport.parity import gates, noise_floor
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import ParityChecker
@@ -84,7 +84,7 @@ def run(  # noqa: PLR0913 - options of the public API
     path, dump = layout.as_path(path, "path"), None if dump is None else layout.as_path(dump, "dump")
     config, folder = load_config(path, without), path.parent
     # Read now, because the file may change during the run. A tracking URI may contain a password.
-    text = without_secrets(path)
+    text = read_redacted(path)
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",
@@ -173,7 +173,7 @@ def prepare(
         if loaded.program is None:
             constants = as_constants(config.inputs.constants)
             arguments = arguments_of(loaded.model, list(given.example), constants)
-            loaded = loaded.called_with(given.example, arguments)
+            loaded = loaded.with_example(given.example, arguments)
     return Job(
         config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
     )
@@ -258,7 +258,7 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
         downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
-    return built_in(loader.load(config.model, folder, downloaded), config.processing)
+    return add_processing(loader.load(config.model, folder, downloaded), config.processing)
 
 
 def make_checker(job: Job, reference: Reference, signature: Signature) -> ParityChecker:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
-from optexport.config.metrics import beside_gate
+from optexport.config.metrics import round_for_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.parity.cases import Case
 from optexport.parity.checker import ParityChecker, TargetParity
@@ -223,7 +223,7 @@ def _values(target: TargetParity) -> list[GateValueRecord]:
         GateValueRecord(
             measure=decision.gate.measure,
             output=decision.gate.output,
-            value=float(beside_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
+            value=float(round_for_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
             min=decision.gate.min,
         )
         for decision in target.decisions

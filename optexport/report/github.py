@@ -7,7 +7,7 @@ import re
 import sys
 
 from optexport.bundle.manifest import OutputRecord, ParityRecord, TargetRecord
-from optexport.config.metrics import beside_gate
+from optexport.config.metrics import round_for_gate
 from optexport.errors import OptexportError, on_one_line, printable
 from optexport.report.parity_text import (
     atol_text,
@@ -70,7 +70,7 @@ def _gate_lines(parity: ParityRecord) -> list[str]:
     rows = []
     for target, decision in list_decisions(parity):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
-        value = "-" if decision.value is None else beside_gate(decision.value, decision.min)
+        value = "-" if decision.value is None else round_for_gate(decision.value, decision.min)
         title = _escape_markdown(metric_title(decision))
         verdict = "passed" if decision.failure is None else "**failed**"
         rows.append(

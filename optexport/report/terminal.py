@@ -14,7 +14,7 @@ from rich.table import Table
 from optexport.bench import report
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, PrecisionRecord, TensorRecord
-from optexport.config.metrics import beside_gate
+from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import ORIGINAL, CaseParity, OutputParity, TargetParity
 from optexport.report import tuning
@@ -123,7 +123,7 @@ def _layer_lines(record: PrecisionRecord) -> Iterator[str]:
 
 
 def _gate_values(values: Sequence[GateValueRecord]) -> str:
-    texts = ["none" if value.value is None else beside_gate(value.value, value.min) for value in values]
+    texts = ["none" if value.value is None else round_for_gate(value.value, value.min) for value in values]
     names = [f"{value.measure}{f' of {value.output}' if value.output else ''}" for value in values]
     return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
 
@@ -237,7 +237,7 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
     for target in targets:
         for decision in target.decisions:
             interval = "" if decision.low is None else f" ({decision.low:.6g} to {decision.high:.6g})"
-            value, minimum = beside_gate(decision.value, decision.gate.min), f"{decision.gate.min:.15g}"
+            value, minimum = round_for_gate(decision.value, decision.gate.min), f"{decision.gate.min:.15g}"
             cells = [value, minimum, f"{decision.mean:.6g}{interval}", f"{decision.count}", f"{decision.ties}"]
             style = None if decision.passed else "red"
             table.add_row(target.title, escape(decision.gate.name), *cells, style=style)

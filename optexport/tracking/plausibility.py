@@ -11,7 +11,7 @@ from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import Manifest, TargetRecord
 from optexport.bundle.measurements import BenchRecord, FigureRecord
-from optexport.config.metrics import MEASURES
+from optexport.config.metrics import METRICS
 from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line
 from optexport.tracking.bundle_record import BundleRecord
@@ -56,7 +56,7 @@ def _impossible(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
     for decision in target.decisions:
         # The interval is not checked, because it may exceed the range of the metric. The range of a custom metric is
         # unknown.
-        least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
+        least = METRICS[decision.measure][0] if decision.measure in METRICS else None
         if decision.failure is not None:
             yield f"{target.title}, {decision.measure}: {decision.failure}"
         elif least is not None and decision.mean is not None and not least <= decision.mean <= 1:

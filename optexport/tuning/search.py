@@ -106,7 +106,7 @@ class Search:
 
     def _is_valid(self, trial: Trial) -> bool:
         """Returns True if a cached trial fits this search; a damaged cache may hold anything."""
-        passes = format_passes.of_format(self.format, self.job.config.model.device)
+        passes = format_passes.list_passes(self.format, self.job.config.model.device)
         return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.passes) <= set(passes)
 
     def _find_start(self) -> None:
@@ -123,7 +123,7 @@ class Search:
     def _single_changes(self) -> list[Candidate]:
         """Returns the start with each format pass toggled, and without each matching rule."""
         # Format passes first, because they change more, in case the time is too short for all.
-        passes: list[Option] = [*format_passes.of_format(self.format, self.job.config.model.device)]
+        passes: list[Option] = [*format_passes.list_passes(self.format, self.job.config.model.device)]
         rules = [i for i in self.builder.matching_rules(self.start) if i not in self.plain]
         return [self.start ^ {option} for option in [*passes, *rules]]
 

@@ -10,7 +10,7 @@ from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
-from optexport.config.metrics import METRIC
+from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Format
 from optexport.job import Job, resolved
 from optexport.parity.checker import ParityChecker
@@ -73,7 +73,7 @@ def _cache_entry(
     """Returns the cache entry of a format's trials."""
     reference, gates = proof.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
-    metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
+    metrics = {gate.removeprefix(CUSTOM_METRIC).partition(":")[0] for gate in gates if gate.startswith(CUSTOM_METRIC)}
     return store.name(
         "tuning",
         model_key.of(traced.graph_module, job.loaded.model),

@@ -73,7 +73,7 @@ def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -
     assert told["a"] is None
     assert "it crashed by SIGSEGV" in told["crashes"]
     assert "it took more than 2.0 GiB of memory" in told["eats"]
-    assert 'modle: there is no such key. Did you mean "model"?' in told["wrong"]
+    assert 'modle: unknown table "modle". Did you mean "model"?' in told["wrong"]
     for name in ("a", "b"):
         assert found["rows"][f"{name}.toml"]["output"] == str(tmp_path / "out" / name)
         verify(tmp_path / "out" / name)

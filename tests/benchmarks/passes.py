@@ -67,7 +67,7 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         save_file(batch(*shape), folder / f"{label}.safetensors")
         loads.append(Workload({label: shape[0]}, shape[0], folder / f"{label}.safetensors"))
     for file_format in formats:
-        names = format_passes.of_format(file_format)
+        names = format_passes.list_passes(file_format)
         plain = write(made, file_format, (), folder)
         asked = dict.fromkeys([*((name,) for name in names), names])
         # The first of equal files.

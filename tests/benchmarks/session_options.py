@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, _Change] = {
     "session.disable_prepacking": lambda o: o.add_session_config_entry("session.disable_prepacking", "1"),
     "session.set_denormal_as_zero": lambda o: o.add_session_config_entry("session.set_denormal_as_zero", "1"),
 }
-_LOWERED = [name for name in format_passes.of_format("onnx") if name in ("attention", "sum-residuals")]
+_LOWERED = [name for name in format_passes.list_passes("onnx") if name in ("attention", "sum-residuals")]
 
 
 def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, list[float]]:

@@ -130,7 +130,7 @@ def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monke
     assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESS
-    assert ("holds no config.json" in told) is (source in (".", "package:click"))
+    assert ("has no config.json" in told) is (source in (".", "package:click"))
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_bundle_is_refused_and_its_pt2_file_is_accepted(tmp_path: Path, monkeypa
     Path("bundle").mkdir()
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "bundle" / name).touch()
-    assert "Name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
+    assert "Set source to bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
     told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
     assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
     config = load_config(tmp_path / "optexport.toml")

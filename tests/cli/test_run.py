@@ -30,7 +30,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
     "factory of no model": (config("halves:number"), 3, "not a module"),
     "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
-    "no folder of a model": (config().replace("python:halves:load", "."), 3, "it holds no config.json"),
+    "no folder of a model": (config().replace("python:halves:load", "."), 3, "has no config.json"),
     "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves takes no such input"),
     "inputs of wrong shape": (
         config(inputs='tensors.x.shape = ["batch", 5]'),
@@ -62,14 +62,14 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "axes of no input": (config(inputs='data = "x.npz"\naxes.z = ["a", "b"]'), 2, "inputs.axes.z"),
     "data of another precision": (config(inputs='data = "double.npz"'), 3, "dtype"),
     "damaged data": (config(inputs='data = "halves.npz"'), 2, "inputs.data: halves.npz: it cannot be read"),
-    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Give .safetensors, .npz, or .jsonl."),
+    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Write the name of a .safetensors, "),
     "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: this model has no tokenizer"),
     "images without a processor": (config(inputs='images = ["halves.py"]'), 2, "inputs.images"),
     "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "its lines must be objects with the same keys"),
     "plugin that is nowhere": (
         config(more='transformations = [{ use = "python:nowhere:Mine" }]'),
         2,
-        "there is no module nowhere",
+        "the module nowhere does not exist",
     ),
     "plugin of another name": (
         config(more='transformations = [{ use = "python:halves:Double" }]'),

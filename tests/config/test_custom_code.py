@@ -30,22 +30,22 @@ def spy(tmp_path: Path) -> Path:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("command", ["check", "run", "diagnose"])
-@pytest.mark.parametrize("place", CALLING)
+@pytest.mark.parametrize("key", CALLING)
 def test_custom_code_is_refused_and_not_imported(
-    spy: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch
+    spy: Path, command: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "0")  # monkeypatch restores the variable, which the option sets
-    (spy / "config.toml").write_text(CALLING[place])
+    (spy / "config.toml").write_text(CALLING[key])
     done = CliRunner().invoke(cli, [command, "--no-custom-code", str(spy / "config.toml")])
     assert done.exit_code == 2
-    assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {place}: ")
+    assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {key}: ")
     assert "Read that code" in done.stderr
     assert not (spy / "ran").exists()
 
 
 def test_environment_variable_is_equal_to_the_option(spy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "yes")
-    with pytest.raises(ConfigError, match="forbids to run any"):
+    with pytest.raises(ConfigError, match="forbids custom code"):
         parse_config(CALLING["model.source"], spy / "config.toml")
     monkeypatch.setenv(VARIABLE, "0")
     parse_config(CALLING["model.source"], spy / "config.toml")

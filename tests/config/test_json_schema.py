@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from optexport.config.json_schema import config_schema
-from optexport.config.load import checked_settings
+from optexport.config.load import validate_settings
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError
 from optexport.transformations import registry
@@ -82,7 +82,7 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("tables", GOOD, ids=str)
 def test_schema_accepts_configs_that_check_accepts(tables: dict[str, Any]) -> None:
-    checked_settings(MODEL | tables, "config.toml")
+    validate_settings(MODEL | tables, "config.toml")
     assert is_valid(MODEL | tables)
 
 
@@ -91,7 +91,7 @@ def test_schema_accepts_configs_that_check_accepts(tables: dict[str, Any]) -> No
 def test_check_refuses_configs_that_the_schema_refuses(tables: dict[str, Any], tmp_path: Path) -> None:
     assert not is_valid(MODEL | tables)
     with pytest.raises(ConfigError):
-        config = checked_settings(MODEL | tables, "config.toml")
+        config = validate_settings(MODEL | tables, "config.toml")
         for rule in config.rules():
             registry.check(rule.use, rule.options, "config.toml")
 
@@ -101,8 +101,8 @@ def test_every_key_of_every_table_has_a_description() -> None:
     without = [
         f"{name}.{key}"
         for name, table in tables.items()
-        for key, said in table["properties"].items()
-        if not said.get("description", "").endswith(".")
+        for key, document in table["properties"].items()
+        if not document.get("description", "").endswith(".")
     ]
     assert without == []
     assert all("Attributes" not in table["description"] for table in tables.values())

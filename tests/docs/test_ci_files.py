@@ -118,7 +118,7 @@ def test_pre_commit_hook_accepts_many_files() -> None:
     assert program == "optexport"
     result = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
     assert result.exit_code == 0, result.output
-    assert "It is a template: optexport batch CONFIG --from-registry FILTER runs it" in result.output
+    assert "for each model, use: optexport batch CONFIG --from-registry FILTER" in result.output
 
 
 def test_pre_commit_hook_ignores_bundles(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_every_format_pass_gives_a_file_that_agrees_at_any_size(
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path) -> None:
-    made, names = prepared("bert"), format_passes.of_format(file_format)
+    made, names = prepared("bert"), format_passes.list_passes(file_format)
     lowered = save(made, file_format, tmp_path / "lowered", names)
     backwards = save(made, file_format, tmp_path / "backwards", names[::-1])
     agree(lowered, plain_file("bert", file_format), file_format, made, batches("bert"))
@@ -71,13 +71,13 @@ def test_format_pass_does_not_change_the_graph_or_the_program(name: str, file_fo
 
 
 def test_passes_of_a_format_are_listed_in_application_order() -> None:
-    assert format_passes.of_format("onnx").index("sum-residuals") < format_passes.of_format("onnx").index(
+    assert format_passes.list_passes("onnx").index("sum-residuals") < format_passes.list_passes("onnx").index(
         "transformers-fusions"
     )
-    assert set(format_passes.of_format("pt2")) == {"onednn-linear", "channels-last"}
+    assert set(format_passes.list_passes("pt2")) == {"onednn-linear", "channels-last"}
 
 
 def test_passes_for_the_cpu_are_not_used_for_cuda() -> None:
-    assert format_passes.of_format("pt2", "cuda") == ()
-    assert format_passes.of_format("torchscript", "cuda") == ("freeze",)
-    assert format_passes.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")
+    assert format_passes.list_passes("pt2", "cuda") == ()
+    assert format_passes.list_passes("torchscript", "cuda") == ("freeze",)
+    assert format_passes.list_passes("onnx", "cuda") == ("sum-residuals", "attention", "gemm")

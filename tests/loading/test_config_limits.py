@@ -18,7 +18,7 @@ from tests._helpers.exports import edit_json
 def test_too_many_layers_are_refused(tmp_path: Path) -> None:
     models.model("bert").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda settings: settings.update(num_hidden_layers=10**8))
-    with pytest.raises(SourceError, match=r"num_hidden_layers is 100,000,000, and no model has more than 4,096 layers"):
+    with pytest.raises(SourceError, match=r"expected at most 4,096 layers, found num_hidden_layers = 100,000,000"):
         loader.load(ModelConfig(source=str(tmp_path)), tmp_path)
 
 
@@ -29,7 +29,7 @@ def test_too_many_layers_are_refused(tmp_path: Path) -> None:
 )
 def test_layers_of_every_part_are_counted(tmp_path: Path, settings: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(SourceError, match="no model has more than"):
+    with pytest.raises(SourceError, match="expected at most"):
         config_limits.check_counts(str(tmp_path), {})
 
 
@@ -53,14 +53,14 @@ def test_too_many_weights_are_refused(tmp_path: Path, task: str | None) -> None:
     models.model("bert").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda settings: settings.update(vocab_size=10**11))
     with pytest.raises(
-        SourceError, match=r"asks for [\d,]{15,} weights, and all files in its folder have [\d,]+ bytes"
+        SourceError, match=r"needs [\d,]{15,} weights, but the files of the folder have only [\d,]+ bytes"
     ):
         loader.load(ModelConfig(source=str(tmp_path), task=task), tmp_path)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     models.model("bert").save_pretrained(tmp_path)
-    with pytest.raises(SourceError, match="weights are not in the checkpoint, cls.predictions"):
+    with pytest.raises(SourceError, match="weights are missing in the checkpoint, such as cls.predictions"):
         loader.load(ModelConfig(source=str(tmp_path), task="fill-mask"), tmp_path)
 
 
@@ -73,5 +73,5 @@ def test_index_with_weights_outside_the_folder_is_refused(tmp_path: Path, part: 
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, part)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(SourceError, match="lies outside of the model's folder"):
+    with pytest.raises(SourceError, match="is outside of the model's folder"):
         loader.load(ModelConfig(source=str(folder)), tmp_path)

@@ -80,7 +80,7 @@ def test_tokenizer_with_custom_code_is_omitted_with_a_reason(beside: Pretrained,
     trusted = Pretrained(beside.name, {"trust_remote_code": True, "local_files_only": True})
     saved = preprocessors.save(trusted, ("input_ids",), tmp_path / "bundle")
     assert saved.kinds == ()
-    assert saved.missing == ("tokenizer: Own is code of the model's own, which no bundle holds",)
+    assert saved.missing == ("tokenizer: Own is custom code, which is not saved in a bundle",)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -91,7 +91,7 @@ def test_code_named_by_the_tokenizer_of_a_bundle_is_not_run(beside: Pretrained, 
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(BundleError, match="preprocessor, tokenizer: transformers cannot load it"):
+    with pytest.raises(BundleError, match="preprocessor: transformers cannot load the tokenizer"):
         preprocessors.load(tmp_path, "tokenizer")
     assert not (tmp_path / "ran").exists()
 

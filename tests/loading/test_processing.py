@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +26,11 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from optexport.cli import prediction
 from optexport.config.load import load_config
-from optexport.config.processing import ProcessingConfig
+from optexport.config.schema import ProcessingConfig
 from optexport.errors import ConfigError, OptexportError, ParityError
 from optexport.inference.bundle import Bundle
-from optexport.loading.image_scale import image_scale
 from optexport.loading.loader import Loaded, Pretrained
-from optexport.loading.processing import Classes, built_in, processing_of
+from optexport.loading.processing import Classes, add_processing, get_processing, image_scale
 from optexport.pipeline.run import run
 from optexport.result import Result
 from tests._helpers import folders
@@ -57,9 +57,9 @@ def export(source: Path, *lines: str, **options: Any) -> Result:
     return folders.export(source, more="\n".join(["[processing]", *lines, ""]), **options)
 
 
-def answers(output: Path, given: list[str], file_format: str | None = None) -> list[dict[str, Any]]:
+def answers(output: Path, inputs: list[str], file_format: str | None = None) -> list[dict[str, Any]]:
     bundle = Bundle.load(output, file_format)
-    return prediction.predict(bundle, prediction.given_as_arguments(bundle, given))
+    return prediction.predict(bundle, prediction.given_as_arguments(bundle, inputs))
 
 
 @pytest.fixture(scope="module")
@@ -72,30 +72,37 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def classified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Returns an image classifier and its export with image scaling and ranked labels."""
-    source = save_images(tmp_path_factory.mktemp("processing") / "vit")
-    formats = '["onnx", "torchscript", "pt2"]'
-    return source, export(source, "normalize = true", 'outputs = "top_k"', "k = 2", inputs=IMAGES, formats=formats)
+def classified(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Result]]:
+    """Returns a cached function: an image classifier, and its export to a format with scaling and ranked labels."""
+
+    @functools.cache
+    def classify(file_format: str) -> tuple[Path, Result]:
+        source = save_images(tmp_path_factory.mktemp("processing") / "vit")
+        lines = ("normalize = true", 'outputs = "top_k"', "k = 2")
+        return source, export(source, *lines, inputs=IMAGES, formats=f'["{file_format}"]')
+
+    return classify
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_file_with_scaling_and_ranking_agrees_with_the_pipeline(
-    file_format: str, classified: tuple[Path, Result], images: list[Path]
+    file_format: str, classified: Callable[[str], tuple[Path, Result]], images: list[Path]
 ) -> None:
-    source, result = classified
+    source, result = classified(file_format)
     processor = AutoImageProcessor.from_pretrained(source, backend="pil")
     classifier: Any = pipeline("image-classification", model=str(source), image_processor=processor, device="cpu")
-    for path, found in zip(images, answers(result.output, list(map(str, images)), file_format), strict=True):
+    for path, answer in zip(images, answers(result.output, list(map(str, images)), file_format), strict=True):
         expected = classifier(str(path), top_k=2)
-        assert [told["label"] for told in found["labels"]] == [told["label"] for told in expected]
-        scores = [told["score"] for told in found["labels"]]
-        assert scores == pytest.approx([told["score"] for told in expected], abs=1e-6)
+        assert [label["label"] for label in answer["labels"]] == [label["label"] for label in expected]
+        scores = [label["score"] for label in answer["labels"]]
+        assert scores == pytest.approx([label["score"] for label in expected], abs=1e-6)
 
 
-def test_file_with_scaling_takes_uint8_images(classified: tuple[Path, Result], images: list[Path]) -> None:
-    source, result = classified
+def test_file_with_scaling_takes_uint8_images(
+    classified: Callable[[str], tuple[Path, Result]], images: list[Path]
+) -> None:
+    _, result = classified("onnx")
     (spec,) = result.manifest.inputs
     assert (spec.name, spec.dtype, spec.shape) == ("pixel_values", "uint8", ["batch", 3, 16, 16])
     assert [(spec.name, spec.dtype, spec.shape) for spec in result.manifest.outputs] == [
@@ -103,15 +110,15 @@ def test_file_with_scaling_takes_uint8_images(classified: tuple[Path, Result], i
         ("probabilities", "float32", ["batch", 2]),
     ]
     bundle = Bundle.load(result.output)
-    given = bundle.preprocess(images=images)["pixel_values"]
-    assert given.dtype == np.uint8
-    assert given.max() > 200
+    pixels = bundle.preprocess(images=images)["pixel_values"]
+    assert pixels.dtype == np.uint8
+    assert pixels.max() > 200
     # The processor of the bundle alone gives the inputs of the files too.
-    beside = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
+    processor = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
     pictures = [Image.open(path) for path in images]
-    np.testing.assert_array_equal(beside(images=pictures, return_tensors="np")["pixel_values"], given)
+    np.testing.assert_array_equal(processor(images=pictures, return_tensors="np")["pixel_values"], pixels)
     with pytest.raises(ConfigError, match="it is float32, and the model takes uint8"):
-        bundle(pixel_values=given.astype(np.float32))
+        bundle(pixel_values=pixels.astype(np.float32))
 
 
 def multi_label() -> nn.Module:
@@ -134,10 +141,10 @@ def test_text_labels_agree_with_the_pipeline(
     output = export(source, f'outputs = "{outputs}"', formats='["pt2"]').output
     classifier: Any = pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu")
     expected = classifier(list(TEXTS), truncation=True, max_length=16, **options)
-    for found, wanted in zip(answers(output, list(TEXTS)), expected, strict=True):
-        assert [told["label"] for told in found["labels"]] == [told["label"] for told in wanted]
-        scores = [told["score"] for told in found["labels"]]
-        assert scores == pytest.approx([told["score"] for told in wanted], abs=1e-6)
+    for answer, labels in zip(answers(output, list(TEXTS)), expected, strict=True):
+        assert [label["label"] for label in answer["labels"]] == [label["label"] for label in labels]
+        scores = [label["score"] for label in answer["labels"]]
+        assert scores == pytest.approx([label["score"] for label in labels], abs=1e-6)
 
 
 @pytest.mark.slow
@@ -147,58 +154,69 @@ def test_answers_for_each_token_equal_those_from_logits(task: str, tmp_path: Pat
     output = export(source, 'outputs = "probabilities"', formats='["pt2"]').output
     assert [spec.name for spec in Bundle.load(output).manifest.outputs] == ["probabilities"]
     texts = ["the [MASK] sat on a mat"]
-    found, wanted = (pytree.tree_leaves(answers(each, texts)) for each in (output, bundles.bundle(task)))
-    assert len(found) == len(wanted) > 4
-    for one, other in zip(found, wanted, strict=True):
-        assert one == (pytest.approx(other, abs=1e-6) if isinstance(other, float) else other)
+    actual, expected = (pytree.tree_leaves(answers(bundle, texts)) for bundle in (output, bundles.bundle(task)))
+    assert len(actual) == len(expected) > 4
+    for value, expected_value in zip(actual, expected, strict=True):
+        is_number = isinstance(expected_value, float)
+        assert value == (pytest.approx(expected_value, abs=1e-6) if is_number else expected_value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "line", "told"),
+    ("make", "line", "message"),
     [
-        ("text-classification", "normalize = true", "takes no images (pixel_values)\nHint: Leave it out."),
-        ("fill-mask", 'outputs = "top_k"', "labels are of logits [batch, classes], and these have 3 axes"),
-        ("text-classification", 'outputs = "top_k"', "processing.k: it is 5, and there are 3 classes"),
+        (
+            "text-classification",
+            "normalize = true",
+            "takes no images (an input pixel_values)\nHint: Remove processing.normalize.",
+        ),
+        ("fill-mask", 'outputs = "top_k"', "labels need logits of shape [batch, classes], found 3 axes"),
+        (
+            "text-classification",
+            'outputs = "top_k"',
+            "processing.k: expected at most 3, the number of classes, found 5",
+        ),
         (
             lambda: BertModel(BertConfig(**TINY)),
             'outputs = "softmax"',
-            "gives no logits, but last_hidden_state, pooler",
+            "has no output logits (found last_hidden_state, pooler",
         ),
         (
             lambda: BertForSequenceClassification(BertConfig(**TINY, problem_type="regression")),
             'outputs = "probabilities"',
-            "processing.outputs: the model is a regression",
+            "processing.outputs: the model is a regression model",
         ),
     ],
 )
-def test_unsupported_processing_is_refused(make: str | Callable[[], Any], line: str, told: str, tmp_path: Path) -> None:
+def test_unsupported_processing_is_refused(
+    make: str | Callable[[], Any], line: str, message: str, tmp_path: Path
+) -> None:
     source = folders.save(make() if callable(make) else bundles.model(make), tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
         export(source, line)
     assert str(caught.value).startswith("processing.")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "model-bundle").exists()
 
 
 @pytest.mark.parametrize(
-    ("processor", "told"),
+    ("processor", "message"),
     [
-        (None, "its image processor cannot be loaded"),
-        ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalises images"),
-        ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale its images are float32"),
+        (None, "the image processor of the model cannot be loaded"),
+        ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalizes images"),
+        ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale, the images are float32"),
         # This processor pads with zeros after normalising.
-        ({"image_processor_type": "SamImageProcessor"}, "its numbers are no scale of what it makes without"),
+        ({"image_processor_type": "SamImageProcessor"}, "the results are not a scale of the unscaled images"),
         # The same, but only for batches of images of two sizes.
-        ({"image_processor_type": "DetrImageProcessor"}, "its numbers are no scale of what it makes without"),
+        ({"image_processor_type": "DetrImageProcessor"}, "the results are not a scale of the unscaled images"),
     ],
 )
-def test_unsupported_image_processor_is_refused(processor: dict[str, Any] | None, told: str, tmp_path: Path) -> None:
+def test_unsupported_image_processor_is_refused(processor: dict[str, Any] | None, message: str, tmp_path: Path) -> None:
     if processor is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     with pytest.raises(ConfigError, match="processing.normalize: ") as caught:
         image_scale(Pretrained(str(tmp_path), {}), "processing.normalize")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert caught.value.hint is not None
 
 
@@ -207,16 +225,20 @@ def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:
     np.savez(
         tmp_path / "images.npz", pixel_values=np.linspace(0, 1, 2 * 3 * 16 * 16, dtype="float32").reshape(2, 3, 16, 16)
     )
-    given = f"data = '{tmp_path / 'images.npz'}'"
-    with pytest.raises(ConfigError, match="inputs: pixel_values: it is float32, and with processing.normalize"):
-        export(source, "normalize = true", inputs=given)
+    inputs = f"data = '{tmp_path / 'images.npz'}'"
+    with pytest.raises(
+        ConfigError, match="inputs: pixel_values: processing.normalize needs images in uint8, found float32"
+    ):
+        export(source, "normalize = true", inputs=inputs)
 
 
 def test_processing_of_a_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     config = tmp_path / "config.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[processing]\noutputs = "softmax"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="processing.outputs: a .pt2 or TorchScript file is exported as it is"):
+    with pytest.raises(
+        ConfigError, match="processing.outputs: processing cannot be added to a .pt2 or TorchScript file"
+    ):
         load_config(config)
 
 
@@ -225,14 +247,14 @@ def test_original_model_and_its_names_are_not_changed(tmp_path: Path) -> None:
     model = bundles.model("image-classification").eval()
     before = set(model.state_dict())
     config = ProcessingConfig(normalize=True, outputs="sigmoid")
-    made = built_in(Loaded(model, pretrained=Pretrained(str(source), {})), config).model
+    processed = add_processing(Loaded(model, pretrained=Pretrained(str(source), {})), config).model
     assert set(model.state_dict()) == before
-    assert not processing_of(model).scales
-    assert set(made.state_dict()) == before | {"image_shift", "image_factor"}
-    assert isinstance(made, type(model))
-    assert type(made).__qualname__ == type(model).__qualname__
+    assert not get_processing(model).scales
+    assert set(processed.state_dict()) == before | {"image_shift", "image_factor"}
+    assert isinstance(processed, type(model))
+    assert type(processed).__qualname__ == type(model).__qualname__
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    assert list(made(pixels)) == ["probabilities"]  # by position too
+    assert list(processed(pixels)) == ["probabilities"]  # by position too
     assert isinstance(model(pixels.float()), ImageClassifierOutput)
 
 
@@ -241,13 +263,13 @@ def test_probabilities_are_computed_over_the_class_axis() -> None:
     torch.testing.assert_close(Classes("softmax").of(logits)["probabilities"].sum(1), torch.ones(2, 4, 5))
     torch.testing.assert_close(Classes("softmax").of(logits[0])["probabilities"].sum(-1), torch.ones(3, 4))
     torch.testing.assert_close(Classes("sigmoid").of(logits)["probabilities"], logits.sigmoid())
-    for one in (logits[0, 0, 0], logits[:, :1]):
-        with pytest.raises(ConfigError, match="softmax of one class is 1 whatever the input"):
-            Classes("softmax").of(one)
+    for invalid in (logits[0, 0, 0], logits[:, :1]):
+        with pytest.raises(ConfigError, match="softmax of a single class is always 1"):
+            Classes("softmax").of(invalid)
     # Two probabilities are 1 in float32, and the larger logit must still be the first label.
-    found = Classes("sigmoid", 2).of(torch.tensor([[40.0, -1.0, 50.0]]))
-    assert found["labels"].tolist() == [[2, 0]]
-    assert found["probabilities"].tolist() == [[1.0, 1.0]]
+    outputs = Classes("sigmoid", 2).of(torch.tensor([[40.0, -1.0, 50.0]]))
+    assert outputs["labels"].tolist() == [[2, 0]]
+    assert outputs["probabilities"].tolist() == [[1.0, 1.0]]
 
 
 TIES = """import torch

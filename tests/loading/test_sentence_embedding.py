@@ -52,9 +52,9 @@ def test_every_file_agrees_with_encode_without_its_source(tmp_path: Path) -> Non
     for name in ("onnx", "torchscript", "pt2"):
         bundle = Bundle.load(tmp_path / "bundle", name)
         assert bundle.application.task == "sentence-similarity"
-        assert [one.name for one in bundle.manifest.outputs] == ["sentence_embedding"]
-        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
-        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
+        assert [spec.name for spec in bundle.manifest.outputs] == ["sentence_embedding"]
+        embeddings = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(embeddings, expected, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.nightly
@@ -64,8 +64,8 @@ def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: str) -> None
     output = export(folder, formats='["torchscript", "onnx", "pt2"]').output
     for name in ("onnx", "torchscript", "pt2"):
         bundle = Bundle.load(output, name)
-        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
-        np.testing.assert_allclose(found, encode(folder).numpy(), atol=1e-6)
+        embeddings = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(embeddings, encode(folder).numpy(), atol=1e-6)
 
 
 @pytest.mark.sample(1)
@@ -81,20 +81,20 @@ def test_modules_behind_the_pooling_are_run_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
-        ({"activation_function": "transformers.activations.NewGELUActivation"}, "its activation_function is transf"),
-        ({"scale_of_another": 2.0}, "its scale_of_another is unknown to sentence-transformers"),
+        ({"activation_function": "transformers.activations.NewGELUActivation"}, "the activation_function transf"),
+        ({"scale_of_another": 2.0}, "the key scale_of_another is unknown to sentence-transformers"),
     ],
     ids=["another function", "another key"],
 )
 def test_settings_that_sentence_transformers_ignores_are_refused(
-    tmp_path: Path, settings: dict[str, Any], told: str
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     """sentence-transformers silently replaced the activation by tanh, and the export passed."""
     folder = save_sentences(tmp_path / "sentences")
     add_settings(folder / "2_Dense", settings, "config.json")
-    assert told in refusal(folder)
+    assert message in refusal(folder)
 
 
 def test_trusted_model_may_use_an_activation_of_another_package(tmp_path: Path) -> None:
@@ -123,28 +123,28 @@ def test_pooling_without_the_prompt_is_refused_with_a_prompt(tmp_path: Path) -> 
     settings = folder / "config_sentence_transformers.json"
     prompt = {"prompts": {"query": "the mat "}, "default_prompt_name": "query"}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **prompt}))
-    assert "its pooling leaves out the tokens of the prompt" in refusal(folder)
+    assert "the pooling skips the tokens of the prompt" in refusal(folder)
 
 
 def test_adapter_is_refused(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
-    assert "an adapter is not merged into the modules of sentence-transformers" in refusal(folder, adapter="lora")
+    assert "an adapter cannot be merged into a sentence-transformers model" in refusal(folder, adapter="lora")
 
 
 def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     (folder / "config_sentence_transformers.json").write_text("[]")
-    assert "config_sentence_transformers.json: it is no JSON object" in refusal(folder)
+    assert "config_sentence_transformers.json: the file is not a JSON object" in refusal(folder)
     (folder / "config_sentence_transformers.json").unlink()
     (folder / "modules.json").write_text("{")
-    assert "modules.json: it is no JSON: Expecting" in refusal(folder)
+    assert "modules.json: the file is not valid JSON: Expecting" in refusal(folder)
     (folder / "modules.json").write_text("[{}]")
-    assert "a module is of the class None" in refusal(folder)
+    assert "the class None of a module is not supported" in refusal(folder)
     (folder / "modules.json").write_text("[3]")
-    assert "modules.json: it is no list of JSON objects" in refusal(folder)
+    assert "modules.json: the file is not a list of JSON objects" in refusal(folder)
     transformer = {"type": TRANSFORMER}  # the path is missing
     (folder / "modules.json").write_text(json.dumps([transformer]))
-    assert "sentence-transformers could not load it" in refusal(folder)
+    assert "sentence-transformers could not load the model" in refusal(folder)
 
 
 def test_task_selects_the_bare_transformer(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_a_folder_without_modules_gives_no_sentence_embeddings(tmp_path: Path) -
     folder = save_sentences(tmp_path / "sentences")
     (folder / "modules.json").unlink()
     assert type(load(folder).model) is BertModel
-    told = refusal(folder, task="sentence-similarity")
-    assert "it holds no modules.json, so it gives no sentence embeddings" in told
+    message = refusal(folder, task="sentence-similarity")
+    assert "the model has no modules.json, so it has no sentence embeddings" in message
 
 
 def test_other_model_types_are_loaded_by_transformers_by_default(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_other_model_types_are_loaded_by_transformers_by_default(tmp_path: Path)
     settings = folder / "config_sentence_transformers.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_type": "SparseEncoder"}))
     assert type(load(folder).model) is BertModel
-    assert "it is a SparseEncoder of sentence-transformers" in refusal(folder, task="sentence-similarity")
+    assert "the model is a SparseEncoder of sentence-transformers" in refusal(folder, task="sentence-similarity")
 
 
 def test_module_with_unsupported_inputs_is_named_in_the_error(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences", behind=[LSTM(8, 8)])
-    told = refusal(folder)
-    assert ", LSTM: it does not run on token ids and a mask alone: KeyError: 'sentence_lengths'" in told
-    assert 'task = "feature-extraction"' in told
+    message = refusal(folder)
+    assert ", LSTM: the module does not run on token ids and a mask alone: KeyError: 'sentence_lengths'" in message
+    assert 'task = "feature-extraction"' in message
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
@@ -180,12 +180,12 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 
     folder = save_sentences(tmp_path / "sentences")
     weights = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    remaining = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
+    save_file(remaining, folder / "model.safetensors", {"format": "pt"})
     torch.testing.assert_close(embed(load(folder)), encode(folder))
-    del kept["encoder.layer.0.output.dense.weight"]
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    assert "1 weights are not in the checkpoint, encoder.layer.0.output.dense.weight for one" in refusal(folder)
+    del remaining["encoder.layer.0.output.dense.weight"]
+    save_file(remaining, folder / "model.safetensors", {"format": "pt"})
+    assert "1 weights are missing in the checkpoint, such as encoder.layer.0.output.dense.weight" in refusal(folder)
 
 
 def test_code_named_by_the_folder_is_not_run(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_code_named_by_the_folder_is_not_run(tmp_path: Path) -> None:
     modules = json.loads((folder / "modules.json").read_text())
     modules[1]["type"] = "evil.Pooling"
     (folder / "modules.json").write_text(json.dumps(modules))
-    assert "The folder brings code of its own: read it, then model.trust_remote_code = true runs it." in refusal(folder)
+    assert "contains custom code. Read that code, then set model.trust_remote_code = true." in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -223,8 +223,8 @@ def test_module_that_loads_another_model_is_refused(tmp_path: Path, inside: bool
     edit_json(folder / "config.json", lambda settings: settings.pop("dtype", None))
     shutil.copy(folder / "config.json", nested)
     add_settings(nested, {"model_args": {"weights_only": False, "dtype": "auto"}})
-    given = {"tokenizer_class": "sentence_transformers.SentenceTransformer", "update_embeddings": False}
-    (words / "wordembedding_config.json").write_text(json.dumps({**given, "max_seq_length": 9}))
+    settings = {"tokenizer_class": "sentence_transformers.SentenceTransformer", "update_embeddings": False}
+    (words / "wordembedding_config.json").write_text(json.dumps({**settings, "max_seq_length": 9}))
     listed = [{"idx": 0, "name": "0", "path": nested.name, "type": TRANSFORMER}]
     (words / "modules.json").write_text(json.dumps(listed))
     if inside:
@@ -232,14 +232,14 @@ def test_module_that_loads_another_model_is_refused(tmp_path: Path, inside: bool
     else:
         listed = [{"idx": 0, "name": "0", "path": words.name, "type": WORDS}]
         (folder / "modules.json").write_text(json.dumps(listed))
-    assert f"a module is of the class {WORDS}" in refusal(folder)
+    assert f"the class {WORDS} of a module is not supported" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 
 def add_settings(folder: Path, settings: dict[str, Any], name: str = "sentence_bert_config.json") -> Path:
     file = folder / name
-    told = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**told, **settings}))
+    previous = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**previous, **settings}))
     return file
 
 
@@ -252,7 +252,7 @@ def test_settings_that_unpickle_weights_are_refused(tmp_path: Path, table: str) 
     (folder / "model.safetensors").unlink()
     torch.save({**weights, "zz": Evil(tmp_path / "ran")}, folder / "pytorch_model.bin")
     file = add_settings(folder, {table: {"weights_only": False, "use_safetensors": False}})
-    assert f"{file}: it sets {table}.weights_only, which may run code" in refusal(folder)
+    assert f"{file}: the setting {table}.weights_only may run code" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -264,26 +264,26 @@ def test_file_named_by_settings_does_not_get_into_the_bundle(tmp_path: Path, tab
     with pytest.raises(SourceError) as caught:
         export(folder)
     assert caught.value.exit_code == 3
-    assert f"{file}: it sets {table}.vocab_file" in str(caught.value)
+    assert f"{file}: the setting {table}.vocab_file" in str(caught.value)
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "secret"]
     assert not any(b"password" in path.read_bytes() for path in written)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
-        ({"tokenizer_name_or_path": "/elsewhere"}, "it sets tokenizer_name_or_path"),
-        ({"config_kwargs": {"cache_dir": "/elsewhere"}}, "it sets config_kwargs.cache_dir"),
-        ({"model_kwargs": {"attn_implementation": "org/kernel"}}, "it sets model_kwargs.attn_implementation"),
-        ({"processor_kwargs": {"model_max_length": {"a": 1}}}, "it sets processor_kwargs.model_max_length"),
-        ({"config_args": [1]}, "config_args is no JSON object"),
+        ({"tokenizer_name_or_path": "/elsewhere"}, "the setting tokenizer_name_or_path"),
+        ({"config_kwargs": {"cache_dir": "/elsewhere"}}, "the setting config_kwargs.cache_dir"),
+        ({"model_kwargs": {"attn_implementation": "org/kernel"}}, "the setting model_kwargs.attn_implementation"),
+        ({"processor_kwargs": {"model_max_length": {"a": 1}}}, "the setting processor_kwargs.model_max_length"),
+        ({"config_args": [1]}, "config_args is not a JSON object"),
     ],
     ids=str,
 )
-def test_unknown_or_unsafe_settings_are_refused(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+def test_unknown_or_unsafe_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = save_sentences(tmp_path / "sentences")
     add_settings(folder, settings)
-    assert told in refusal(folder)
+    assert message in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
@@ -293,7 +293,7 @@ def test_settings_of_nested_modules_are_checked(tmp_path: Path, name: str) -> No
     inner.mkdir()
     (folder / "1_Pooling" / "router_config.json").write_text('{"types": {"inner": "sentence_transformers.Pooling"}}')
     file = add_settings(inner, {"model_kwargs": {"weights_only": False}}, name)
-    assert f"{file}: it sets model_kwargs.weights_only" in refusal(folder)
+    assert f"{file}: the setting model_kwargs.weights_only" in refusal(folder)
 
 
 def test_harmless_settings_are_used(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_missing_library_is_an_error_with_an_install_hint(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError) as caught:
         load(folder)
-    told = str(caught.value)
-    assert "pip install -c constraints.txt -e '.[sentence-transformers]'" in told
-    assert 'task = "feature-extraction"' in told
+    message = str(caught.value)
+    assert "pip install -c constraints.txt -e '.[sentence-transformers]'" in message
+    assert 'task = "feature-extraction"' in message
 
 
 @pytest.mark.nightly
@@ -333,5 +333,5 @@ def test_minilm_agrees_with_encode(tmp_path: Path) -> None:
     texts = ["hello", "def f(x): return x + 1", "the cat sat on the mat. " * 80, "Æsop's naïve café, 東京"]
     for name in ("onnx", "torchscript", "pt2"):
         bundle = Bundle.load(result.output, name)
-        found = bundle(**bundle.preprocess(texts))["sentence_embedding"]
-        assert np.abs(found - encode(folder, texts).numpy()).max() < 1e-6, name
+        embeddings = bundle(**bundle.preprocess(texts))["sentence_embedding"]
+        assert np.abs(embeddings - encode(folder, texts).numpy()).max() < 1e-6, name

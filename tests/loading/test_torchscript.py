@@ -68,8 +68,8 @@ def scripted(kind: str) -> torch.jit.ScriptModule:
     model = randomise(Scaled())
     if kind == "traced":
         return torch.jit.trace(model, arguments())
-    made = torch.jit.script(model)
-    return torch.jit.freeze(made) if kind == "frozen" else made
+    script = torch.jit.script(model)
+    return torch.jit.freeze(script) if kind == "frozen" else script
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_a_converted_program_computes_the_same_at_other_sizes(kind: str) -> None
 def test_program_is_exported_to_all_formats(tmp_path: Path) -> None:
     script = scripted("scripted")
     x, states = arguments()
-    given = {"x": x, "states": states, "times": 3}
-    result = export(script, given, tmp_path / "bundle", effort="quick", transformations=[])
+    inputs = {"x": x, "states": states, "times": 3}
+    result = export(script, inputs, tmp_path / "bundle", effort="quick", transformations=[])
     assert [(spec.name, spec.shape[0]) for spec in result.manifest.inputs] == [
         ("x", "batch"), ("states.0", "batch"), ("states.1", "batch"),
     ]  # fmt: skip
@@ -116,16 +116,16 @@ def test_run_on_a_torchscript_file_passes(suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (Loops, r"prim::Loop \(test_torchscript.py, line \d+\)"),
         (Remembers, r"changes its attribute last .*prim::SetAttr"),
     ],
 )
-def test_unsupported_program_is_refused_with_its_operator(model: type[nn.Module], told: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=told) as caught:
+def test_unsupported_program_is_refused_with_its_operator(model: type[nn.Module], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=message) as caught:
         export(torch.jit.script(model().eval()), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
-    assert "a submodule of it that only computes" in str(caught.value)
+    assert "export a submodule without loops and state" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,5 +139,5 @@ def test_file_of_weights_is_refused(tmp_path: Path) -> None:
 
 def test_failure_of_a_converted_graph_does_not_blame_the_program() -> None:
     script = torch.jit.script(Counts().eval())
-    with pytest.raises(SourceError, match="the graph that torch.export's converter makes of it does not run"):
+    with pytest.raises(SourceError, match="the program runs, but its graph from the converter of torch.export fails"):
         convert(script, (torch.ones(3, 4),), {})

@@ -94,7 +94,7 @@ def test_bundle_with_custom_code_is_refused_if_that_is_forbidden(
     """Its config was not checked before the run, so the module was imported."""
     monkeypatch.setenv(custom_code.VARIABLE, "1")
     (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
-    assert "forbids to run any" in message(reproduce(project), 2)
+    assert "forbids custom code" in message(reproduce(project), 2)
     assert not (project / "ran").exists()
 
 
@@ -211,7 +211,7 @@ def test_error_in_another_folder_suggests_the_folder_option(
     monkeypatch.chdir(tmp_path / "elsewhere")
     bundle = project / "build" / "model"
     told = message(CliRunner().invoke(cli, ["reproduce", str(bundle)]), 2)
-    assert f"{bundle}: model.source: there is no module reproduced\n" in told
+    assert f"{bundle}: model.source: the module reproduced does not exist\n" in told
     assert f"looked for in {tmp_path / 'elsewhere'}: give the folder of that config with --folder" in told
     assert "beside the config" not in told
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from optexport.bundle.manifest import Manifest
 from optexport.cli.main import cli
-from optexport.config.metrics import beside_gate
+from optexport.config.metrics import round_for_gate
 from optexport.quantization import int8
 from optexport.report import github, junit
 from tests._helpers import exports
@@ -105,7 +105,7 @@ def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
 @given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
 def test_value_is_not_rounded_across_its_gate(value: float, least: float, digits: int) -> None:
     for near in (value, least, np.nextafter(least, -2), np.nextafter(least, 2)):
-        assert (float(beside_gate(float(near), least, digits)) >= least) == (near >= least)
+        assert (float(round_for_gate(float(near), least, digits)) >= least) == (near >= least)
 
 
 @pytest.mark.sample(1)

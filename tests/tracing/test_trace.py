@@ -320,7 +320,7 @@ def test_program_with_a_keyword_as_a_name_is_refused() -> None:
     model.add_module("in", nn.Linear(4, 4))
     program = torch.export.export(model, (torch.randn(2, 4),))
     with pytest.raises(TraceError, match="the name of one of its modules cannot stand in the code of a graph"):
-        Loaded.of_program(program)
+        Loaded.from_program(program)
 
 
 class Remembers(nn.Module):

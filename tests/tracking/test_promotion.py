@@ -265,8 +265,8 @@ def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
     [
         ("blok", "1", 'there is no such registered model\nHint: Did you mean "block"'),
         ("block", "9", "no such version"),
-        ("", "1", "NAME: '' is no name of a registered model"),
-        ("block/1", "1", "NAME: 'block/1' is no name of a registered model"),
+        ("", "1", 'NAME: "" is not a valid name of a registered model'),
+        ("block/1", "1", 'NAME: "block/1" is not a valid name of a registered model'),
     ],
 )
 def test_a_missing_model_or_version_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from optexport import redaction
 from optexport.config.load import load_config
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.pipeline import run
 from optexport.redaction import redact, redact_error
@@ -133,7 +133,7 @@ def test_message_about_a_config_hides_the_uri(tmp_path: Path) -> None:
         "http://localhost: no such host, ask user@example.org",
         "a=b",
         "tokenizer=bert, max_tokens=5, token_type_ids=3, pad_token_id=0, sort_key=x, design=1, bypass=x",
-        "mine.toml: model.arguments.token: a config holds no secrets",
+        "mine.toml: model.arguments.token: the key looks like a secret",
         "parity: onnx, next_token: 3 times the floor",
         "outputs: token int64 [?]",
         "if token == 5:",
@@ -184,7 +184,7 @@ def test_copy_of_a_config_differs_only_in_its_secrets(tmp_path: Path) -> None:
         '[model]\narguments = { eos_token="</s>" } # was http://joe:hunter2@old\n[inputs.dynamic]\ntoken=[1, 16]\n'
         f'# uri = "http://joe:{SECRET}@there"\n[tracking]\nuri = "http://joe:{SECRET}@here#x"\n'
     )
-    copy = without_secrets(config)
+    copy = read_redacted(config)
     said, kept = tomllib.loads(config.read_text()), tomllib.loads(copy)
     assert said.pop("tracking") != kept.pop("tracking")
     assert said == kept

@@ -29,7 +29,7 @@ from optexport.tuning.tournament import Tournament
 from optexport.tuning.tuner import share
 from tests.tiers import examples
 
-_PASSES = format_passes.of_format("torchscript")
+_PASSES = format_passes.list_passes("torchscript")
 _WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
 
 
@@ -143,7 +143,7 @@ def test_faster_passes_are_combined(world: Callable[..., World]) -> None:
 
 def test_passes_for_the_cpu_are_not_tried_on_cuda(world: Callable[..., World]) -> None:
     outcome = world(dict.fromkeys(_PASSES, 1.2)).search(device="cuda")
-    assert outcome.chosen.passes == format_passes.of_format("torchscript", "cuda") == ("freeze",)
+    assert outcome.chosen.passes == format_passes.list_passes("torchscript", "cuda") == ("freeze",)
 
 
 @pytest.mark.parametrize("paying", _PASSES)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport.config.load import checked_settings
+from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
 from optexport.exporters.writer import Writer
@@ -151,7 +151,7 @@ def judge(
 
 
 def _job(model: nn.Module, inputs: dict[str, torch.Tensor], folder: Path, effort: str) -> Job:
-    config = checked_settings(
+    config = validate_settings(
         {
             "model": {"source": f"python:zoo:{type(model).__name__}"},
             "parity": {"effort": effort},

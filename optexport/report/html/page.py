@@ -19,7 +19,7 @@ from optexport.bundle.digests import sha256
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import read_measured
-from optexport.config.metrics import beside_gate
+from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line, printable
 from optexport.report.html import changes, contents, figures
 from optexport.report.html.changes import View
@@ -149,7 +149,7 @@ def _number(value: float | None) -> str:
 
 
 def _beside_minimum(value: float | None, minimum: float) -> str:
-    return _NONE if value is None else beside_gate(value, minimum)
+    return _NONE if value is None else round_for_gate(value, minimum)
 
 
 def _percent(value: float | None) -> str:

@@ -274,12 +274,12 @@ class Nested(nn.Module):
 def test_nested_input_may_be_constant_with_other_constants():
     model = Nested()
     example, arguments = flat_inputs(model, {"x": torch.randn(6, 3), "sizes": {"rows": torch.tensor(4)}, "twice": True})
-    loaded = Loaded(model).called_with(example, arguments)
+    loaded = Loaded(model).with_example(example, arguments)
     traced = trace.trace(loaded.model, example)
     assert list(traced.held) == ["sizes.rows"]
     x = torch.randn(6, 3)
     assert torch.equal(traced.graph_module(x), x[:4] * 2)
-    held = loaded.holding(list(example), traced.held)
+    held = loaded.with_constants(list(example), traced.held)
     assert torch.equal(held.model(x=x), x[:4] * 2)
     assert held.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
 

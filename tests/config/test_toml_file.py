@@ -18,39 +18,39 @@ BEYOND = f"0x{'f' * 4000}"
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: the integer has more than 64 bits"),
         (f"{MODEL}[parity]\nnoise_multiple = {BEYOND}", "parity.noise_multiple: the integer has more than 64 bits"),
-        (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64"),
-        (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64"),
+        (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64 levels"),
+        (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64 levels"),
     ],
     ids=["a number", "a number of ours", "lists", "tables"],
 )
-def test_too_large_numbers_and_deep_tables_are_refused(text: str, told: str, tmp_path: Path) -> None:
+def test_too_large_numbers_and_deep_tables_are_refused(text: str, message: str, tmp_path: Path) -> None:
     """pydantic, torch and JSON would fail on them without naming the key."""
     (tmp_path / "mine.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
     assert done.exit_code == 2
     assert "mine.toml: " in done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
-        (os.mkfifo, "it is not a file"),
-        (os.mkdir, "it is not a file"),
-        (lambda path: path.write_bytes(b"#" * (1 << 21)), "it is larger than"),
-        (lambda path: path.write_bytes(b"\xff"), "it cannot be read"),
-        (lambda path: None, "there is no such file"),
+        (os.mkfifo, "the path is not a file"),
+        (os.mkdir, "the path is not a file"),
+        (lambda path: path.write_bytes(b"#" * (1 << 21)), "the file has more than 1,048,576 bytes"),
+        (lambda path: path.write_bytes(b"\xff"), "the file is not UTF-8"),
+        (lambda path: None, "the config file does not exist"),
     ],
     ids=["a pipe", "a folder", "large", "no text", "nothing"],
 )
-def test_path_that_is_not_a_config_is_refused(make: Callable[[Path], object], told: str, tmp_path: Path) -> None:
+def test_path_that_is_not_a_config_is_refused(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     make(tmp_path / "mine.toml")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "mine.toml")
 
 
@@ -60,8 +60,8 @@ def test_folder_that_is_not_utf_8_is_refused_before_a_run(tmp_path: Path, monkey
     folder.mkdir()
     (folder / "mine.toml").write_text(MODEL)
     (folder / "mine.py").write_text("")
-    for place in (folder, Path()):
-        done = CliRunner().invoke(cli, ["check", str(place / "mine.toml")])
+    for parent in (folder, Path()):
+        done = CliRunner().invoke(cli, ["check", str(parent / "mine.toml")])
         assert done.exit_code == 2, done.stdout
         assert "the path of the folder is not UTF-8" in done.stderr
         monkeypatch.chdir(folder)
@@ -81,14 +81,14 @@ def test_folder_that_is_not_utf_8_is_refused_before_a_run(tmp_path: Path, monkey
     ],
 )
 def test_secrets_in_model_arguments_are_refused(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"model.arguments.{key}: a config holds no secrets") as caught:
+    with pytest.raises(ConfigError, match=f"model.arguments.{key}: the key looks like a secret") as caught:
         parse_config(f'{MODEL}[model.arguments]\n{key} = "hunter2"', tmp_path / "mine.toml")
     assert "hunter2" not in str(caught.value)
 
 
 def test_secrets_in_lists_and_numbers_are_refused(tmp_path: Path) -> None:
     for value in ('["hunter2"]', "8877665544"):
-        with pytest.raises(ConfigError, match="a config holds no secrets"):
+        with pytest.raises(ConfigError, match="the key looks like a secret"):
             parse_config(f"{MODEL}[model.arguments]\npassword = {value}", tmp_path / "mine.toml")
 
 
@@ -102,7 +102,7 @@ def test_escaped_password_is_refused(tmp_path: Path) -> None:
     """Secrets are removed from copies of a config by a search for their literal text, which escapes would hide."""
     (tmp_path / "mine.py").touch()
     hidden = '[tracking]\nuri = "http:\\u002f/someone:hunter2@127.0.0.1:1"'
-    with pytest.raises(ConfigError, match=r"tracking\.uri: it holds a password or token that is written with escapes"):
+    with pytest.raises(ConfigError, match=r"tracking\.uri: the text has a password or token with escapes"):
         parse_config(f"{MODEL}{hidden}", tmp_path / "mine.toml")
     plain = '[tracking]\nuri = "http://someone:hunter2@127.0.0.1:1"'
     parse_config(f"{MODEL}{plain}", tmp_path / "mine.toml")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.layout import check_utf8
-from optexport.config.validation import Mistakes, dotted
+from optexport.config.validation import Mistakes, format_key
 from optexport.errors import ConfigError
 from optexport.redaction import redact
 
@@ -29,7 +29,7 @@ _SECRET = re.compile(
 # A comment after a value on the same line. The value may contain a "#" too.
 _COMMENT = re.compile(r"""(?<=[\s\]}"'\w])#.*|^#.*""")
 
-_Place = tuple[int | str, ...]
+_Key = tuple[int | str, ...]
 
 
 def read(path: Path) -> str:
@@ -44,14 +44,28 @@ def read(path: Path) -> str:
     check_utf8(path.parent)
     try:
         if not path.exists():
-            raise ConfigError("there is no such file", location=str(path), hint="Write one with: optexport init")
+            raise ConfigError(
+                "the config file does not exist",
+                location=str(path),
+                hint="Correct the path, or write a config with: optexport init SOURCE",
+            )
         if not path.is_file():  # reading a pipe would block
-            raise ConfigError("it is not a file", location=str(path))
+            raise ConfigError("the path is not a file", location=str(path), hint="Give the path of a TOML file.")
         if path.stat().st_size > _BYTES:
-            raise ConfigError(f"it is larger than {_BYTES} bytes", location=str(path))
+            raise ConfigError(
+                f"the file has more than {_BYTES:,} bytes, so it is not a config",
+                location=str(path),
+                hint="Give the path of a TOML file. For a model file, write a config with: optexport init SOURCE",
+            )
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"it cannot be read: {error}", location=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the file is not UTF-8: {error}", location=str(path), hint="Save the file as UTF-8."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"the file cannot be read: {error}", location=str(path), hint="Check the permissions of the file."
+        ) from error
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
@@ -67,22 +81,28 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # also for numbers with too many digits
-        raise ConfigError(f"it is not TOML: {error}", location=str(path)) from error
+        raise ConfigError(
+            f"the file is not valid TOML: {error}",
+            location=str(path),
+            hint='Correct this line. Tables are written as [model], values as source = "./my-model".',
+        ) from error
     except RecursionError as error:
-        raise ConfigError(f"it is nested deeper than {_DEPTH}", location=str(path)) from error
-    for location, value in _items(table):
-        if len(location) > _DEPTH:
-            raise ConfigError(f"it is nested deeper than {_DEPTH}", location=f"{path}: {dotted(location[:3])}...")
+        raise ConfigError(f"the file is nested deeper than {_DEPTH} levels", location=str(path)) from error
+    for parts, value in _items(table):
+        if len(parts) > _DEPTH:
+            raise ConfigError(
+                f"the table is nested deeper than {_DEPTH} levels", location=f"{path}: {format_key(parts[:3])}..."
+            )
         if isinstance(value, int) and value not in _INTEGERS:
             raise ConfigError(
                 "the integer has more than 64 bits",
-                location=f"{path}: {dotted(location)}",
+                location=f"{path}: {format_key(parts)}",
                 hint="Write an integer of at most 18 digits.",
             )
     return table
 
 
-def without_secrets(path: Path) -> str:
+def read_redacted(path: Path) -> str:
     """Returns the text of a config without passwords and tokens, for copies of it.
 
     Raises:
@@ -90,12 +110,12 @@ def without_secrets(path: Path) -> str:
     """
     text = read(path)
     for _, value in _items(parse(text, path)):
-        if isinstance(value, str) and (shown := redact(value)) != value:
-            text = text.replace(value, shown)
+        if isinstance(value, str) and (redacted := redact(value)) != value:
+            text = text.replace(value, redacted)
     # Other secrets can only be in comments. A key that looks like a secret stays.
     lines = [_COMMENT.sub(lambda match: redact(match[0]), line) for line in text.splitlines(keepends=True)]
-    redacted = "".join(lines)
-    return redacted if parse(redacted, path) == parse(text, path) else text
+    without_comments = "".join(lines)
+    return without_comments if parse(without_comments, path) == parse(text, path) else text
 
 
 def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
@@ -110,24 +130,24 @@ def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
         ConfigError: The config contains such a secret.
     """
     mistakes = Mistakes(name)
-    for location, value in _items(table):
+    for parts, value in _items(table):
         if not isinstance(value, dict | list | bool) and value != "":
-            mistakes.of(_check_secret, location, value, text, name)
-    mistakes.tell()
+            mistakes.collect(_check_secret, parts, value, text, name)
+    mistakes.raise_all()
 
 
-def _check_secret(location: _Place, value: Any, text: str, name: str) -> None:
-    if location[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in location[2:]):
+def _check_secret(parts: _Key, value: Any, text: str, name: str) -> None:
+    if parts[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in parts[2:]):
         raise ConfigError(
-            "a config holds no secrets: it is copied into the bundle and to MLflow",
-            location=f"{name}: {dotted(location)}",
-            hint="Read it from the environment in the model's code.",
+            "the key looks like a secret, and configs are copied into the bundle and to MLflow",
+            location=f"{name}: {format_key(parts)}",
+            hint="Remove the key, and read the secret from an environment variable in the code of the model.",
         )
     if isinstance(value, str) and redact(value) != value and value not in text:
         raise ConfigError(
-            "it holds a password or token that is written with escapes, and would stay in copies of this text",
-            location=f"{name}: {dotted(location)}",
-            hint="Write it without a backslash.",
+            "the text has a password or token with escapes, which would stay in copies of the config",
+            location=f"{name}: {format_key(parts)}",
+            hint="Write the text without backslashes.",
         )
 
 
@@ -137,17 +157,17 @@ def _is_secret(key: int | str, value: Any) -> bool:
     return _SECRET.fullmatch(plain) is not None and (isinstance(value, str) or not plain.endswith("token"))
 
 
-def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
-    """Yields every value of a table at any depth, with its place.
+def _items(table: dict[str, Any]) -> Iterator[tuple[_Key, Any]]:
+    """Yields every value of a table at any depth, with its key.
 
     The function is iterative, because deep tables would exceed Python's recursion limit.
     """
-    left: list[tuple[_Place, Any]] = [((), table)]
-    while left:
-        location, value = left.pop()
-        if location:
-            yield location, value
+    pending: list[tuple[_Key, Any]] = [((), table)]
+    while pending:
+        parts, value = pending.pop()
+        if parts:
+            yield parts, value
         if isinstance(value, dict):
-            left += [((*location, key), inner) for key, inner in value.items()]
+            pending += [((*parts, key), inner) for key, inner in value.items()]
         elif isinstance(value, list):
-            left += [((*location, index), inner) for index, inner in enumerate(value)]
+            pending += [((*parts, index), inner) for index, inner in enumerate(value)]

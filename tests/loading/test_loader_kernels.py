@@ -27,8 +27,8 @@ def kernelize(model, **kwargs): return model
 def register_kernel_mapping(*args, **kwargs): pass
 def replace_kernel_forward_from_hub(*args, **kwargs): pass
 def use_kernel_mapping(*args, **kwargs): pass
-def use_kernel_forward_from_hub(*args, **kwargs): return lambda made: made
-def use_kernelized_func(*args, **kwargs): return lambda made: made
+def use_kernel_forward_from_hub(*args, **kwargs): return lambda cls: cls
+def use_kernelized_func(*args, **kwargs): return lambda cls: cls
 
 def get_kernel(name, **kwargs):
     raise RuntimeError(f"code of {name} runs")
@@ -63,16 +63,16 @@ def test_kernel_named_by_a_model_config_runs_only_if_trusted(tmp_path: Path, ker
     models.model("bert").save_pretrained(folder)
     edit_json(folder / "config.json", lambda settings: settings.update({key: "kernels-community/evil"}))
 
-    def said(trusted: str) -> Any:
+    def load(trusted: str) -> Any:
         environment = {**os.environ, "PYTHONPATH": f"{kernels}{os.pathsep}{Path.cwd()}", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-c", LOAD, str(folder), trusted]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert "code of kernels-community/evil runs" in said("trusted")
-    told = said("not")
-    assert "kernels-community/evil is code of the hub's" in told
-    assert "model.trust_remote_code = true" in told
-    assert "code of kernels-community/evil runs" not in told
+    assert "code of kernels-community/evil runs" in load("trusted")
+    output = load("not")
+    assert "kernels-community/evil is code from the hub" in output
+    assert "model.trust_remote_code = true" in output
+    assert "code of kernels-community/evil runs" not in output
 
 
 def test_kernel_named_by_the_config_is_refused_before_loading(tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_kernel_named_by_the_config_is_refused_before_loading(tmp_path: Path) ->
     (tmp_path / "bert").mkdir()
     text = '[model]\nsource = "./bert"\nattn_implementation = "kernels-community/evil"\n'
     config.write_text(text)
-    with pytest.raises(ConfigError, match="model.attn_implementation: .* is code of the hub's"):
+    with pytest.raises(ConfigError, match="model.attn_implementation: .* is code from the hub"):
         load_config(config)
