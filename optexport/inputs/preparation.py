@@ -24,8 +24,7 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
 from optexport.loading.loader import Pretrained
 from optexport.loading.processing import as_whole_numbers, check_images
-from optexport.parity.cases import at_least_two, traceable
-from optexport.parity.data_batches import shards
+from optexport.parity.cases.data_batches import at_least_two, shards, traceable
 from optexport.signature import dtypes
 from optexport.signature.exported_program import check_ranks, input_names
 from optexport.signature.positions import most_tokens

@@ -9,7 +9,7 @@ from torch import nn
 
 from optexport.cache import results, store
 from optexport.config.schema import ParityConfig
-from optexport.parity import perturbation, search
+from optexport.parity import input_search, perturbation
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.reference import Call, Reference
 from optexport.runtime.runners import Run
@@ -119,8 +119,8 @@ class CandidateChecker:
         # Random values can make an integer output a tie, so a difference there does not prove a fault.
         outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
         measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
-        fails = search.failure_test(measure, candidate)
-        found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+        fails = input_search.failure_test(measure, candidate)
+        found = input_search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
         measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
         if measured is None:
             return parity
@@ -144,11 +144,11 @@ class CandidateChecker:
         reference = self.proof.reference
         case = next(case for case in reference.cases if case.name == name)
         real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
-        fails = search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
-        found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        fails = input_search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
+        found = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
         return None if found is None else found.name
 
-    def _measurer(self, outputs: Sequence[str]) -> search.Measure:
+    def _measurer(self, outputs: Sequence[str]) -> input_search.Measure:
         bounds = {name: self.proof.bounds[name] for name in outputs}
         fallback = self.proof.reference.fallback is not None
-        return search.measurer(self.run, self.model, bounds, self.config.noise_multiple, fallback=fallback)
+        return input_search.measurer(self.run, self.model, bounds, self.config.noise_multiple, fallback=fallback)

@@ -11,7 +11,7 @@ from torch import nn
 from optexport._utils.module_state import buffers_kept
 from optexport.errors import TraceError, first_line
 from optexport.parity import distances
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Call, Outputs, Reference, kept
 from optexport.signature.signature import Batch
 

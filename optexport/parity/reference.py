@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import buffers_kept
+from optexport._utils.tensors import bytes_of
 from optexport.parity import distances
-from optexport.parity.cases import Case
-from optexport.parity.memmap import spilled
+from optexport.parity.cases.case import Case
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
@@ -24,6 +25,8 @@ Call = Callable[[nn.Module, Batch], Outputs]
 HALVES = "half the rows at a time"
 # Run variation that also measures the rounding to float32 inside the model's own code.
 THROUGHOUT = "in float64 throughout"
+# Smaller tensors stay in memory, because a mapped file saves nothing for a few pages.
+_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,25 @@ def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
 def kept(case: Case, results: Outputs) -> Outputs:
     """Returns the results of a case, with large results of user data moved to disk."""
     return spilled(results) if case.data else results
+
+
+def spilled(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Moves large tensors into unnamed temporary files, mapped into memory.
+
+    The operating system deletes a file once its last tensor is freed, and caches the files in free memory.
+
+    Raises:
+        OSError: The folder for temporary files (``TMPDIR``) is full.
+    """
+    return {name: _mapped(t) if t.nbytes >= _LEAST_BYTES else t for name, t in outputs.items()}
+
+
+def _mapped(tensor: torch.Tensor) -> torch.Tensor:
+    with tempfile.NamedTemporaryFile(prefix="optexport-") as file:
+        file.write(bytes_of(tensor).numpy().data)
+        file.flush()
+        target = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return target.view(tensor.dtype).view(tensor.shape)
 
 
 def graph_runner(graph_module: nn.Module, call: Call) -> Run:

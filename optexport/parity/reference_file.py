@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from optexport.bundle.contents import read_reference_tensors
 from optexport.errors import BundleError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Outputs, Reference
 
 # Limit of the file in bytes. The largest cases are dropped first; the traced case always stays.

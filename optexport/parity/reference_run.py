@@ -14,7 +14,7 @@ from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
 from optexport.errors import TraceError, first_line
 from optexport.parity import distances, float64
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.native_run import run_in_own_precision
 from optexport.parity.reference import HALVES, THROUGHOUT, Call, Outputs, Reference, kept, rounding
 from optexport.runtime import devices, placement

@@ -35,11 +35,11 @@ from optexport.loading.loader import Loaded
 from optexport.loading.processing import built_in
 from optexport.parity import gates, noise_floor
 from optexport.parity.candidate_check import CandidateChecker
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.checker import ParityChecker
 from optexport.parity.record import parity_record
 from optexport.parity.reference import Reference
 from optexport.parity.reference_file import write_reference
-from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline import bundle_writer, lockfile, measure, triton, variant
 from optexport.pipeline.steps import run_reference, sizes_apart, trace_original
 from optexport.report import tuning

@@ -12,12 +12,12 @@ from optexport._utils import memory
 from optexport._utils.module_state import apart
 from optexport.cache import model_key
 from optexport.job import Job
-from optexport.parity import data_batches, size_probe
-from optexport.parity.cases import cases
+from optexport.parity.cases import data_batches, size_probe
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
+from optexport.parity.cases.vocabulary import attention_masks, sized_by_values
 from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
-from optexport.parity.special_values import special_cases
-from optexport.parity.vocabulary import attention_masks, sized_by_values
 from optexport.signature.signature import Batch, as_arguments, flatten_outputs
 from optexport.tracing import randomness
 from optexport.tracing.serializable import check_writable
@@ -91,7 +91,7 @@ def run_reference(
         suspect_sizes: Sizes to check in addition to the trace's suspect sizes.
     """
     signature, effort = traced.signature, job.config.parity.effort
-    checked = cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
+    checked = make_cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
     checked += special_cases(
         job.example,
         ids,

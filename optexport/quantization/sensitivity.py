@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.config.metrics import beside_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Reference
 from optexport.parity.reference_run import _name, run_original
 from optexport.signature.signature import Batch
-from tests.parity.measuring import Tensors, call, network
+from tests.parity.network import Tensors, call, network
 
 COMPUTATION = "a digest of it"
 

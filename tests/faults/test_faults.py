@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from optexport.errors import BundleError, ParityError
-from optexport.parity import cases
-from optexport.parity.special_values import special_cases
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.verify import verify
-from optexport.parity.vocabulary import vocabularies
 from tests._helpers import exports
 from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering
@@ -101,7 +101,7 @@ def size_in_float64(fault: Fault, *, made_there: bool) -> tuple[dict[str, float]
     spoilt = spoil(in_float64(of.graph_module)) if made_there else in_float64(spoil(copy.deepcopy(of.graph_module)))
     distance, largest = (dict.fromkeys(of.signature.output_names, 0.0) for _ in range(2))
     inputs, ids = subject(fault.on).inputs, vocabularies(of.graph_module, of.signature)
-    checked = cases.cases(inputs, (), of.signature, of.suspect_sizes) + special_cases(inputs, ids, "standard", 0)
+    checked = make_cases(inputs, (), of.signature, of.suspect_sizes) + special_cases(inputs, ids, "standard", 0)
     for case in checked:
         if case.extreme:
             continue

@@ -11,7 +11,7 @@ import torch
 
 from optexport.errors import ExportError, ParityError
 from optexport.parity import checker
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import OutputParity, ParityChecker
 from optexport.parity.distances import LEAST_FLOOR_ULPS
 from optexport.parity.noise_floor import bounds
@@ -19,7 +19,7 @@ from optexport.parity.reference import Reference
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch
 from tests._helpers.models import randomise
-from tests.parity.measuring import EPS, Network, Tensors, call, network
+from tests.parity.network import EPS, Network, Tensors, call, network
 
 
 def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = None) -> Reference:

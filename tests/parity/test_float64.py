@@ -10,10 +10,10 @@ from torch import nn
 
 from optexport._utils import memory
 from optexport.parity import float64
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference_run import in_double, run_original
 from tests._helpers import models
-from tests.parity.measuring import call
+from tests.parity.network import call
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 
 from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Decision, Gate, Metric, check_usable, described, judge, make_gates
 from optexport.parity.noise_floor import bounds

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import OutputParity, ParityChecker
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference

@@ -11,13 +11,13 @@ from torch import nn
 from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation
 from optexport.parity.candidate_check import CandidateChecker
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import trace
-from tests.parity.measuring import EPS, Tensors, call
+from tests.parity.network import EPS, Tensors, call
 
 
 class Norm(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 from optexport.errors import ParityError, TraceError
 from optexport.parity import reference_run
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import FALLBACK_ULPS, bounds
 from optexport.parity.reference import THROUGHOUT
@@ -21,7 +21,7 @@ from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch, Dim
 from tests._helpers.exports import quick
 from tests._helpers.models import randomise
-from tests.parity.measuring import EPS, Tensors, call, network
+from tests.parity.network import EPS, Tensors, call, network
 
 
 def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:

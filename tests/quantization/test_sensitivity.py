@@ -12,7 +12,7 @@ from hypothesis import given
 
 from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError, ParityError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
 from optexport.parity.noise_floor import bounds

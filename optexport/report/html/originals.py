@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optexport.bundle.manifest import Manifest
 
 if TYPE_CHECKING:
-    from optexport.parity.cases import Case
+    from optexport.parity.cases.case import Case
     from optexport.parity.reference import Reference
 
 

@@ -1,18 +1,19 @@
-"""Batches that a model is checked on: the traced one, user data and untraced sizes."""
+"""Cases at the traced sizes, on user data and at sizes that were never traced."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from optexport.config.schema import Effort
-from optexport.errors import ConfigError, TraceError
-from optexport.signature.resizing import resize, resize_tensor
-from optexport.signature.signature import Batch, Dim, Dynamic, Signature
+from optexport.errors import TraceError
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.padding import LESS_PADDING, UNTRACED_PADDING, with_padding
+from optexport.signature.resizing import resize
+from optexport.signature.signature import Batch, Dim, Signature
 
 # Limit of elements per generated batch: `_BUDGET`, or `_BUDGET_TIMES` the example's elements if that is more. A batch
 # at the end of a range may be larger, because its other sizes are small.
@@ -25,26 +26,7 @@ _LEAST_UNTRACED = 3
 _EVERY_SIZE_UP_TO = 16
 
 
-@dataclass(frozen=True)
-class Case:
-    """One batch on which targets are compared.
-
-    Attributes:
-        extreme: True if the values are unlike data. Their rounding differs from that in other cases.
-        optional: True if the user did not declare the values, so that the model may reject them.
-        data: True if the batch is user data.
-        otherwise: Batches with less padding, to try in this order if the model rejects `batch`.
-    """
-
-    name: str
-    batch: Batch
-    extreme: bool = False
-    optional: bool = False
-    data: bool = False
-    otherwise: tuple[Batch, ...] = ()
-
-
-def cases(
+def make_cases(
     example: Batch,
     real: Sequence[Batch],
     signature: Signature,
@@ -210,97 +192,3 @@ def _prime_after(number: int) -> int:
     while candidate < 2 or any(candidate % divisor == 0 for divisor in range(2, int(candidate**0.5) + 1)):
         candidate += 1
     return candidate
-
-
-# Padding kinds, which alternate over the rows of a batch.
-PADDINGS = ("right", "left", "whole")
-UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
-# Padding that every model with padded rows accepts.
-LESS_PADDING = ("right", "none")
-_LEAST_PADDED = 3
-
-IsMask = Callable[[str, torch.Tensor], bool]
-
-
-def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Checks if an input is an attention mask, with 1 for every token that is not padding.
-
-    Args:
-        name: Name of the input.
-        tensor: Its values, of any dtype; only shape [batch, sequence] qualifies.
-    """
-    named = name == "mask" or name.endswith("attention_mask")
-    return named and tensor.dim() == 2 and is_mask(name, tensor)
-
-
-def is_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Checks if an input is a mask, by its name and by its values of 0 and 1.
-
-    Args:
-        name: Name of the input.
-        tensor: Its values, of any dtype, with at least two axes.
-    """
-    return "mask" in name and tensor.dim() >= 2 and bool(((tensor == 0) | (tensor == 1)).all())
-
-
-def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding_mask) -> Batch:
-    """Pads the rows of every mask in a batch, alternating the kinds of padding.
-
-    Existing padding stays. Rows of fewer than three tokens are unchanged. Each mask starts with another kind, so that
-    no mask can replace another unnoticed.
-
-    Args:
-        kinds: Kinds of padding per row: "right", "left", "whole" or "none".
-        padded: Predicate that selects the masks. Masks with more than two axes never get "whole", because image masks
-            and attention masks leave something visible in every row.
-
-    Returns:
-        A new batch. Inputs that are not masks are shared with the old one.
-    """
-    masks = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in batch.items()
-        if padded(name, tensor)
-    }
-    for index, mask in enumerate(masks.values()):
-        usual = [kind for kind in kinds if kind != "whole" or mask.dim() == 2]
-        in_turn = itertools.islice(itertools.cycle(usual), index, None)
-        for row, kind in zip(mask.flatten(0, -2), in_turn, strict=False):
-            kept = row.nonzero().flatten()
-            if (length := len(kept)) >= _LEAST_PADDED:
-                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
-    return {**batch, **masks}
-
-
-def at_least_two(batch: Batch) -> Batch:
-    """Repeats a batch of one to two rows, because tracing specialises on size 1."""
-    if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
-        return batch
-    return traceable(batch, {name: {0: "batch"} for name in batch})
-
-
-def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
-    """Returns a batch whose dynamic axes have at least size 2 and a size in range.
-
-    Raises:
-        ConfigError: A declared axis has size 0 and cannot be repeated.
-    """
-    sizes: dict[str, int] = {}
-    for name, axes in dynamic.items():
-        for axis, given in axes.items():
-            if batch[name].shape[axis] == 0:
-                raise ConfigError(
-                    f"axis {axis} holds nothing, and is declared dynamic",
-                    location=f"inputs: {name}",
-                    hint="Give at least one element along it, or leave it out of the dynamic axes.",
-                )
-            dim = given if isinstance(given, Dim) else Dim(given)
-            size = max(batch[name].shape[axis], dim.min, 2)
-            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
-    return {
-        name: resize_tensor(
-            tensor,
-            {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
-        )
-        for name, tensor in batch.items()
-    }

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optexport.parity import native_run
-from optexport.parity.cases import Case
-from optexport.parity.data_batches import shards, why_unchecked
-from optexport.parity.memmap import spilled
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.data_batches import shards, why_unchecked
+from optexport.parity.reference import spilled
 from optexport.pipeline import run as pipeline_run
 from optexport.result import Result
 from optexport.signature.signature import Dim

@@ -19,7 +19,9 @@ from torch import nn
 from optexport._utils import signals
 from optexport._utils.module_state import buffers_kept
 from optexport.parity import distances
-from optexport.parity.cases import Case, cut_to, is_padding_mask, with_padding
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.padding import is_padding_mask, with_padding
+from optexport.parity.cases.untraced_sizes import cut_to
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from optexport.config.schema import Effort
 from optexport.errors import ConfigError
-from optexport.parity.cases import cases, cut_to, traceable
+from optexport.parity.cases.data_batches import traceable
+from optexport.parity.cases.untraced_sizes import cut_to, make_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests.tiers import examples
 
@@ -82,13 +83,13 @@ def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
 @example(with_data(texts(2, 5, Dim("batch", 1, 4))), "quick")
 def test_at_least_three_untraced_sizes_are_checked_if_possible(checks: Checks, effort: Effort) -> None:
     batch, real, signature = checks
-    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature, effort=effort)]
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in make_cases(batch, real, signature, effort=effort)]
     assert len(set(sizes) - {tuple(signature.sizes(batch).items())}) >= untraced(batch, signature)
 
 
 @given(checked(), st.sampled_from(EFFORTS))
 def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort) -> None:
-    for case in cases(*checks, effort=effort):
+    for case in make_cases(*checks, effort=effort):
         for name, size in checks[2].sizes(case.batch).items():
             dim = checks[2].dims[name]
             assert dim.min <= size <= (dim.max or size)
@@ -100,7 +101,7 @@ def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort)
 def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
     """Most errors in a range show at its ends."""
     signature = checks[2]
-    found = [signature.sizes(case.batch) for case in cases(*checks)]
+    found = [signature.sizes(case.batch) for case in make_cases(*checks)]
     for name, dim in signature.dims.items():
         sizes = {size[name] for size in found}
         assert dim.min in sizes
@@ -113,14 +114,14 @@ def test_each_end_is_checked_alone_if_all_at_once_are_too_large() -> None:
     batch = {"x": torch.randn(2, 3, 32, 48)}
     spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
     signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
-    found = {tuple(case.batch["x"].shape) for case in cases(batch, [], signature)}
+    found = {tuple(case.batch["x"].shape) for case in make_cases(batch, [], signature)}
     assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= found
 
 
 @pytest.mark.slow
 @given(checked())
 def test_inputs_sharing_a_dimension_have_the_same_size(checks: Checks) -> None:
-    for case in cases(*checks):
+    for case in make_cases(*checks):
         sizes: dict[str, set[int]] = {}
         for name, axis, dim in checks[2].axes():
             sizes.setdefault(dim.name, set()).add(case.batch[name].shape[axis])
@@ -130,7 +131,7 @@ def test_inputs_sharing_a_dimension_have_the_same_size(checks: Checks) -> None:
 @pytest.mark.slow
 @given(checked())
 def test_a_static_axis_keeps_its_size(checks: Checks) -> None:
-    for case in cases(*checks):
+    for case in make_cases(*checks):
         for spec in checks[2].inputs:
             fixed = [(axis, size) for axis, size in enumerate(spec.shape) if isinstance(size, int)]
             assert all(case.batch[spec.name].shape[axis] == size for axis, size in fixed)
@@ -140,7 +141,7 @@ def test_a_static_axis_keeps_its_size(checks: Checks) -> None:
 @given(checked())
 def test_integers_come_from_the_example_input(checks: Checks) -> None:
     batch, real, signature = checks
-    for case in cases(batch, real, signature):
+    for case in make_cases(batch, real, signature):
         if "input_ids" in batch:
             assert set(case.batch["input_ids"].flatten().tolist()) <= set(batch["input_ids"].flatten().tolist())
             assert set(case.batch["attention_mask"].flatten().tolist()) <= {0, 1}
@@ -153,7 +154,7 @@ def test_cases_are_deterministic_and_leave_inputs_unchanged(
 ) -> None:
     batch, real, signature = checks
     kept = {name: tensor.clone() for name, tensor in batch.items()}
-    first, second = cases(batch, real, signature), cases(batch, real, signature)
+    first, second = make_cases(batch, real, signature), make_cases(batch, real, signature)
     assert [case.name for case in first] == [case.name for case in second]
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one.batch[name], other.batch[name]) for name in batch)
@@ -167,7 +168,7 @@ def test_cases_are_deterministic_and_leave_inputs_unchanged(
 @given(checked())
 def test_case_names_and_sizes_are_unique(checks: Checks) -> None:
     batch, real, signature = checks
-    made = cases(batch, real, signature)
+    made = make_cases(batch, real, signature)
     assert len({case.name for case in made}) == len(made)
     sizes = [tuple(signature.sizes(case.batch).items()) for case in made[1:] if not case.data]
     assert len(set(sizes)) == len(sizes)
@@ -179,16 +180,16 @@ def test_case_names_and_sizes_are_unique(checks: Checks) -> None:
 def test_case_size_stays_within_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
     made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
     most = max(BUDGET, 4 * 2 * batch * sequence)
-    for case in cases(made, [], signature, effort="quick"):
+    for case in make_cases(made, [], signature, effort="quick"):
         assert sum(tensor.numel() for tensor in case.batch.values()) <= most
-    for case in cases(made, [], signature):
+    for case in make_cases(made, [], signature):
         at_an_end = any(tensor.shape[axis] in (1, 2) for tensor in case.batch.values() for axis in (0, 1))
         assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else most)
 
 
 def test_exhaustive_effort_does_not_cut_sizes() -> None:
     made, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
-    found = [signature.sizes(case.batch) for case in cases(made, [], signature, effort="exhaustive")]
+    found = [signature.sizes(case.batch) for case in make_cases(made, [], signature, effort="exhaustive")]
     assert {"batch": 40, "sequence": 300} in found
     assert {1, 2, 15, 16, 17, 31, 32, 33, 40} <= {sizes["batch"] for sizes in found}
     assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in found}
@@ -198,22 +199,22 @@ def test_exhaustive_effort_does_not_cut_sizes() -> None:
 @given(checked())
 def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
     batch, real, signature = checks
-    quick, standard, exhaustive = (len(cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
+    quick, standard, exhaustive = (len(make_cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
     assert quick <= standard <= exhaustive
 
 
 def test_a_static_model_is_checked_on_example_and_data_only() -> None:
     batch = {"x": torch.ones(2, 3)}
     signature = signature_of(batch, {}, {})
-    assert [case.name for case in cases(batch, [], signature)] == ["traced"]
+    assert [case.name for case in make_cases(batch, [], signature)] == ["traced"]
     other = {name: tensor.clone() for name, tensor in batch.items()}
     next(iter(other.values())).flatten()[0] += 1
-    assert [case.name for case in cases(batch, [other, other], signature)] == ["traced", "data 0", "data 1"]
+    assert [case.name for case in make_cases(batch, [other, other], signature)] == ["traced", "data 0", "data 1"]
 
 
 def test_masks_are_padded_right_left_and_over_whole_rows() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8), Dim("sequence", 1, 40))
-    rows = [row for case in cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
+    rows = [row for case in make_cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
     assert any(row[0] == 1 and row[-1] == 0 for row in rows)
     assert any(row[0] == 0 and row[-1] == 1 for row in rows)
     assert any(not row.any() for row in rows)
@@ -223,7 +224,7 @@ def test_masks_are_padded_right_left_and_over_whole_rows() -> None:
 def test_user_padding_stays_padding() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8))
     batch["attention_mask"][:, 7:] = 0
-    assert all(not case.batch["attention_mask"][:, 7:].any() for case in cases(batch, [], signature))
+    assert all(not case.batch["attention_mask"][:, 7:].any() for case in make_cases(batch, [], signature))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), dim_ranges)
@@ -246,10 +247,10 @@ def test_data_equal_to_the_traced_batch_is_checked_once_as_data() -> None:
     signature = Signature((TensorSpec("x", "float32", (2, 3)),), (), {})
     copied = {"x": batch["x"].clone()}
     for effort in ("quick", "standard"):
-        first, *others = cases(batch, [copied, other], signature, effort=effort)
+        first, *others = make_cases(batch, [copied, other], signature, effort=effort)
         assert (first.name, first.data) == ("traced", True)
         assert [case.name for case in others] == ([] if effort == "quick" else ["data 1"])
-    (first, second) = cases(batch, [other], signature)
+    (first, second) = make_cases(batch, [other], signature)
     assert (first.data, second.name, second.data) == (False, "data", True)
 
 

@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from optexport.config.schema import Effort, TensorConfig
 from optexport.errors import ParityError
-from optexport.parity.cases import Case, cases
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference_run import run_original
-from optexport.parity.special_values import special_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests._helpers.exports import quick
 
@@ -295,7 +296,7 @@ def words(kind: type[Words] = Words) -> Words:
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_a_wrong_use_of_the_mask_is_found_at_a_fixed_shape(effort: Effort, wrong: type[Words], rows: int) -> None:
     example = text(rows, 7)
-    sizes = cases(example, [example], signature(example), effort=effort)
+    sizes = make_cases(example, [example], signature(example), effort=effort)
     special = special_cases(example, {"input_ids": IDS}, effort, 0)
     found = failing(words(), words(wrong), [*sizes, *special])
     assert found
@@ -309,7 +310,7 @@ def test_a_wrong_boundary_row_is_found_only_by_boundary_ids(row: int) -> None:
     with torch.no_grad():
         wrong.words.weight[row] += 0.1
     example = text(4, 9)
-    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
+    sizes = make_cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
     special = special_cases(example, {"input_ids": IDS}, "standard", 0)
     assert failing(words(), wrong, [*sizes, *special]) == {"boundary ids"}
 
@@ -342,7 +343,7 @@ class Apply(nn.Module):
 )
 def test_a_missing_guard_is_found_only_at_an_extreme_case(right: object, wrong: object, where: str) -> None:
     example = {"x": torch.randn(3, 8)}
-    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16)))
+    sizes = make_cases(example, [example], signature(example, Dim("batch", 1, 16)))
     special = special_cases(example, {}, "standard", 0)
     assert failing(Apply(right), Apply(wrong), [*sizes, *special]) == {where}
     assert failing(Apply(right), Apply(right), [*sizes, *special]) == set()

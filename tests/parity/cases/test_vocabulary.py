@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.parity.vocabulary import attention_masks, sized_by_values, vocabularies
+from optexport.parity.cases.vocabulary import attention_masks, sized_by_values, vocabularies
 from optexport.tracing.trace import trace
 from tests._helpers import models
 from tests._helpers.exports import quick

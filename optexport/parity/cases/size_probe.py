@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from optexport.parity import distances
-from optexport.parity.cases import is_padding_mask, shapes_at, with_padding
+from optexport.parity.cases.padding import is_padding_mask, with_padding
+from optexport.parity.cases.untraced_sizes import shapes_at
 from optexport.runtime.runners import Run
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature

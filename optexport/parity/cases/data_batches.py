@@ -1,16 +1,52 @@
-"""Batches of user data that fit into memory, and the share of the data that was checked."""
+"""Batches of user data: repeated to traceable sizes, split to fit into memory, counted."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from optexport.parity.cases import Case
-from optexport.signature.signature import Batch, Dim
+from optexport.errors import ConfigError
+from optexport.parity.cases.case import Case
+from optexport.signature.resizing import resize_tensor
+from optexport.signature.signature import Batch, Dim, Dynamic
 
 # Limits of a batch in rows and in elements: 32 texts of 512 tokens, or 6 images of 224 by 224.
 _ROWS = 32
 _NUMBERS = 1 << 20
+
+
+def at_least_two(batch: Batch) -> Batch:
+    """Repeats a batch of one to two rows, because tracing specialises on size 1."""
+    if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
+        return batch
+    return traceable(batch, {name: {0: "batch"} for name in batch})
+
+
+def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
+    """Returns a batch whose dynamic axes have at least size 2 and a size in range.
+
+    Raises:
+        ConfigError: A declared axis has size 0 and cannot be repeated.
+    """
+    sizes: dict[str, int] = {}
+    for name, axes in dynamic.items():
+        for axis, given in axes.items():
+            if batch[name].shape[axis] == 0:
+                raise ConfigError(
+                    f"axis {axis} holds nothing, and is declared dynamic",
+                    location=f"inputs: {name}",
+                    hint="Give at least one element along it, or leave it out of the dynamic axes.",
+                )
+            dim = given if isinstance(given, Dim) else Dim(given)
+            size = max(batch[name].shape[axis], dim.min, 2)
+            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
+    return {
+        name: resize_tensor(
+            tensor,
+            {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
+        )
+        for name, tensor in batch.items()
+    }
 
 
 def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:

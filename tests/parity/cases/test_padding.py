@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optexport.config.schema import Effort
-from optexport.parity.cases import cases
-from optexport.parity.special_values import special_cases
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.signature.signature import Dim
 from tests._helpers.exports import quick
-from tests.parity.test_special_values import EFFORTS, IDS, signature, text
+from tests.parity.cases.test_special_values import EFFORTS, IDS, signature, text
 from tests.tiers import examples
 
 
@@ -69,7 +69,7 @@ def test_two_masks_are_never_padded_alike(rows: int) -> None:
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_every_kind_of_padding_is_checked_at_untraced_sizes(effort: Effort) -> None:
     example = text(4, 9)
-    found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
+    found = make_cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
     masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
     assert kinds_of_padding(masks) == {"right", "left", "whole"}
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 import torch
 
 from optexport.config.schema import Effort, TensorConfig
-from optexport.parity.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.padding import LESS_PADDING, PADDINGS, is_mask, with_padding
 from optexport.signature.signature import Batch
 
 # Normal values times 64 reach 200: beyond the range of exp in float32 and beyond the clamps of common activations.

@@ -14,11 +14,11 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import ParityError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
+from optexport.parity.input_search import failure_test, find_failing, measurer, smallest_failing
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Outputs
 from optexport.parity.reference_run import run_original
-from optexport.parity.search import failure_test, find_failing, measurer, smallest_failing
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from optexport.transformations import Transformation
 from tests._helpers import exports
@@ -101,7 +101,7 @@ def test_a_search_ends_in_time_with_its_smallest_input(monkeypatch: pytest.Monke
         return made["ids"].numel() > 6
 
     # A fake clock, because real time depends on the load of the machine: 20 calls take one second.
-    monkeypatch.setattr("optexport.parity.search.time", SimpleNamespace(monotonic=lambda: 0.05 * calls))
+    monkeypatch.setattr("optexport.parity.input_search.time", SimpleNamespace(monotonic=lambda: 0.05 * calls))
     found = smallest_failing(fails, Case("data", batch(30, 60)), SIGNATURE, {}, seconds=1.0)
     assert calls <= 21
     assert found is not None

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from optexport.errors import ParityError
-from optexport.parity.size_probe import parting_sizes
+from optexport.parity.cases.size_probe import parting_sizes
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
 from optexport.transformations import Match, Rule
