@@ -34,17 +34,17 @@ class CandidateChecker:
 
     def __init__(
         self,
-        proof: ParityChecker,
+        checker: ParityChecker,
         run: Call,
         model: nn.Module,
         signature: Signature,
         vocabularies: Mapping[str, int],
         config: ParityConfig,
     ) -> None:
-        self.proof, self.run, self.model = proof, run, model
+        self.proof, self.run, self.model = checker, run, model
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
         self.cache_hits: list[str] = []
-        self._measured = dict(proof.bounds)
+        self._measured = dict(checker.bounds)
         self._failing: tuple[TargetParity, Callable[[], Run], Signature] | None = None
 
     def check(
@@ -70,8 +70,8 @@ class CandidateChecker:
         Returns:
             The comparison of the target, per output and case.
         """
-        at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
-        entry = self._entry(target, content, at)
+        reference = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
+        entry = self._entry(target, content, reference)
         stored = results.read(entry) if entry else None
         if stored is not None:
             self.cache_hits.append(target)
@@ -86,7 +86,7 @@ class CandidateChecker:
             return parity
         if not parity.passed:
             parity = self._look_closer(parity, traced_shape_only=traced_shape_only)
-        signature = self.signature.at(at.cases[0].batch) if traced_shape_only else self.signature
+        signature = self.signature.at(reference.cases[0].batch) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":
             parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
         if not parity.passed:
@@ -95,16 +95,16 @@ class CandidateChecker:
 
     def _look_closer(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
         """Repeats a failed comparison with limits from perturbed weights, if these explain it."""
-        proof, config = self.proof, self.config
-        found = perturbation.bounds(
-            proof, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured
+        checker, config = self.proof, self.config
+        tolerances = perturbation.bounds(
+            checker, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured
         )
-        if found is None:
+        if tolerances is None:
             return parity
         cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
-        ways = (*proof.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
-        proof.reference, proof.bounds = replace(proof.reference, ways=ways), found
-        return proof.take(parity.target, proof.results(parity.target), traced_shape_only=traced_shape_only)
+        ways = (*checker.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
+        checker.reference, checker.bounds = replace(checker.reference, ways=ways), tolerances
+        return checker.take(parity.target, checker.results(parity.target), traced_shape_only=traced_shape_only)
 
     def _entry(self, target: str, content: str | None, reference: Reference) -> str:
         """Returns the cache key of a target's results, or an empty string if caching is off."""
@@ -120,11 +120,11 @@ class CandidateChecker:
         outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
         measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
         fails = input_search.failure_test(measure, candidate)
-        found = input_search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
-        measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
-        if measured is None:
+        failing = input_search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+        new_case = None if failing is None else measure(replace(failing, name=f"{_FOUND}{failing.name}"))
+        if new_case is None:
             return parity
-        self.proof.extend(*measured)
+        self.proof.extend(*new_case)
         return self.proof.check(parity.target, candidate, traced_shape_only=traced_shape_only)
 
     def smallest(self) -> str | None:
@@ -145,10 +145,10 @@ class CandidateChecker:
         case = next(case for case in reference.cases if case.name == name)
         real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
         fails = input_search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
-        found = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
-        return None if found is None else found.name
+        smallest = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        return None if smallest is None else smallest.name
 
     def _measurer(self, outputs: Sequence[str]) -> input_search.Measure:
-        bounds = {name: self.proof.bounds[name] for name in outputs}
+        tolerances = {name: self.proof.bounds[name] for name in outputs}
         fallback = self.proof.reference.fallback is not None
-        return input_search.measurer(self.run, self.model, bounds, self.config.noise_multiple, fallback=fallback)
+        return input_search.measurer(self.run, self.model, tolerances, self.config.noise_multiple, fallback=fallback)

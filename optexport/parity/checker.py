@@ -127,9 +127,9 @@ class ParityChecker:
         targets: Comparison of each target, in the order of the checks; the original comes first.
     """
 
-    def __init__(self, reference: Reference, bounds: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
+    def __init__(self, reference: Reference, tolerances: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
         self.reference = reference
-        self.bounds = bounds
+        self.bounds = tolerances
         self.gates = tuple(gates)
         self.targets: list[TargetParity] = []
         self._results: dict[str, dict[str, Outputs | str]] = {}
@@ -206,18 +206,18 @@ class ParityChecker:
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         return self._add(target, list(results), reference, precision)
 
-    def extend(self, found: Reference, bounds: Mapping[str, Tolerance]) -> None:
+    def extend(self, reference: Reference, tolerances: Mapping[str, Tolerance]) -> None:
         """Adds cases with their own limits; later checks include them.
 
         Args:
             found: The new cases and their reference outputs.
             bounds: Tolerance on these cases, per output. Outputs without one are not limited there.
         """
-        self.reference = self.reference.followed_by(found)
+        self.reference = self.reference.followed_by(reference)
         extended = {}
         for name, bound in self.bounds.items():
-            own = bounds[name].limit if name in bounds else math.inf
-            limits = dict.fromkeys((case.name for case in found.cases), 0.0 if bound.fixed else own)
+            limit = tolerances[name].limit if name in tolerances else math.inf
+            limits = dict.fromkeys((case.name for case in reference.cases), 0.0 if bound.fixed else limit)
             extended[name] = replace(bound, extremes={**bound.extremes, **limits})
         self.bounds = extended
 
@@ -234,17 +234,17 @@ class ParityChecker:
         else:
             made_from = graphs[-1]  # files are checked right after the graph that they are exported from
         self._results[target] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
-        before = [self._results[made_from].get(case.name, "") for case in reference.cases]
-        bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
-        empty = {name for name in bounds if not any(given[name].numel() for given in self.reference.outputs)}
+        results_before = [self._results[made_from].get(case.name, "") for case in reference.cases]
+        tolerances = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
+        empty = {name for name in tolerances if not any(outputs_of_case[name].numel() for outputs_of_case in self.reference.outputs)}
         uncounted = self._uncounted(reference) if precision is not None else frozenset()
         outputs = (
-            _compare(name, results, before, reference, bound, always_empty=name in empty, uncounted=uncounted)
-            for name, bound in bounds.items()
+            _compare(name, results, results_before, reference, bound, always_empty=name in empty, uncounted=uncounted)
+            for name, bound in tolerances.items()
         )
-        decided = tuple(judge(gate, results, reference) for gate in self.gates)
+        decisions = tuple(judge(gate, results, reference) for gate in self.gates)
         self.targets = [checked for checked in self.targets if checked.target != target]
-        self.targets.append(TargetParity(target, tuple(outputs), made_from, decided, precision))
+        self.targets.append(TargetParity(target, tuple(outputs), made_from, decisions, precision))
         return self.targets[-1]
 
     def _uncounted(self, reference: Reference) -> frozenset[str]:

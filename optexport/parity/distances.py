@@ -63,11 +63,11 @@ def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     if not gaps.numel():
         return torch.zeros_like(magnitude, dtype=torch.bool)
     exact = exact.double()
-    same = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
-    other = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
+    is_equal = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+    is_masked = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
     # Some large results round exactly by chance. If any value above a gap is rounded, all of them may be results.
     for beyond in (magnitude >= 2.0 ** (int(gap) - 1) for gap in gaps):
-        if bool((same | other)[beyond].all()):
+        if bool((is_equal | is_masked)[beyond].all()):
             return beyond
     return torch.zeros_like(magnitude, dtype=torch.bool)
 

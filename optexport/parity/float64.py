@@ -37,18 +37,18 @@ def upcasting(model: nn.Module) -> nn.Module:
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise RuntimeError("a part of the model is TorchScript")
-    kept: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if is_shared(tensor):  # keyed by id, so that references in lists are replaced too
-            kept[id(tensor)] = _Weight(tensor)
+            replacements[id(tensor)] = _Weight(tensor)
         elif type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
             # Copied one by one, because a copy of a view copies its whole storage, which is all weights of a mapped
             # file.
-            made = _in_double(tensor)
-            kept[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            copied = _in_double(tensor)
+            replacements[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        double = copy.deepcopy(model, dict(kept))
+        double = copy.deepcopy(model, dict(replacements))
         weights = [
             (module, name, weight)
             for module in double.modules()
@@ -73,8 +73,8 @@ class _FloatIsDouble(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given, named = pytree.tree_map(_double_for_float, (tuple(args), dict(kwargs or {})))
-        return (_T.double if func is _T.float else func)(*given, **named)
+        new_args, new_kwargs = pytree.tree_map(_double_for_float, (tuple(args), dict(kwargs or {})))
+        return (_T.double if func is _T.float else func)(*new_args, **new_kwargs)
 
 
 def _double_for_float(value: Any) -> Any:
@@ -109,8 +109,8 @@ class NotesFloat32(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = pytree.tree_leaves(result)
-        self.found |= any(isinstance(each, torch.Tensor) and each.dtype is torch.float32 for each in made)
+        values = pytree.tree_leaves(result)
+        self.found |= any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in values)
         return result
 
 
@@ -157,10 +157,10 @@ class _Weight(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> _Weight:
-        nothing = torch.full((), math.nan, dtype=torch.float64, device=held.device).expand(held.shape)
-        weight = torch.Tensor._make_subclass(cls, nothing, held.requires_grad)
-        weight.held = held.detach()
+    def __new__(cls, stored: torch.Tensor) -> _Weight:
+        nan = torch.full((), math.nan, dtype=torch.float64, device=stored.device).expand(stored.shape)
+        weight = torch.Tensor._make_subclass(cls, nan, stored.requires_grad)
+        weight.held = stored.detach()
         weight._is_param = True  # for isinstance(weight, nn.Parameter)
         return weight
 
@@ -177,8 +177,8 @@ class _Weight(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _DOORS:
             raise RuntimeError("the memory of a weight is asked for that is held in another precision")
-        given, named = pytree.tree_map(_upcast, (tuple(args), dict(kwargs or {})))
-        return func(*given, **named)
+        new_args, new_kwargs = pytree.tree_map(_upcast, (tuple(args), dict(kwargs or {})))
+        return func(*new_args, **new_kwargs)
 
 
 def _upcast(value: Any) -> Any:

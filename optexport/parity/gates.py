@@ -141,7 +141,7 @@ class Decision:
         return self.failure is None
 
 
-def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
+def load_metrics(configs: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
     """Imports the user metrics of a config.
 
     Args:
@@ -152,7 +152,7 @@ def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> di
         ConfigError: A metric cannot be imported or is not callable.
     """
     metrics: dict[str, Metric] = {}
-    for name in (name for name in gates or () if name.startswith(METRIC)):
+    for name in (name for name in configs or () if name.startswith(METRIC)):
         target = f"parity.metrics.{name}"
         metrics[name] = registry.import_from(name.removeprefix(METRIC), folder, target)
         if not callable(metrics[name]):
@@ -161,10 +161,10 @@ def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> di
 
 
 def make_gates(
-    demanded: Mapping[str, DecisionConfig] | None,
+    metric_configs: Mapping[str, DecisionConfig] | None,
     metrics: Mapping[str, Metric],
     reference: Reference,
-    bounds: Mapping[str, Tolerance],
+    tolerances: Mapping[str, Tolerance],
     multiple: float,
 ) -> tuple[Gate, ...]:
     """Returns the gates of a config, one per metric and output.
@@ -184,29 +184,29 @@ def make_gates(
     ordinary = [case for case in reference.cases if not case.extreme]
     real = any(case.data for case in ordinary)
     cases = tuple(case.name for case in ordinary if case.data or not real)
-    for measure, config in (demanded or {}).items():
+    for measure, config in (metric_configs or {}).items():
         if measure in metrics:
             gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
-        known, target = list(bounds), f"parity.metrics.{measure}"
-        if config.output is not None and config.output not in known:
+        outputs, target = list(tolerances), f"parity.metrics.{measure}"
+        if config.output is not None and config.output not in outputs:
             raise ConfigError(
                 f'there is no output "{config.output}"',
                 location=f"{target}.output",
-                hint=f"{did_you_mean(config.output, known)} The outputs are {', '.join(known)}.",
+                hint=f"{did_you_mean(config.output, outputs)} The outputs are {', '.join(outputs)}.",
             )
-        fitting = [n for n in known if any(_is_defined(measure, o[n], k) for o in reference.outputs)]
-        chosen = [name for name in fitting if config.output in (None, name)]
+        suitable = [n for n in outputs if any(_is_defined(measure, o[n], k) for o in reference.outputs)]
+        chosen = [name for name in suitable if config.output in (None, name)]
         if not chosen:
-            shapes = {name: list(reference.outputs[0][name].shape) for name in known}
+            shapes = {name: list(reference.outputs[0][name].shape) for name in outputs}
             raise ConfigError(
                 f"it is defined on {_needs(measure, k)}",
                 location=target,
                 hint="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
             )
         for name in chosen:
-            slack = rounding(name, reference, bounds[name], multiple)
+            slack = rounding(name, reference, tolerances[name], multiple)
             gates.append(Gate(measure, name, config.min, cases, real, k, config.classes is not False, slack))
     return tuple(gates)
 
@@ -263,12 +263,12 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         tally = _measure(gate, results[index], reference, index)
         if isinstance(tally, str):  # a case with an error agrees nowhere
             failure = failure or f"{gate.name}, at {reference.cases[index].name}: {tally}"
-            itself = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
-            tally = Tally(torch.zeros(len(itself.values) if isinstance(itself, Tally) else 1, dtype=torch.float64))
+            original = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
+            tally = Tally(torch.zeros(len(original.values) if isinstance(original, Tally) else 1, dtype=torch.float64))
         tallies.append(tally)
-        least = float(tally.values.min()) if tally.values.numel() else math.inf
+        smallest = float(tally.values.min()) if tally.values.numel() else math.inf
         total = math.fsum(tally.values.tolist())
-        cases.append(CaseDecision(reference.cases[index].name, total, least, tally.values.numel()))
+        cases.append(CaseDecision(reference.cases[index].name, total, smallest, tally.values.numel()))
     values = torch.cat([tally.values for tally in tallies])
     low, high = (_interval(gate.measure, values) if gate.real and counted else None) or (None, None)
     decision = Decision(
@@ -290,9 +290,9 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
 def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
     if measure in _SHARES:
         return wilson(int(values.sum()), values.numel())
-    least, most = _RANGES.get(measure, (-math.inf, math.inf))
+    lowest, highest = _RANGES.get(measure, (-math.inf, math.inf))
     interval = normal(values)
-    return interval and (max(interval[0], least), min(interval[1], most))
+    return interval and (max(interval[0], lowest), min(interval[1], highest))
 
 
 def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
@@ -339,25 +339,25 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
     if gate.metric is not None:
         return _call(gate.metric, result, original)
     assert gate.output is not None
-    candidate, own = result[gate.output], original[gate.output]
-    if not _is_defined(gate.measure, own, gate.k) or not own.numel():
+    candidate, original_output = result[gate.output], original[gate.output]
+    if not _is_defined(gate.measure, original_output, gate.k) or not original_output.numel():
         return Tally(torch.zeros(0, dtype=torch.float64))
-    known = distances.known(reference.exact[index][gate.output], own)
+    expected = distances.known(reference.exact[index][gate.output], original_output)
     match gate.measure:
         case "iou":
-            return intersections_over_unions(candidate, own, known, gate.slack, classes=gate.classes)
+            return intersections_over_unions(candidate, original_output, expected, gate.slack, classes=gate.classes)
         case "cosine":
-            return cosines(candidate, own, gate.slack, real_positions(batch, own.shape[:-1]))
+            return cosines(candidate, original_output, gate.slack, real_positions(batch, original_output.shape[:-1]))
         case "greedy_tokens":
-            return greedy_tokens(candidate, own, known, gate.slack, real_positions(batch, own.shape[:-1]))
-    return agreement(candidate, own, known, gate.slack, gate.k, real_positions(batch, own.shape[:-1]))
+            return greedy_tokens(candidate, original_output, expected, gate.slack, real_positions(batch, original_output.shape[:-1]))
+    return agreement(candidate, original_output, expected, gate.slack, gate.k, real_positions(batch, original_output.shape[:-1]))
 
 
 def _call(metric: Metric, result: Outputs, original: Outputs) -> Tally | str:
     """Calls a user metric on copies, or returns the error or an invalid value as text."""
-    own, others = ({name: value.clone() for name, value in outputs.items()} for outputs in (result, original))
+    result_copies, original_copies = ({name: value.clone() for name, value in outputs.items()} for outputs in (result, original))
     try:
-        value = float(metric(own, others))
+        value = float(metric(result_copies, original_copies))
     except (Exception, SystemExit) as error:  # user code may raise anything
         return f"it raised {type(error).__name__}: {first_line(error)[:200]}"
     if not math.isfinite(value):

@@ -72,14 +72,14 @@ def smallest_failing(
     choices = {name: _choices(name, tensor, vocabularies) for name, tensor in failing.batch.items()}
     space = _Space(failing, signature, ranges, choices)
     check = _Check(fails, space, seconds)
-    given = (tuple(sizes[name] for name in ranges), (_GIVEN,) * len(choices))
-    if not check(given):
+    start = (tuple(sizes[name] for name in ranges), (_GIVEN,) * len(choices))
+    if not check(start):
         return None
-    found = _with_smaller_sizes(check, given)
+    smallest = _with_smaller_sizes(check, start)
     if values:
-        found = _with_simpler_values(check, found)
-        found = _with_smaller_sizes(check, found)
-    return None if found == given else space.case(found)
+        smallest = _with_simpler_values(check, smallest)
+        smallest = _with_smaller_sizes(check, smallest)
+    return None if smallest == start else space.case(smallest)
 
 
 def find_failing(
@@ -90,7 +90,7 @@ def find_failing(
     *,
     seed: int = 0,
     examples: int = _EXAMPLES,
-    most_numbers: int = 8192,
+    max_elements: int = 8192,
 ) -> Case | None:
     """Searches declared sizes and several kinds of values for an input that fails.
 
@@ -112,16 +112,16 @@ def find_failing(
     choices = {name: (*_choices(name, tensor, vocabularies), *seeds) for name, tensor in example.items()}
     from hypothesis import strategies as st
 
-    space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, most_numbers)
+    space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, max_elements)
     check = _Check(fails, space, math.inf)
     sizes = st.tuples(*(st.integers(low, high) for low, high in ranges.values()))
     kinds = st.tuples(*(st.sampled_from(kinds) for kinds in choices.values()))
-    found = _find(check, st.tuples(sizes, kinds), examples, seed)
-    return None if found is None else space.case(found)
+    choice = _find(check, st.tuples(sizes, kinds), examples, seed)
+    return None if choice is None else space.case(choice)
 
 
 def measurer(
-    run: Call, model: nn.Module, bounds: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
+    run: Call, model: nn.Module, tolerances: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
 ) -> Measure:
     """Returns a function that computes the reference and the tolerance of one case.
 
@@ -149,11 +149,11 @@ def measurer(
                 exact = outputs if double is None else run(double, in_double(case.batch))
             except Exception:  # model code may raise anything
                 return None
-        if not all(bool(torch.isfinite(outputs[name]).all()) for name in bounds):
+        if not all(bool(torch.isfinite(outputs[name]).all()) for name in tolerances):
             return None
         reference = Reference((case,), (outputs,), (exact,))
         noise = reference.noise[0]
-        return reference, {name: _own(bound, outputs[name], noise[name], multiple) for name, bound in bounds.items()}
+        return reference, {name: _own(bound, outputs[name], noise[name], multiple) for name, bound in tolerances.items()}
 
     return measure
 
@@ -173,13 +173,13 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
     return fails
 
 
-def _own(bound: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
-    if bound.fixed or not original.is_floating_point():
-        return bound
+def _own(tolerance: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
+    if tolerance.fixed or not original.is_floating_point():
+        return tolerance
     scale = distances.largest(distances.finite(original).abs())
-    limit = max(bound.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
-    drowned = limit > LARGEST_LIMIT * scale and limit > bound.limit
-    return replace(bound, limit=math.inf if drowned else limit, extremes={})
+    limit = max(tolerance.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
+    drowned = limit > LARGEST_LIMIT * scale and limit > tolerance.limit
+    return replace(tolerance, limit=math.inf if drowned else limit, extremes={})
 
 
 # Size of each dimension, and kind of values of each input.
@@ -243,8 +243,8 @@ def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
     if tensor.is_floating_point():
         size = max(float(distances.finite(tensor).abs().double().mean()), 1e-6)
         return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size).to(tensor.dtype)
-    known = tensor.flatten() if count is None else torch.arange(count)
-    return known[torch.randint(len(known), tensor.shape, generator=generator)].to(tensor.dtype)
+    pool = tensor.flatten() if count is None else torch.arange(count)
+    return pool[torch.randint(len(pool), tensor.shape, generator=generator)].to(tensor.dtype)
 
 
 class _Check:
@@ -269,8 +269,8 @@ def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
     # Most draws are the largest size, which fails, so that hypothesis soon has a failure to shrink.
     limits = [(low, size) for (low, _), size in zip(check.space.ranges.values(), choice[0], strict=True)]
     sizes = (st.integers(low, size + 3 * (size - low + 1)).map(partial(min, size)) for low, size in limits)
-    found = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
-    return choice if found is None else found
+    smallest = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
+    return choice if smallest is None else smallest
 
 
 def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
@@ -295,10 +295,10 @@ def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: 
     )
     with _no_files():
         try:
-            found: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
+            choice: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
         except (hypothesis.errors.NoSuchExample, hypothesis.errors.FailedHealthCheck):
             return None  # FailedHealthCheck occurs if a hypothesis test calls this function, because tests cannot nest
-    return found
+    return choice
 
 
 @contextmanager

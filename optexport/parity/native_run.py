@@ -34,22 +34,22 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
-    left_out: list[str] = []
+    skipped: list[str] = []
     data_bytes = 0
     for case in cases:
         if case.data and data_bytes > _DATA_BYTES:
             continue
         try:
             if checked:
-                case, results, refused = _taken(run, model, case)
-                left_out += refused
+                case, results, notes = _taken(run, model, case)
+                skipped += notes
             else:
                 results = _repeated(run, model, case.batch)
         except TraceError:
             raise
         except Exception as error:  # model code may raise anything
             if checked and (case.optional or not declared):
-                left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
+                skipped.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
                 continue
             raise TraceError(
                 f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
@@ -59,12 +59,12 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
                 else "Give inputs of the dtypes, ranges and sizes that it takes.",
             ) from error
         if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
-            left_out.append(f"{case.name}: the model itself gives NaN or infinity")
+            skipped.append(f"{case.name}: the model itself gives NaN or infinity")
             continue
         data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
         checked.append(case)
         outputs.append(kept(case, results))
-    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
+    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(skipped))
 
 
 def _taken(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list[str]]:
@@ -76,11 +76,11 @@ def _taken(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list
     except Exception as error:  # model code may raise anything
         if not case.otherwise:
             raise
-        less, *others = case.otherwise
-        case, results, _ = _taken(run, model, replace(case, batch=less, otherwise=tuple(others)))
-        told = f"{case.name}: the model itself fails as it is padded, and is checked with less padding"
-        told += f" ({type(error).__name__}: {first_line(error)})"
-        return case, results, [told]
+        less_padded, *fallbacks = case.otherwise
+        case, results, _ = _taken(run, model, replace(case, batch=less_padded, otherwise=tuple(fallbacks)))
+        note = f"{case.name}: the model itself fails as it is padded, and is checked with less padding"
+        note += f" ({type(error).__name__}: {first_line(error)})"
+        return case, results, [note]
 
 
 def _is_finite(outputs: Outputs) -> bool:
@@ -93,15 +93,15 @@ def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
         first = run(model, batch)
         state = " and ".join(changed())
     target = type(model).__name__
-    if other := _other(first, run(model, batch)):
+    if difference := _other(first, run(model, batch)):
         raise TraceError(
-            f"the model gives other results when it is run again on the same input ({other})",
+            f"the model gives other results when it is run again on the same input ({difference})",
             location=target,
             hint="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
         )
-    if state and (other := _other(first, run(model, batch))):
+    if state and (difference := _other(first, run(model, batch))):
         raise TraceError(
-            f"the model gives other results at the next call ({other}), by the state that it keeps in {state}",
+            f"the model gives other results at the next call ({difference}), by the state that it keeps in {state}",
             location=target,
             hint=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
             "or leave out what depends on it (keep-outputs).",

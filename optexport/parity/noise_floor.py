@@ -132,19 +132,19 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     for index in extreme:  # the limit follows the original's noise there, or its noise elsewhere scaled to these values
         # Uniform inputs such as zeros have equal rows, and a sum that rounds exactly by chance hides the usual noise.
         unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]
-        own = _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
-        drowned = own > LARGEST_LIMIT * max(scale, scales[index])
-        extremes[reference.cases[index].name] = math.inf if drowned else own
+        case_limit = _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
+        drowned = case_limit > LARGEST_LIMIT * max(scale, scales[index])
+        extremes[reference.cases[index].name] = math.inf if drowned else case_limit
     if atol is None and rtol is None:
         for index in outliers:
-            own = max(limit, _measured_limit(reference, dtype, multiple, noise[index], scales[index]))
-            extremes[reference.cases[index].name] = own
+            case_limit = max(limit, _measured_limit(reference, dtype, multiple, noise[index], scales[index]))
+            extremes[reference.cases[index].name] = case_limit
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
     return Tolerance(floor, limit, atol, rtol, extremes)
 
 
-def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
+def of_lower_precision(tolerances: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
     """Returns tolerances for a target of lower precision: only atol and rtol, if set.
 
     Gates decide for floating point outputs without a fixed tolerance. Other outputs must still be equal.
@@ -153,14 +153,14 @@ def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> 
         given: Tolerance per output of the original's precision.
     """
     return {
-        name: bound
-        if bound.fixed or not reference.outputs[0][name].dtype.is_floating_point
-        else replace(bound, limit=math.inf, extremes=dict.fromkeys(bound.extremes, math.inf))
-        for name, bound in given.items()
+        name: tolerance
+        if tolerance.fixed or not reference.outputs[0][name].dtype.is_floating_point
+        else replace(tolerance, limit=math.inf, extremes=dict.fromkeys(tolerance.extremes, math.inf))
+        for name, tolerance in tolerances.items()
     }
 
 
-def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float) -> float:
+def rounding(name: str, reference: Reference, tolerance: Tolerance, multiple: float) -> float:
     """Returns the largest change of an output by rounding alone, ignoring atol and rtol.
 
     Args:
@@ -168,11 +168,11 @@ def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float)
         multiple: Noise multiple.
     """
     dtype = reference.outputs[0][name].dtype
-    if not bound.fixed or not dtype.is_floating_point:
-        return bound.limit
+    if not tolerance.fixed or not dtype.is_floating_point:
+        return tolerance.limit
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     scale = max(scales[index] for index in _apart(reference, scales)[0])
-    return _measured_limit(reference, dtype, multiple, bound.floor, scale)
+    return _measured_limit(reference, dtype, multiple, tolerance.floor, scale)
 
 
 def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
@@ -182,7 +182,7 @@ def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, f
 
 def _apart(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:
     """Splits cases that are not extreme into usual ones and those with far larger values."""
-    given = [index for index, case in enumerate(reference.cases) if not case.extreme]
-    most = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in given)
-    outliers = [index for index in given if scales[index] > most > 0]
-    return [index for index in given if index not in outliers], outliers
+    ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    maximum = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in ordinary)
+    outliers = [index for index in ordinary if scales[index] > maximum > 0]
+    return [index for index in ordinary if index not in outliers], outliers

@@ -57,10 +57,10 @@ class Reference:
     @cached_property
     def noise(self) -> tuple[dict[str, float], ...]:
         """Returns the distance from float64 per case and output; zero if not floating point."""
-        others = self.other_noise or tuple({} for _ in self.cases)
+        further_noise = self.other_noise or tuple({} for _ in self.cases)
         return tuple(
-            {name: max(rounding(tensor, exact[name]), other.get(name, 0.0)) for name, tensor in outputs.items()}
-            for outputs, exact, other in zip(self.outputs, self.exact, others, strict=True)
+            {name: max(rounding(tensor, exact[name]), further.get(name, 0.0)) for name, tensor in outputs.items()}
+            for outputs, exact, further in zip(self.outputs, self.exact, further_noise, strict=True)
         )
 
     def at_traced_shape(self) -> Reference:
@@ -109,8 +109,8 @@ def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
     """
     if not original.is_floating_point():
         return 0.0
-    kept = ~distances.marks(original, exact)
-    return distances.largest(distances.distance(original, distances.known(exact, original))[kept])
+    is_result = ~distances.marks(original, exact)
+    return distances.largest(distances.distance(original, distances.known(exact, original))[is_result])
 
 
 def kept(case: Case, results: Outputs) -> Outputs:

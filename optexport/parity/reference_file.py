@@ -26,8 +26,8 @@ def write_reference(path: Path, reference: Reference) -> list[str]:
     tensors: dict[str, torch.Tensor] = {}
     names: list[str] = []
     size = 0
-    traced, *others = zip(reference.cases, reference.outputs, reference.exact, strict=True)
-    for case, outputs, exact in [traced, *sorted(others, key=lambda row: _bytes(row[1]))]:
+    traced, *rest = zip(reference.cases, reference.outputs, reference.exact, strict=True)
+    for case, outputs, exact in [traced, *sorted(rest, key=lambda row: _bytes(row[1]))]:
         size += 3 * _bytes(outputs)
         if names and size > _REFERENCE_BYTES:
             break

@@ -63,15 +63,15 @@ def run_original(
         TraceError: The original fails on a declared case or on the device.
     """
     with torch.no_grad(), buffers_kept(model):
-        before = float64.versions(model)
+        versions_before = float64.versions(model)
         own = run_in_own_precision(run, model, cases, declared=declared)
-        writes = before is None or before != float64.versions(model)
+        writes_weights = versions_before is None or versions_before != float64.versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
-        large = not writes and memory.is_large(model)
-        why_no_room = _why_no_room(model, copied=not large)
+        large = not writes_weights and memory.is_large(model)
+        memory_problem = _why_no_room(model, copied=not large)
         name = ""
-        if computation is not None and why_no_room is None:
+        if computation is not None and memory_problem is None:
             name = _name(
                 model, own, computation, None if batched is None else sorted(batched), devices.described(device)
             )
@@ -79,14 +79,14 @@ def run_original(
             exact, notes = stored
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
             return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise, name=name)
-        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), batched, upcast=large)
+        reference = _run_in_float64(run, model, replace(own, fallback=memory_problem), batched, upcast=large)
         if device != "cpu":
-            found = _run_on(device, run, model, found)
-        if name and found.fallback is None:
-            notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
-            results.write(name, found.exact, notes)
-            found = replace(found, name=name)
-        return found
+            reference = _run_on(device, run, model, reference)
+        if name and reference.fallback is None:
+            notes = {"unguided": reference.unguided, "ways": reference.ways, "other_noise": reference.other_noise}
+            results.write(name, reference.exact, notes)
+            reference = replace(reference, name=name)
+        return reference
 
 
 def _name(model: nn.Module, own: Reference, *ways: object) -> str:
@@ -140,9 +140,9 @@ def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) ->
         with float64.float64_throughout():
             return plain(batch)
 
-    def exact(way: _Run, traced: Outputs) -> tuple[Outputs, ...]:
-        first, *others = own.cases
-        return kept(first, traced), *(kept(case, way(case.batch)) for case in others)
+    def exact(run_float64: _Run, traced: Outputs) -> tuple[Outputs, ...]:
+        first, *rest = own.cases
+        return kept(first, traced), *(kept(case, run_float64(case.batch)) for case in rest)
 
     batch, original, float32 = own.cases[0].batch, own.outputs[0], float64.NotesFloat32()
     problem: Exception | None = None
@@ -185,9 +185,9 @@ def _with_float32(reference: Reference, throughout: _Run) -> Reference:
         eps = torch.finfo(reference.outputs[0][name].dtype).eps
         scale = max(distances.scale(reference.outputs[i][name], reference.exact[i][name]) for i in ordinary)
         own = max(distances.LEAST_FLOOR_ULPS * eps * scale, *(reference.noise[index][name] for index in ordinary))
-        most = 0.0 if eps > torch.finfo(torch.float32).eps else _MOST_WIDENED * own
+        limit = 0.0 if eps > torch.finfo(torch.float32).eps else _MOST_WIDENED * own
         for index in ordinary:
-            noise[index][name] = min(noise[index][name], most)
+            noise[index][name] = min(noise[index][name], limit)
     return replace(reference, ways=(THROUGHOUT,), other_noise=tuple(noise))
 
 
@@ -204,8 +204,8 @@ def _is_lost(exact: Outputs, original: Outputs) -> bool:
 def _run_in_other_ways(
     run: Call, model: nn.Module, in_float64: _Run | None, reference: Reference, batched: Collection[str]
 ) -> Reference:
-    ways = [*reference.ways]
-    noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
+    variations = [*reference.ways]
+    noise = [dict(noise_before) for noise_before in reference.other_noise or [{} for _ in reference.cases]]
 
     def in_own(batch: Batch) -> Outputs:
         return run(model, batch)
@@ -215,7 +215,7 @@ def _run_in_other_ways(
             noise[index][name] = max(noise[index].get(name, 0.0), rounding(tensor, reference.exact[index][name]))
 
     if (threads := torch.get_num_threads()) > 1:
-        ways.append("with one thread")
+        variations.append("with one thread")
         try:
             torch.set_num_threads(1)
             for index, case in enumerate(reference.cases):
@@ -225,28 +225,28 @@ def _run_in_other_ways(
     first = reference.cases[0].batch
     if in_float64 is not None and batched and all(first[name].shape[0] > 1 for name in batched):
         try:
-            whole, halves = in_float64(first), _in_halves(in_float64, first, batched)
-            alone = all(_is_close(halves[name], tensor) for name, tensor in whole.items())
-            outputs = _in_halves(in_own, first, batched) if alone else {}
+            together, halves = in_float64(first), _in_halves(in_float64, first, batched)
+            is_independent = all(_is_close(halves[name], tensor) for name, tensor in together.items())
+            outputs = _in_halves(in_own, first, batched) if is_independent else {}
         except Exception:  # the batch axis is undeclared, so the model may reject fewer rows
             outputs = {}
         if outputs:
-            ways.append(HALVES)
+            variations.append(HALVES)
             measure(0, outputs)
-    return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
+    return replace(reference, ways=tuple(variations), other_noise=tuple(noise))
 
 
 def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -> Reference:
     """Runs the original on a device, and adds its rounding there to the noise."""
-    noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
+    noise = [dict(noise_before) for noise_before in reference.other_noise or [{} for _ in reference.cases]]
     try:
         moved = placement.model_to(model, device)
         with devices.whole_float32(device):
             for index, case in enumerate(reference.cases):
                 outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
                 for name, tensor in outputs.items():
-                    there = rounding(tensor.cpu(), reference.exact[index][name])
-                    noise[index][name] = max(noise[index].get(name, 0.0), there)
+                    device_noise = rounding(tensor.cpu(), reference.exact[index][name])
+                    noise[index][name] = max(noise[index].get(name, 0.0), device_noise)
     except Exception as error:  # model code may raise anything
         raise TraceError(
             f"the model itself fails on {device}: {type(error).__name__}: {first_line(error)}",
@@ -269,12 +269,12 @@ def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_close(halves: torch.Tensor, together: torch.Tensor) -> bool:
     """Checks if two float64 results differ by at most float64 rounding."""
-    if halves.shape != whole.shape:
+    if halves.shape != together.shape:
         return False
-    scale = distances.largest(distances.finite(whole).abs())
-    return distances.largest(distances.distance(halves, whole)) <= 1e-9 * scale
+    scale = distances.largest(distances.finite(together).abs())
+    return distances.largest(distances.distance(halves, together)) <= 1e-9 * scale
 
 
 def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:

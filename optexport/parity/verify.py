@@ -47,25 +47,25 @@ def prove(folder: Path, manifest: Manifest) -> ParityChecker:
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
-    bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = ParityChecker(reference, bounds, gates_of(manifest))
+    tolerances = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
+    checker = ParityChecker(reference, tolerances, gates_of(manifest))
     try:
         for artifact in manifest.artifacts:
             for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
-                proof.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+                checker.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
                 del run  # frees the weights before the next file is opened
     except ExportError as error:  # its hint is for the exporting user only
         raise BundleError(error.message, location=error.location) from error
-    _check_cases(proof, manifest)
-    return proof
+    _check_cases(checker, manifest)
+    return checker
 
 
 def unchecked_gates(manifest: Manifest) -> list[str]:
     """Returns the gates of a bundle that `verify` cannot check."""
     checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
-    left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
-    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
+    unchecked = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
+    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in unchecked]
 
 
 def _check_precisions(manifest: Manifest) -> None:
@@ -81,10 +81,10 @@ def _check_precisions(manifest: Manifest) -> None:
             raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", location=MANIFEST)
 
 
-def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
+def _check_cases(checker: ParityChecker, manifest: Manifest) -> None:
     """Rejects a file without a parity record, or with a fixed shape that it contradicts."""
     proven = {target.target: target for target in manifest.parity.targets}
-    for target in proof.targets[1:]:
+    for target in checker.targets[1:]:
         now = {case.case for output in target.outputs for case in output.cases}
         if (record := proven.get(target.target)) is None:
             raise BundleError(f"it holds no proof of {target.target}", location=MANIFEST)
@@ -119,7 +119,7 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
 
     The share over all cases may exceed the share over the stored ones. The minimum is then lowered to the stored share.
     """
-    least = record.min
+    minimum = record.min
     for target in manifest.parity.targets:
         for decision in target.decisions:
             if (decision.measure, decision.output) == (record.measure, record.output):
@@ -130,6 +130,6 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
                 ]
                 if math.isnan(value := pooled(record.measure, stored)):
                     return None
-                least = min(least, value)
+                minimum = min(minimum, value)
     cases, real = tuple(record.cases), record.real
-    return Gate(record.measure, record.output, least, cases, real, record.k, record.classes, record.slack)
+    return Gate(record.measure, record.output, minimum, cases, real, record.k, record.classes, record.slack)

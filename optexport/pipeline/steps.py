@@ -76,7 +76,7 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
             traced.signature,
             found,
             times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
-            rounded_anew=any(applied.report.changes for applied in graph.applied),
+            reordered=any(applied.report.changes for applied in graph.applied),
         )
     return found[len(traced.suspect_sizes) :]
 

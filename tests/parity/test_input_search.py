@@ -131,7 +131,7 @@ def test_a_search_respects_sizes_vocabulary_and_budget(seed: int, most: int) -> 
         tried.append(made)
         return False
 
-    assert find_failing(fails, batch(), SIGNATURE, {"ids": IDS}, seed=seed, examples=40, most_numbers=most) is None
+    assert find_failing(fails, batch(), SIGNATURE, {"ids": IDS}, seed=seed, examples=40, max_elements=most) is None
     for made in tried:
         assert 1 <= made["ids"].shape[0] <= 32
         assert 2 <= made["ids"].shape[1] <= 64

@@ -30,14 +30,14 @@ def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
     """
     sizes: dict[str, int] = {}
     for name, axes in dynamic.items():
-        for axis, given in axes.items():
+        for axis, declared in axes.items():
             if batch[name].shape[axis] == 0:
                 raise ConfigError(
                     f"axis {axis} holds nothing, and is declared dynamic",
                     location=f"inputs: {name}",
                     hint="Give at least one element along it, or leave it out of the dynamic axes.",
                 )
-            dim = given if isinstance(given, Dim) else Dim(given)
+            dim = declared if isinstance(declared, Dim) else Dim(declared)
             size = max(batch[name].shape[axis], dim.min, 2)
             sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
     return {
@@ -77,7 +77,7 @@ def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = Tr
     return tuple({**batch, **{name: batch[name][a:b] for name in inputs}} for a, b in itertools.pairwise(ends))
 
 
-def why_unchecked(real: Sequence[Batch], rows: int, checked: Sequence[Case]) -> tuple[str, ...]:
+def why_unchecked(real: Sequence[Batch], rows: int, cases: Sequence[Case]) -> tuple[str, ...]:
     """Describes how much of the user data was not checked.
 
     Args:
@@ -88,10 +88,10 @@ def why_unchecked(real: Sequence[Batch], rows: int, checked: Sequence[Case]) -> 
     Returns:
         One message, or nothing if all data was checked.
     """
-    data = [case.batch for case in checked if case.data]
+    checked_batches = [case.batch for case in cases if case.data]
     if not rows:
-        return () if len(data) == len(real) else (f"data: {len(data)} of {len(real)} batches are checked",)
+        return () if len(checked_batches) == len(real) else (f"data: {len(checked_batches)} of {len(real)} batches are checked",)
     # Splitting changes only the inputs that differ between the batches.
-    cut = next(name for name, tensor in real[0].items() if not all(tensor is other[name] for other in real))
-    found = sum(batch[cut].shape[0] for batch in data)
-    return () if found == rows else (f"data: {found} of {rows} rows are checked",)
+    split_input = next(name for name, tensor in real[0].items() if not all(tensor is batch[name] for batch in real))
+    checked_rows = sum(batch[split_input].shape[0] for batch in checked_batches)
+    return () if checked_rows == rows else (f"data: {checked_rows} of {rows} rows are checked",)

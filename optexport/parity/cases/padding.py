@@ -40,7 +40,7 @@ def is_mask(name: str, tensor: torch.Tensor) -> bool:
     return "mask" in name and tensor.dim() >= 2 and bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding_mask) -> Batch:
+def with_padding(batch: Batch, kinds: Sequence[str], is_padded: IsMask = is_padding_mask) -> Batch:
     """Pads the rows of every mask in a batch, alternating the kinds of padding.
 
     Existing padding stays. Rows of fewer than three tokens are unchanged. Each mask starts with another kind, so that
@@ -57,13 +57,13 @@ def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding
     masks = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in batch.items()
-        if padded(name, tensor)
+        if is_padded(name, tensor)
     }
     for index, mask in enumerate(masks.values()):
-        usual = [kind for kind in kinds if kind != "whole" or mask.dim() == 2]
-        in_turn = itertools.islice(itertools.cycle(usual), index, None)
-        for row, kind in zip(mask.flatten(0, -2), in_turn, strict=False):
-            kept = row.nonzero().flatten()
-            if (length := len(kept)) >= _LEAST_PADDED:
-                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
+        allowed_kinds = [kind for kind in kinds if kind != "whole" or mask.dim() == 2]
+        row_kinds = itertools.islice(itertools.cycle(allowed_kinds), index, None)
+        for row, kind in zip(mask.flatten(0, -2), row_kinds, strict=False):
+            tokens = row.nonzero().flatten()
+            if (length := len(tokens)) >= _LEAST_PADDED:
+                row[{"right": tokens[(length + 1) // 2 :], "left": tokens[: length // 3], "whole": tokens}.get(kind, [])] = 0
     return {**batch, **masks}

@@ -56,10 +56,10 @@ def parting_sizes(
     graph: Run,
     example: Batch,
     signature: Signature,
-    known: Sequence[Mapping[str, int]] = (),
+    skipped: Sequence[Mapping[str, int]] = (),
     times: int = 1,
     *,
-    rounded_anew: bool = False,
+    reordered: bool = False,
 ) -> list[dict[str, int]]:
     """Returns a few sizes at which a graph differs from the original, or raises.
 
@@ -71,31 +71,31 @@ def parting_sizes(
         times: Factor on the cost limits.
         rounded_anew: True if the graph computes in another order than the model.
     """
-    found: list[tuple[float, dict[str, int]]] = []
-    left, cost, before = _MOST_OPERATIONS * times, 0.0, math.inf
+    differences: list[tuple[float, dict[str, int]]] = []
+    budget, cost, numbers_before = _MOST_OPERATIONS * times, 0.0, math.inf
     to_try = itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times)
     numbers = {tuple(sizes.items()): _numbers(example, signature, sizes) for sizes in to_try}
     for items in sorted(numbers, key=numbers.__getitem__):  # cheapest first, so that most sizes fit into the cost limit
         sizes = dict(items)
-        if any(doubt.items() <= sizes.items() for doubt in known):
+        if any(skipped_sizes.items() <= sizes.items() for skipped_sizes in skipped):
             continue
-        if cost * numbers[items] / before > _MOST_OF_ONE * _MOST_OPERATIONS:
+        if cost * numbers[items] / numbers_before > _MOST_OF_ONE * _MOST_OPERATIONS:
             break  # cost grows with size, so that every further size exceeds the limit too
         batch = with_padding(resize(example, signature, sizes), _PADDING)
-        want = _outcome(original, batch)
-        with _Counter() as counted:
-            got = _outcome(graph, batch)
-        apart = _apart(got, want)
-        if 0 < apart <= 1 and rounded_anew:  # with other values, other integers depend on a last bit
+        expected = _outcome(original, batch)
+        with _Counter() as counter:
+            outputs = _outcome(graph, batch)
+        difference = _apart(outputs, expected)
+        if 0 < difference <= 1 and reordered:  # with other values, other integers depend on a last bit
             batch = _other_values(batch)
-            apart *= _apart(_outcome(graph, batch), _outcome(original, batch)) > 0
-        if apart:
-            found.append((apart, sizes))
-        cost, before = counted.operations, max(1, numbers[items])
-        left -= 2 * (counted.operations + _OPERATIONS_PER_CALL * counted.calls)
-        if left < 0:
+            difference *= _apart(_outcome(graph, batch), _outcome(original, batch)) > 0
+        if difference:
+            differences.append((difference, sizes))
+        cost, numbers_before = counter.operations, max(1, numbers[items])
+        budget -= 2 * (counter.operations + _OPERATIONS_PER_CALL * counter.calls)
+        if budget < 0:
             break
-    return [sizes for _, sizes in sorted(found, key=lambda each: each[0], reverse=True)[:_ENOUGH]]
+    return [sizes for _, sizes in sorted(differences, key=lambda entry: entry[0], reverse=True)[:_ENOUGH]]
 
 
 def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -103,29 +103,29 @@ def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict
     if not traced:
         return
     ranges = {name: _range(dims[name], size) for name, size in traced.items()}
-    least = {name: sizes[0] for name, sizes in ranges.items()}
-    alone = [
-        [{**others, name: size} for size in ranges[name]]
-        for others in (least, traced)
-        for name in (ranges if len(ranges) > 1 or others is least else ())
+    minima = {name: sizes[0] for name, sizes in ranges.items()}
+    one_varied = [
+        [{**fixed, name: size} for size in ranges[name]]
+        for fixed in (minima, traced)
+        for name in (ranges if len(ranges) > 1 or fixed is minima else ())
     ]
-    alike = [
+    all_equal = [
         {name: min(max(size, sizes[0]), sizes[-1]) for name, sizes in ranges.items()}
         for size in sorted(set().union(*ranges.values()))
     ]
-    few = [dict(zip(ranges, each, strict=True)) for each in itertools.product(*(s[:3] for s in ranges.values()))]
-    drawn = random.Random(0)  # noqa: S311
-    any_of = [{name: drawn.choice(sizes) for name, sizes in ranges.items()} for _ in range(_DRAWN)]
-    seen = {tuple(traced.values())}
-    for sizes in itertools.chain.from_iterable(itertools.zip_longest(*alone, alike, few, any_of)):
-        if sizes is not None and (key := tuple(sizes.values())) not in seen:
-            seen.add(key)
+    smallest = [dict(zip(ranges, combination, strict=True)) for combination in itertools.product(*(s[:3] for s in ranges.values()))]
+    generator = random.Random(0)  # noqa: S311
+    random_sizes = [{name: generator.choice(sizes) for name, sizes in ranges.items()} for _ in range(_DRAWN)]
+    yielded = {tuple(traced.values())}
+    for sizes in itertools.chain.from_iterable(itertools.zip_longest(*one_varied, all_equal, smallest, random_sizes)):
+        if sizes is not None and (key := tuple(sizes.values())) not in yielded:
+            yielded.add(key)
             yield sizes
 
 
 def _range(dim: Dim, traced: int) -> Sequence[int]:
-    most = max(dim.max or _TIMES_TRACED * traced, traced)
-    return range(max(dim.min, 1), min(most, _MOST_SIZES) + 1) or [traced]
+    maximum = max(dim.max or _TIMES_TRACED * traced, traced)
+    return range(max(dim.min, 1), min(maximum, _MOST_SIZES) + 1) or [traced]
 
 
 class _Counter(TorchDispatchMode):
@@ -139,9 +139,9 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        elements = sum(value.numel() for value in made)
-        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in made)
+        tensors = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        elements = sum(value.numel() for value in tensors)
+        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in tensors)
         self.calls += 1
         operations = _OPERATIONS_PER_ELEMENT * elements
         if (count := flop_registry.get(func._overloadpacket)) is not None:
@@ -158,26 +158,26 @@ def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:
         return None
 
 
-def _apart(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor] | None) -> float:
+def _apart(outputs: Mapping[str, torch.Tensor] | None, expected: Mapping[str, torch.Tensor] | None) -> float:
     """Returns the difference of two results as a multiple of the expected rounding.
 
     0 means equal, and up to 1 means that ties can explain it. Any result is acceptable if the original raises.
     """
-    if want is None:
+    if expected is None:
         return 0.0
-    return math.inf if got is None else max((_times(got[name], each) for name, each in want.items()), default=0.0)
+    return math.inf if outputs is None else max((_times(outputs[name], tensor) for name, tensor in expected.items()), default=0.0)
 
 
-def _times(one: torch.Tensor, other: torch.Tensor) -> float:
-    if distances.why_incomparable(one, other) is not None:
+def _times(output: torch.Tensor, expected: torch.Tensor) -> float:
+    if distances.why_incomparable(output, expected) is not None:
         return math.inf
-    apart, magnitude = distances.distance(one, other), distances.finite(other).abs()
-    if not other.is_floating_point() or not other.numel():
-        return float(apart.count_nonzero()) / (_TIES * max(1, apart.numel()))
-    tolerance = max(_TOLERANCE, _ULPS * torch.finfo(other.dtype).eps)
-    results = magnitude[~distances.marks(other, other)]
+    distance, magnitude = distances.distance(output, expected), distances.finite(expected).abs()
+    if not expected.is_floating_point() or not expected.numel():
+        return float(distance.count_nonzero()) / (_TIES * max(1, distance.numel()))
+    tolerance = max(_TOLERANCE, _ULPS * torch.finfo(expected.dtype).eps)
+    results = magnitude[~distances.marks(expected, expected)]
     small = results.kthvalue(1 + results.numel() // _SMALL).values if results.numel() else 0.0
-    times = distances.largest(torch.where(apart > 0, apart / (tolerance * (magnitude + small)), 0.0))
+    times = distances.largest(torch.where(distance > 0, distance / (tolerance * (magnitude + small)), 0.0))
     return times if times > 1 else 0.0
 
 

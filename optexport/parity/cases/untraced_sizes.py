@@ -48,44 +48,44 @@ def make_cases(
     """
     data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
     data = data[:1] if effort == "quick" else data
-    others = [case for case in data if not _is_same(case.batch, example)]
-    found = [Case("traced", example, data=len(others) < len(data)), *others]
+    other_data = [case for case in data if not _is_same(case.batch, example)]
+    cases = [Case("traced", example, data=len(other_data) < len(data)), *other_data]
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
-    seen = [signature.sizes(case.batch) for case in found]
+    tried = [signature.sizes(case.batch) for case in cases]
     ends, between = _untraced_sizes(signature, traced, effort)
-    most_in_doubt = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
-    in_doubt = [_around(sizes, example, signature, most_in_doubt) for sizes in suspect_sizes]
-    given, preferred = len(found), [*in_doubt, *ends, *between]
+    suspect_limit = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
+    suspects = [_around(sizes, example, signature, suspect_limit) for sizes in suspect_sizes]
+    given_count, preferred = len(cases), [*suspects, *ends, *between]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
-        if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
+        if index >= len(preferred) and len(cases) - given_count >= _LEAST_UNTRACED:
             break
-        most = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
-        is_whole = effort == "exhaustive" or index < len(in_doubt)
-        sizes = sizes if is_whole else cut_to(most, example, signature, sizes)
-        if sizes not in seen:
-            seen.append(sizes)
+        limit = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
+        is_uncut = effort == "exhaustive" or index < len(suspects)
+        sizes = sizes if is_uncut else cut_to(limit, example, signature, sizes)
+        if sizes not in tried:
+            tried.append(sizes)
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
             batch = resize(example, signature, sizes)
-            padded, less = with_padding(batch, UNTRACED_PADDING), with_padding(batch, LESS_PADDING)
-            is_padded = any(padded[given] is not tensor for given, tensor in batch.items())
-            found.append(Case(name, padded, otherwise=(less, batch) if is_padded else ()))
-    return found
+            padded, less_padded = with_padding(batch, UNTRACED_PADDING), with_padding(batch, LESS_PADDING)
+            is_padded = any(padded[given_count] is not tensor for given_count, tensor in batch.items())
+            cases.append(Case(name, padded, otherwise=(less_padded, batch) if is_padded else ()))
+    return cases
 
 
-def _is_same(one: Batch, other: Batch) -> bool:
-    return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+def _is_same(first: Batch, second: Batch) -> bool:
+    return first.keys() == second.keys() and all(
+        tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]) for name, tensor in first.items()
     )
 
 
-def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most: float) -> dict[str, int]:
+def _around(suspect: Mapping[str, int], example: Batch, signature: Signature, limit: float) -> dict[str, int]:
     """Returns suspect sizes within the budget, reducing only the other dimensions."""
-    sizes = cut_to(most, example, signature, {**signature.sizes(example), **doubt}, kept=doubt)
-    if (numbers := _numbers(example, signature, sizes)) > most:
-        names = " and ".join(doubt)
+    sizes = cut_to(limit, example, signature, {**signature.sizes(example), **suspect}, fixed=suspect)
+    if (numbers := _numbers(example, signature, sizes)) > limit:
+        names = " and ".join(suspect)
         raise TraceError(
-            f"at {', '.join(f'{name} {size}' for name, size in doubt.items())} the model may go another way than it "
+            f"at {', '.join(f'{name} {size}' for name, size in suspect.items())} the model may go another way than it "
             f"was traced in, and even the smallest batch there holds {numbers:,} numbers, too many to try unasked",
             location="inputs.dynamic",
             hint=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
@@ -94,7 +94,7 @@ def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most
 
 
 def cut_to(
-    most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int], kept: Collection[str] = ()
+    limit: float, batch: Batch, signature: Signature, sizes: Mapping[str, int], fixed: Collection[str] = ()
 ) -> dict[str, int]:
     """Halves dimensions, relatively largest first, until a batch fits into an element limit.
 
@@ -107,14 +107,14 @@ def cut_to(
     Returns:
         The reduced sizes. They exceed the limit if no dimension can shrink further.
     """
-    cut, given = dict(sizes), signature.sizes(batch)
-    least = {name: max(signature.dims[name].min, 1) for name in cut}
-    while _numbers(batch, signature, cut) > most:
-        free = [name for name in cut if name not in kept and cut[name] > least[name]]
-        if not free:
+    cut, original = dict(sizes), signature.sizes(batch)
+    minima = {name: max(signature.dims[name].min, 1) for name in cut}
+    while _numbers(batch, signature, cut) > limit:
+        reducible = [name for name in cut if name not in fixed and cut[name] > minima[name]]
+        if not reducible:
             break
-        largest = max(free, key=lambda name: cut[name] / given[name])
-        cut[largest] = max(cut[largest] // 2, least[largest])
+        largest = max(reducible, key=lambda name: cut[name] / original[name])
+        cut[largest] = max(cut[largest] // 2, minima[largest])
     return cut
 
 
@@ -149,30 +149,30 @@ def _untraced_sizes(
     prime = {name: _clamped(dims[name], _prime_after(traced[name] + i)) for i, name in enumerate(names)}
     longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
     largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
-    head, *tail = names
+    first, *rest = names
     if effort == "quick":
-        return [], [smallest, prime, {**longer, head: smallest[head]}]
-    ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
-    if len(tail) > 1:  # a batch with every size at its maximum may have to be reduced
-        ends += [{**smallest, name: largest[name]} for name in tail]
-    others = [
+        return [], [smallest, prime, {**longer, first: smallest[first]}]
+    ends = [smallest, {**largest, first: smallest[first]}, {**smallest, first: largest[first]}]
+    if len(rest) > 1:  # a batch with every size at its maximum may have to be reduced
+        ends += [{**smallest, name: largest[name]} for name in rest]
+    between = [
         prime,
-        {**longer, head: smallest[head]},
-        {**prime, head: longer[head]},
-        {**smallest, head: prime[head]},
-        {**smallest, **{name: prime[name] for name in tail}},
+        {**longer, first: smallest[first]},
+        {**prime, first: longer[first]},
+        {**smallest, first: prime[first]},
+        {**smallest, **{name: prime[name] for name in rest}},
     ]
     if effort == "exhaustive":
-        others += [longer, largest, *({**smallest, name: size} for name in names for size in _many(dims[name], traced))]
-    return ends, others
+        between += [longer, largest, *({**smallest, name: size} for name in names for size in _many(dims[name], traced))]
+    return ends, between
 
 
 def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
     """Returns sizes at which kernels tend to switch: small ones and near powers of two."""
-    most = dim.max or 4 * traced[dim.name]
-    about = {2**power + step for power in range(most.bit_length() + 1) for step in (-1, 0, 1)}
-    sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *about, most}
-    return sorted(size for size in sizes if dim.min <= size <= most)
+    maximum = dim.max or 4 * traced[dim.name]
+    near_powers = {2**power + step for power in range(maximum.bit_length() + 1) for step in (-1, 0, 1)}
+    sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *near_powers, maximum}
+    return sorted(size for size in sizes if dim.min <= size <= maximum)
 
 
 def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -215,5 +215,5 @@ def test_integers_decided_by_rounding_are_not_a_difference() -> None:
 
     for candidate, found, strictly in ((tie, 0, 4), (one, 4, 4), (others, 4, 4), (graph, 4, 4)):
         for rounded_anew, expected in ((True, found), (False, strictly)):
-            parted = parting_sizes(original, candidate, {"x": X}, traced.signature, rounded_anew=rounded_anew)
+            parted = parting_sizes(original, candidate, {"x": X}, traced.signature, reordered=rounded_anew)
             assert len(parted) == expected

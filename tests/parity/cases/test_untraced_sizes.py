@@ -264,5 +264,5 @@ def test_a_dimension_at_its_minimum_does_not_stop_cutting_others() -> None:
     x = torch.zeros(4, 8, 16)
     dims = {"a": Dim("a", 4, 8), "b": Dim("b", 1, 32), "n": Dim("n", 4, 1000)}
     signature = signature_of({"x": x}, {"x": {0: "a", 1: "b", 2: "n"}}, dims)
-    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, kept=["n"])
+    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, fixed=["n"])
     assert cut == {"a": 4, "b": 1, "n": 700}
