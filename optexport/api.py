@@ -124,7 +124,11 @@ def export(  # noqa: PLR0913 - options of the public API
     check_formats(config, "export")
     check_precision(config, "export")
     own_metrics = load_metrics(config.parity.metrics, Path())
-    example = data_batches.at_least_two(batches[0]) if dynamic is None else data_batches.traceable(batches[0], dynamic)
+    example = (
+        data_batches.repeat_single_row(batches[0])
+        if dynamic is None
+        else data_batches.make_traceable(batches[0], dynamic)
+    )
     free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
     job = Job(config, loaded, example, batches, free, rules, output, metrics=own_metrics)
     return run.produce(job, progress or Progress())

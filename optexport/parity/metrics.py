@@ -65,7 +65,7 @@ def agreement(
 
     Args:
         candidate, original: Same shape, any floating point dtype.
-        known: Reference for the distances between elements, same shape, float64.
+        expected: Reference for the distances between elements, same shape, float64.
         slack: Largest change of a value by rounding alone.
         real: Positions that count: bool, shape without the last axis. All count by default.
 
@@ -83,7 +83,7 @@ def greedy_tokens(
     """Compares the tokens that each row chooses at its counted positions.
 
     Args:
-        candidate, original, known: [batch, sequence, vocabulary]; see `agreement`.
+        candidate, original, expected: [batch, sequence, vocabulary]; see `agreement`.
         slack: Largest change of a value by rounding alone.
         real: Positions that count: bool [batch, sequence].
 
@@ -146,7 +146,7 @@ def intersections_over_unions(
     positions are the ties.
 
     Args:
-        candidate, original, known: [batch, height, width] or [batch, channels, ...]; see `agreement`.
+        candidate, original, expected: [batch, height, width] or [batch, channels, ...]; see `agreement`.
         slack: Largest change of a value by rounding alone.
         classes: True if several channels are exclusive classes.
     """
@@ -167,7 +167,7 @@ def intersections_over_unions(
     return Tally((both.double() / either)[either > 0], int(tie.sum()))
 
 
-def wilson(hits: int, count: int) -> tuple[float, float] | None:
+def wilson_interval(hits: int, count: int) -> tuple[float, float] | None:
     """Returns the 95 % score interval of a share, or None if the count is zero.
 
     The interval is (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Source: Wilson, "Probable inference, the law of
@@ -186,7 +186,7 @@ def wilson(hits: int, count: int) -> tuple[float, float] | None:
     return (0.0 if hits == 0 else low), (1.0 if hits == count else high)
 
 
-def normal(values: torch.Tensor) -> tuple[float, float] | None:
+def normal_interval(values: torch.Tensor) -> tuple[float, float] | None:
     """Returns the 95 % interval of a mean, or None for fewer than two values.
 
     The interval is m ± z s / √n, with the sample's standard deviation s.

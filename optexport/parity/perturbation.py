@@ -31,10 +31,10 @@ _LARGEST_SHARE = 0.25
 _WORST_IN_FLOORS = 2
 
 # Names of an output and a case.
-_Where = tuple[str, str]
+_OutputCase = tuple[str, str]
 
 
-def bounds(
+def find_raised_tolerances(
     checker: ParityChecker,
     target: TargetParity,
     run: Call,
@@ -50,7 +50,7 @@ def bounds(
     target raises no other.
 
     Args:
-        proof: Compared the target.
+        checker: Compared the target.
         target: The failed comparison.
         run: Runs a model on a batch and names its outputs.
         model: The original model.
@@ -66,7 +66,7 @@ def bounds(
     cases = {case for _, case in failing}
     raised = {
         case
-        for output, tolerance in checker.bounds.items()
+        for output, tolerance in checker.tolerances.items()
         for case, limit in tolerance.extremes.items()
         if limit != measured[output].extremes.get(case)
     }
@@ -74,14 +74,14 @@ def bounds(
     ordinary = {case.name for case in checker.reference.cases if not case.extreme}
     if not failing or len(cases | raised) > _LARGEST_SHARE * len(checked & ordinary) or memory.is_large(model):
         return None
-    tolerances = dict(checker.bounds)
-    farthest_allowed: dict[_Where, float] = {}
+    tolerances = dict(checker.tolerances)
+    farthest_allowed: dict[_OutputCase, float] = {}
     for (output, case), distance in failing.items():
         tolerance = measured[output]
         farthest_allowed[output, case] = _FARTHEST_TIMES * tolerance.extremes.get(case, tolerance.limit)
         if tolerance.fixed or not math.isfinite(distance) or distance > farthest_allowed[output, case]:
             return None
-    reference = checker.reference.only([i for i, case in enumerate(checker.reference.cases) if case.name in cases])
+    reference = checker.reference.select([i for i, case in enumerate(checker.reference.cases) if case.name in cases])
     try:
         farthest_measured = _farthest(reference, run, model, seed)
     except Exception:  # model code may raise anything, and some models cannot be copied
@@ -95,23 +95,25 @@ def bounds(
     return tolerances
 
 
-def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_Where, float]:
+def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_OutputCase, float]:
     """Measures perturbed models' distance from float64; infinite if one gives NaN or infinity."""
-    distances_from_exact: dict[_Where, float] = {}
-    perturb = _originals(model, seed)
+    distances_from_exact: dict[_OutputCase, float] = {}
+    perturb = _perturber(model, seed)
     with torch.no_grad():
         for _ in range(_ORIGINALS):
             perturbed = perturb()
             outputs = tuple(run(perturbed, case.batch) for case in reference.cases)
-            noise = replace(reference, outputs=outputs, other_noise=()).noise
+            noise = replace(reference, outputs=outputs, variation_noise=()).noise
             for case, results, case_noise in zip(reference.cases, outputs, noise, strict=True):
                 for name, tensor in results.items():
                     farthest = case_noise[name] if bool(torch.isfinite(tensor).all()) else math.inf
-                    distances_from_exact[name, case.name] = max(distances_from_exact.get((name, case.name), 0.0), farthest)
+                    distances_from_exact[name, case.name] = max(
+                        distances_from_exact.get((name, case.name), 0.0), farthest
+                    )
     return distances_from_exact
 
 
-def _originals(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
+def _perturber(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
     """Returns a function that moves a copy's weights by up to half a unit in the last place.
 
     Powers of two stay, because constants in model code are mostly exact powers of two.

@@ -26,11 +26,11 @@ def parity_record(checker: ParityChecker) -> ParityRecord:
     return ParityRecord(
         cases=[case.name for case in checker.reference.cases],
         extreme_cases=[case.name for case in checker.reference.cases if case.extreme],
-        bounds={name: _bound(name, bound, checker.reference) for name, bound in checker.bounds.items()},
-        ways=list(checker.reference.ways),
+        bounds={name: _tolerance(name, tolerance, checker.reference) for name, tolerance in checker.tolerances.items()},
+        ways=list(checker.reference.variations),
         fallback=checker.reference.fallback,
-        unguided=list(checker.reference.unguided),
-        left_out=list(checker.reference.left_out),
+        unguided=list(checker.reference.float64_mismatches),
+        left_out=list(checker.reference.skipped),
         gates=[
             GateRecord(
                 measure=gate.measure,
@@ -57,7 +57,7 @@ def parity_record(checker: ParityChecker) -> ParityRecord:
     )
 
 
-def _bound(name: str, tolerance: Tolerance, reference: Reference) -> ToleranceRecord:
+def _tolerance(name: str, tolerance: Tolerance, reference: Reference) -> ToleranceRecord:
     extremes = {case: limit if math.isfinite(limit) else None for case, limit in tolerance.extremes.items()}
     cases = zip(reference.cases, reference.outputs, strict=True)
     ordinary = [outputs[name] for case, outputs in cases if case.name not in tolerance.extremes]

@@ -265,7 +265,9 @@ def make_checker(job: Job, reference: Reference, signature: Signature) -> Parity
     """Returns the checker of a job: the reference, a tolerance for each output, and the gates."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
-    bounds = noise_floor.bounds(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    bounds = noise_floor.measure_tolerances(
+        reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty
+    )
     proof = ParityChecker(
         reference, bounds, gates.make_gates(parity.metrics, job.metrics, reference, bounds, parity.noise_multiple)
     )

@@ -15,7 +15,7 @@ from optexport.job import Job
 from optexport.parity.cases import data_batches, size_probe
 from optexport.parity.cases.special_values import special_cases
 from optexport.parity.cases.untraced_sizes import make_cases
-from optexport.parity.cases.vocabulary import attention_masks, sized_by_values
+from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes
 from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch, as_arguments, flatten_outputs
@@ -69,7 +69,7 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
         return []
     found = [*traced.suspect_sizes]
     for graph in graphs:
-        found += size_probe.parting_sizes(
+        found += size_probe.find_differing_sizes(
             graph_runner(model, call),
             graph_runner(graph.graph_module, call),
             job.example,
@@ -99,7 +99,7 @@ def run_reference(
         job.config.parity.seed,
         declared=job.config.inputs.tensors or {},
         attention_masks=attention_masks(traced.graph_module, signature),
-        sized_by_values=sized_by_values(traced.graph_module),
+        has_value_dependent_sizes=has_value_dependent_sizes(traced.graph_module),
     )
     reference = run_original(
         call,
@@ -110,5 +110,5 @@ def run_reference(
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.why_unchecked(job.real, job.rows, reference.cases)
-    return replace(reference, left_out=(*unchecked, *reference.left_out))
+    unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
+    return replace(reference, skipped=(*unchecked, *reference.skipped))

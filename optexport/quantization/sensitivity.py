@@ -197,7 +197,7 @@ def gated_cases(proof: ParityChecker) -> list[Case]:
 def _on_gated_cases(proof: ParityChecker) -> ParityChecker:
     names = [case.name for case in gated_cases(proof)]
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
-    return ParityChecker(proof.reference.only(indices), proof.bounds, proof.gates)
+    return ParityChecker(proof.reference.select(indices), proof.tolerances, proof.gates)
 
 
 def failures(target: TargetParity) -> list[str]:

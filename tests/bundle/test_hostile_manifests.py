@@ -26,7 +26,7 @@ from optexport.bundle.external_data import check_locations
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
 from optexport.diagnosis.bundle import blame_bundle
 from optexport.errors import BundleError, OptexportError
-from optexport.parity.verify import unchecked_gates, verify
+from optexport.parity.verify import list_unchecked_gates, verify
 from tests._helpers import exports
 from tests.tiers import examples
 
@@ -75,7 +75,7 @@ def test_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObjec
     try:
         exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, target, value))
         verify(small)
-        unchecked_gates(digests.read_manifest(small))
+        list_unchecked_gates(digests.read_manifest(small))
     except OptexportError:
         pass
     finally:

@@ -181,7 +181,7 @@ def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
 
     def passes(proof: ParityChecker, target: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
         try:
-            bounds = noise_floor.bounds(proof.reference, multiple)
+            bounds = noise_floor.measure_tolerances(proof.reference, multiple)
         except ParityError:  # a limit that would let anything pass is refused
             return False
         return honest(ParityChecker(proof.reference, bounds), target, candidate, **kwargs).passed

@@ -13,7 +13,7 @@ from optexport.errors import ExportError, ParityError
 from optexport.parity import checker
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import OutputParity, ParityChecker
-from optexport.parity.distances import LEAST_FLOOR_ULPS
+from optexport.parity.distances import MIN_FLOOR_ULPS
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
 from optexport.parity.reference_run import run_original
@@ -99,7 +99,7 @@ def test_without_rounding_only_a_few_ulps_pass() -> None:
     known = reference(weight)
     assert bounds(known, 4.0)["y"].floor == 0.0
     assert compare(known, weight).multiple == 0.0
-    allowed = 4 * LEAST_FLOOR_ULPS * EPS * 3.0
+    allowed = 4 * MIN_FLOOR_ULPS * EPS * 3.0
     assert compare(known, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
     beyond = compare(known, weight + torch.tensor([0.0, 1.2 * allowed, 0.0]))
     assert not beyond.passed
@@ -384,7 +384,7 @@ def test_each_target_is_compared_with_its_source_target() -> None:
 def test_a_single_extreme_case_is_compared() -> None:
     """Diagnosis checks one case at a time."""
     known = extreme(1.0, 1000.0, noise=1e-5)
-    proof = ParityChecker(known.only([1]), bounds(known, 4.0))
+    proof = ParityChecker(known.select([1]), bounds(known, 4.0))
     assert proof.check("here", lambda _: {"y": torch.tensor([1000.0])}).passed
     assert not proof.check("there", lambda _: {"y": torch.tensor([2000.0])}).passed
 
@@ -396,7 +396,7 @@ def test_one_batch_of_large_values_hides_no_fault_in_others() -> None:
     limits = bounds(replace(known, exact=exact), 4.0)
     bound = limits["y"]
     assert bound.limit < 1e-5
-    assert bound.extremes == {known.cases[3].name: pytest.approx(4 * 1e5 * LEAST_FLOOR_ULPS * EPS, rel=0.5)}
+    assert bound.extremes == {known.cases[3].name: pytest.approx(4 * 1e5 * MIN_FLOOR_ULPS * EPS, rel=0.5)}
     for wrong, fails in ((0, True), (3, False)):
         results = [tensor.clone() for tensor in (*usual, torch.full((4,), 1e5))]
         results[wrong][1] += 1e-3

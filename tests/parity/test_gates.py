@@ -15,7 +15,7 @@ from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
-from optexport.parity.gates import Decision, Gate, Metric, check_usable, described, judge, make_gates
+from optexport.parity.gates import Decision, Gate, Metric, check_usable, describe_decision, judge, make_gates
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
 from optexport.signature.signature import Batch
@@ -66,7 +66,7 @@ def test_a_value_just_below_its_gate_is_printed_in_full() -> None:
     known = reference({"y": torch.ones(2, 3)})
     (gate,) = gates(known, cosine=1.0)
     nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], known), value=1 - 2.0**-40)
-    assert described(nearly).startswith("0.9999999999990905 (the smallest of 2")
+    assert describe_decision(nearly).startswith("0.9999999999990905 (the smallest of 2")
 
 
 def test_a_failure_names_output_value_count_interval_and_gate() -> None:

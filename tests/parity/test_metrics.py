@@ -16,9 +16,9 @@ from optexport.parity.metrics import (
     cosines,
     greedy_tokens,
     intersections_over_unions,
-    normal,
+    normal_interval,
     real_positions,
-    wilson,
+    wilson_interval,
 )
 
 Measure = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Tally]
@@ -231,13 +231,13 @@ def test_channels_are_classes_unless_declared_as_masks() -> None:
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_interval_of_a_share_is_the_wilson_interval(hits: int, count: int, low: float, high: float) -> None:
-    assert wilson(hits, count) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(hits, count) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(count=st.integers(1, 10**6), data=st.data())
 def test_the_wilson_interval_contains_its_share_and_is_symmetric(count: int, data: st.DataObject) -> None:
     hits = data.draw(st.integers(0, count))
-    interval, mirrored = wilson(hits, count), wilson(count - hits, count)
+    interval, mirrored = wilson_interval(hits, count), wilson_interval(count - hits, count)
     assert interval is not None
     assert mirrored is not None
     low, high = interval
@@ -248,9 +248,9 @@ def test_the_wilson_interval_contains_its_share_and_is_symmetric(count: int, dat
 def test_a_mean_of_several_values_has_a_normal_interval() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     half = 1.959963984540054 * math.sqrt(5 / 3) / 2
-    assert normal(values) == pytest.approx((2.5 - half, 2.5 + half))
-    assert normal(values[:1]) is None
-    assert wilson(0, 0) is None
+    assert normal_interval(values) == pytest.approx((2.5 - half, 2.5 + half))
+    assert normal_interval(values[:1]) is None
+    assert wilson_interval(0, 0) is None
 
 
 @pytest.mark.parametrize("nothing", [0.0, 1e-9])

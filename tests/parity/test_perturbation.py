@@ -52,18 +52,18 @@ def _off(proof: ParityChecker, by: float, *cases: str) -> dict[str, Tensors]:
 
 def _explained(proof: ParityChecker, results: dict[str, Tensors]) -> bool:
     """Returns True if failing results pass with the bounds of perturbed originals."""
-    target = proof.take("onnx", list(results.values()))
+    target = proof.check_results("onnx", list(results.values()))
     assert not target.passed
-    found = perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds)
+    found = perturbation.find_raised_tolerances(proof, target, call, Norm(), 4.0, 0, proof.tolerances)
     if found is None:
         return False
-    assert found["y"] == replace(proof.bounds["y"], extremes=found["y"].extremes)
+    assert found["y"] == replace(proof.tolerances["y"], extremes=found["y"].extremes)
     assert list(found["y"].extremes) == [STEEP]
-    return ParityChecker(proof.reference, found).take("onnx", list(results.values())).passed
+    return ParityChecker(proof.reference, found).check_results("onnx", list(results.values())).passed
 
 
 def test_errors_of_perturbed_originals_are_explained(proof: ParityChecker) -> None:
-    limit = proof.bounds["y"].limit
+    limit = proof.tolerances["y"].limit
     assert limit < 1e-4
     assert _explained(proof, _off(proof, 3 * limit, STEEP))
 
@@ -74,7 +74,7 @@ def test_errors_of_perturbed_originals_are_explained(proof: ParityChecker) -> No
 def test_larger_errors_and_ordinary_cases_are_not_explained(
     proof: ParityChecker, times: float, cases: list[str]
 ) -> None:
-    assert not _explained(proof, _off(proof, times * proof.bounds["y"].limit, *cases))
+    assert not _explained(proof, _off(proof, times * proof.tolerances["y"].limit, *cases))
 
 
 def test_nan_is_not_explained(proof: ParityChecker) -> None:
@@ -88,16 +88,16 @@ def test_the_model_is_unchanged_and_exceptions_explain_nothing(proof: ParityChec
     def failing(model: nn.Module, batch: Batch) -> Tensors:
         raise RuntimeError("it does not run")
 
-    target = proof.take("onnx", list(_off(proof, 3 * proof.bounds["y"].limit, STEEP).values()))
-    assert perturbation.bounds(proof, target, failing, model, 4.0, 0, proof.bounds) is None
-    assert perturbation.bounds(proof, target, call, model, 4.0, 0, proof.bounds) is not None
+    target = proof.check_results("onnx", list(_off(proof, 3 * proof.tolerances["y"].limit, STEEP).values()))
+    assert perturbation.find_raised_tolerances(proof, target, failing, model, 4.0, 0, proof.tolerances) is None
+    assert perturbation.find_raised_tolerances(proof, target, call, model, 4.0, 0, proof.tolerances) is not None
     assert torch.equal(model.weight, before)
 
 
 def test_a_configured_tolerance_is_never_raised(proof: ParityChecker) -> None:
     fixed = ParityChecker(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
-    target = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
-    assert perturbation.bounds(fixed, target, call, Norm(), 4.0, 0, fixed.bounds) is None
+    target = fixed.check_results("onnx", list(_off(fixed, 1e-5, STEEP).values()))
+    assert perturbation.find_raised_tolerances(fixed, target, call, Norm(), 4.0, 0, fixed.tolerances) is None
 
 
 def _checked(proof: ParityChecker, by: float) -> TargetParity:
@@ -109,39 +109,39 @@ def _checked(proof: ParityChecker, by: float) -> TargetParity:
 
 
 def test_a_run_passes_explained_errors_and_records_the_case(proof: ParityChecker) -> None:
-    limit = proof.bounds["y"].limit
+    limit = proof.tolerances["y"].limit
     assert _checked(proof, 3 * limit).passed
     assert proof.passed
-    assert proof.bounds["y"].limit == limit
+    assert proof.tolerances["y"].limit == limit
     assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
 
 
 def test_a_limit_raised_for_one_target_is_not_raised_for_others(proof: ParityChecker) -> None:
     """A small fault in the graph raised the limit for a larger fault in the file."""
-    measured, limit = dict(proof.bounds), proof.bounds["y"].limit
-    first = proof.take("graph", list(_off(proof, 3 * limit, STEEP).values()))
-    found = perturbation.bounds(proof, first, call, Norm(), 4.0, 0, measured)
+    measured, limit = dict(proof.tolerances), proof.tolerances["y"].limit
+    first = proof.check_results("graph", list(_off(proof, 3 * limit, STEEP).values()))
+    found = perturbation.find_raised_tolerances(proof, first, call, Norm(), 4.0, 0, measured)
     assert found is not None
     assert found["y"].extremes[STEEP] <= 16 * limit
-    proof.bounds = found
-    others = proof.take("onnx", list(_off(proof, 3 * limit, "batch 1").values()))
+    proof.tolerances = found
+    others = proof.check_results("onnx", list(_off(proof, 3 * limit, "batch 1").values()))
     assert not others.passed
-    assert perturbation.bounds(proof, others, call, Norm(), 4.0, 0, measured) is None
-    farther = proof.take("pt2", list(_off(proof, 17 * limit, STEEP).values()))
+    assert perturbation.find_raised_tolerances(proof, others, call, Norm(), 4.0, 0, measured) is None
+    farther = proof.check_results("pt2", list(_off(proof, 17 * limit, STEEP).values()))
     assert not farther.passed
-    assert perturbation.bounds(proof, farther, call, Norm(), 4.0, 0, measured) is None
+    assert perturbation.find_raised_tolerances(proof, farther, call, Norm(), 4.0, 0, measured) is None
 
 
 def test_a_file_with_few_cases_is_excused_at_no_case(proof: ParityChecker) -> None:
     """The share was computed over all cases of the run, so its only ordinary case was excused."""
-    few = ParityChecker(proof.reference.only([0, 5]), proof.bounds)
-    target = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
+    few = ParityChecker(proof.reference.select([0, 5]), proof.tolerances)
+    target = few.check_results("torchscript", list(_off(few, 3 * proof.tolerances["y"].limit, STEEP).values()))
     assert not target.passed
-    assert perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds) is None
+    assert perturbation.find_raised_tolerances(proof, target, call, Norm(), 4.0, 0, proof.tolerances) is None
 
 
 def test_a_run_fails_unexplained_errors_and_keeps_its_bounds(proof: ParityChecker) -> None:
-    before, ways = dict(proof.bounds), proof.reference.ways
-    assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
-    assert proof.bounds == before
+    before, ways = dict(proof.tolerances), proof.reference.ways
+    assert not _checked(proof, 100 * proof.tolerances["y"].limit).passed
+    assert proof.tolerances == before
     assert proof.reference.ways == ways

@@ -50,11 +50,11 @@ def test_rounding_on_a_device_is_part_of_the_noise_floor(in_other_ways: bool) ->
     def coarse(model: nn.Module, batch: Batch) -> Tensors:
         return {"y": call(model, batch)["y"] + 1e-3}
 
-    there = reference_run._run_on("cpu", coarse, model, known)
+    there = reference_run._run_on_device("cpu", coarse, model, known)
     assert there.ways == (*known.ways, "on cpu")
     assert bounds(there, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
     assert all(torch.equal(one["y"], other["y"]) for one, other in zip(there.exact, known.exact, strict=True))
-    same = reference_run._run_on("cpu", call, model, known)
+    same = reference_run._run_on_device("cpu", call, model, known)
     assert same.noise == known.noise
 
 
@@ -68,7 +68,7 @@ class Ashore(nn.Module):
 def test_a_model_failing_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
     with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\nHint: Have it make its tensors"):
-        reference_run._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
+        reference_run._run_on_device("meta", call, Ashore(), known)  # type: ignore[arg-type]
 
 
 class Stubborn(nn.Module):

@@ -15,7 +15,7 @@ class Case:
         extreme: True if the values are unlike data. Their rounding differs from that in other cases.
         optional: True if the user did not declare the values, so that the model may reject them.
         data: True if the batch is user data.
-        otherwise: Batches with less padding, to try in this order if the model rejects `batch`.
+        fallbacks: Batches with less padding, to try in this order if the model rejects `batch`.
     """
 
     name: str
@@ -23,4 +23,4 @@ class Case:
     extreme: bool = False
     optional: bool = False
     data: bool = False
-    otherwise: tuple[Batch, ...] = ()
+    fallbacks: tuple[Batch, ...] = ()

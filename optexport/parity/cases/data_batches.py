@@ -12,17 +12,17 @@ from optexport.signature.signature import Batch, Dim, Dynamic
 
 # Limits of a batch in rows and in elements: 32 texts of 512 tokens, or 6 images of 224 by 224.
 _ROWS = 32
-_NUMBERS = 1 << 20
+_ELEMENTS = 1 << 20
 
 
-def at_least_two(batch: Batch) -> Batch:
+def repeat_single_row(batch: Batch) -> Batch:
     """Repeats a batch of one to two rows, because tracing specialises on size 1."""
     if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
         return batch
-    return traceable(batch, {name: {0: "batch"} for name in batch})
+    return make_traceable(batch, {name: {0: "batch"} for name in batch})
 
 
-def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
+def make_traceable(batch: Batch, dynamic: Dynamic) -> Batch:
     """Returns a batch whose dynamic axes have at least size 2 and a size in range.
 
     Raises:
@@ -33,9 +33,9 @@ def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
         for axis, declared in axes.items():
             if batch[name].shape[axis] == 0:
                 raise ConfigError(
-                    f"axis {axis} holds nothing, and is declared dynamic",
+                    f"axis {axis} is declared dynamic, but has size 0",
                     location=f"inputs: {name}",
-                    hint="Give at least one element along it, or leave it out of the dynamic axes.",
+                    hint="Use an input with at least one element along this axis, or remove it from the dynamic axes.",
                 )
             dim = declared if isinstance(declared, Dim) else Dim(declared)
             size = max(batch[name].shape[axis], dim.min, 2)
@@ -49,7 +49,7 @@ def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
     }
 
 
-def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:
+def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:
     """Splits a batch along its batch axis into smaller batches.
 
     Args:
@@ -62,8 +62,8 @@ def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = Tr
         The parts, or the batch itself if it is small enough or cannot be split into allowed sizes.
     """
     rows = batch[inputs[0]].shape[0]
-    numbers = sum(batch[name].numel() for name in inputs) // max(rows, 1)
-    size = max(min(_ROWS, _NUMBERS // max(numbers, 1), dim.max or _ROWS), dim.min, 2)
+    elements = sum(batch[name].numel() for name in inputs) // max(rows, 1)
+    size = max(min(_ROWS, _ELEMENTS // max(elements, 1), dim.max or _ROWS), dim.min, 2)
     if rows <= size or any(batch[name].shape[0] != rows for name in inputs):
         return (batch,)
     count = -(-rows // size)
@@ -77,20 +77,21 @@ def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = Tr
     return tuple({**batch, **{name: batch[name][a:b] for name in inputs}} for a, b in itertools.pairwise(ends))
 
 
-def why_unchecked(real: Sequence[Batch], rows: int, cases: Sequence[Case]) -> tuple[str, ...]:
+def describe_unchecked_data(real: Sequence[Batch], rows: int, cases: Sequence[Case]) -> tuple[str, ...]:
     """Describes how much of the user data was not checked.
 
     Args:
         real: All batches of user data.
         rows: Number of rows of the data, or 0 if the data was not split.
-        checked: Cases that were checked.
+        cases: Cases that were checked.
 
     Returns:
         One message, or nothing if all data was checked.
     """
     checked_batches = [case.batch for case in cases if case.data]
     if not rows:
-        return () if len(checked_batches) == len(real) else (f"data: {len(checked_batches)} of {len(real)} batches are checked",)
+        count = len(checked_batches)
+        return () if count == len(real) else (f"data: {count} of {len(real)} batches are checked",)
     # Splitting changes only the inputs that differ between the batches.
     split_input = next(name for name, tensor in real[0].items() if not all(tensor is batch[name] for batch in real))
     checked_rows = sum(batch[split_input].shape[0] for batch in checked_batches)

@@ -48,8 +48,8 @@ def with_padding(batch: Batch, kinds: Sequence[str], is_padded: IsMask = is_padd
 
     Args:
         kinds: Kinds of padding per row: "right", "left", "whole" or "none".
-        padded: Predicate that selects the masks. Masks with more than two axes never get "whole", because image masks
-            and attention masks leave something visible in every row.
+        is_padded: Predicate that selects the masks. Masks with more than two axes never get "whole", because image
+            masks and attention masks leave something visible in every row.
 
     Returns:
         A new batch. Inputs that are not masks are shared with the old one.
@@ -65,5 +65,7 @@ def with_padding(batch: Batch, kinds: Sequence[str], is_padded: IsMask = is_padd
         for row, kind in zip(mask.flatten(0, -2), row_kinds, strict=False):
             tokens = row.nonzero().flatten()
             if (length := len(tokens)) >= _LEAST_PADDED:
-                row[{"right": tokens[(length + 1) // 2 :], "left": tokens[: length // 3], "whole": tokens}.get(kind, [])] = 0
+                row[
+                    {"right": tokens[(length + 1) // 2 :], "left": tokens[: length // 3], "whole": tokens}.get(kind, [])
+                ] = 0
     return {**batch, **masks}

@@ -34,7 +34,7 @@ def special_cases(
     *,
     declared: Mapping[str, TensorConfig] = MappingProxyType({}),
     attention_masks: Collection[str] = (),
-    sized_by_values: bool = False,
+    has_value_dependent_sizes: bool = False,
 ) -> list[Case]:
     """Returns the cases of special values at the traced sizes.
 
@@ -45,38 +45,40 @@ def special_cases(
         seed: Seed of the random values.
         declared: Tables of inputs with generated values; their range limits the integers.
         attention_masks: Inputs that are added to attention scores, so that a 1 hides nothing.
-        sized_by_values: True if the size of results depends on input values. Generated integers are then skipped,
-            because they could exhaust the memory.
+        has_value_dependent_sizes: True if the size of results depends on input values. Generated integers are then
+            skipped, because they could exhaust the memory.
     """
-    cases = _padded(example)
+    cases = _padded_cases(example)
     if effort == "quick":
         return cases
     if vocabularies:
         ids = {name: _with_boundary_ids(example[name], count) for name, count in vocabularies.items()}
         cases.append(Case("boundary ids", {**example, **ids}, optional=True))
-    if values := {name: tensor for name, tensor in example.items() if _holds_values(name, tensor)}:
+    if values := {name: tensor for name, tensor in example.items() if _has_real_values(name, tensor)}:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
-        large = {name: tensor * _times(tensor.dtype) for name, tensor in values.items()}
-        times = max(_times(tensor.dtype) for tensor in values.values())
+        large = {name: tensor * _scale_factor(tensor.dtype) for name, tensor in values.items()}
+        times = max(_scale_factor(tensor.dtype) for tensor in values.values())
         cases.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         cases.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
     for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may reject one
-        cases.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
+        cases.append(
+            Case(f"noise as {name}", {**example, name: _draw_near_constant(example[name], seed)}, optional=True)
+        )
     for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
         if all(torch.equal(case.batch[name], example[name]) for case in cases):
-            cases += _turned(example, name, is_added=name in attention_masks)
-    if not sized_by_values:
-        for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
-            cases += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
+            cases += _flipped_masks(example, name, is_added=name in attention_masks)
+    if not has_value_dependent_sizes:
+        for name in [name for name, tensor in example.items() if _has_free_integers(name, tensor, vocabularies)]:
+            cases += _integer_cases(example, name, effort, _integer_range(example[name].dtype, declared.get(name)))
     for name in [name for name, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel()]:
-        cases += _truths(example, name)
+        cases += _boolean_cases(example, name)
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
-        drawn = _random(example, [*values], vocabularies, seed + turn)
+        drawn = _draw_values(example, [*values], vocabularies, seed + turn)
         cases.append(Case(f"random values {turn}", drawn, optional=True))
     return cases
 
 
-def _padded(example: Batch) -> list[Case]:
+def _padded_cases(example: Batch) -> list[Case]:
     """Returns the traced batch with every kind of padding, as one case or several.
 
     Fewer rows than kinds need several cases. With several masks, each mask gets every kind in another order, and no
@@ -91,8 +93,8 @@ def _padded(example: Batch) -> list[Case]:
         padded = with_padding(example, kinds, is_mask)
         if any(is_mask(name, tensor) and not torch.equal(padded[name], tensor) for name, tensor in example.items()):
             row_kinds = ", ".join(kinds[:rows]).removesuffix(", none")
-            less = with_padding(example, LESS_PADDING, is_mask)
-            cases.append(Case(f"padded {row_kinds}", padded, optional=True, otherwise=(less,)))
+            less_padded = with_padding(example, LESS_PADDING, is_mask)
+            cases.append(Case(f"padded {row_kinds}", padded, optional=True, fallbacks=(less_padded,)))
     return cases
 
 
@@ -112,7 +114,7 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     return torch.where(is_unchanged, ids.flatten(), chosen).reshape(ids.shape)
 
 
-def _holds_values(name: str, tensor: torch.Tensor) -> bool:
+def _has_real_values(name: str, tensor: torch.Tensor) -> bool:
     """Checks if an input contains real values, unlike a mask with marks such as 0."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
 
@@ -121,7 +123,7 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
+def _flipped_masks(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     """Returns cases of a mask that padding cannot change, with other values in it.
 
     A mask of zeros and ones has every second value flipped. Zeros in floating point may also be added to attention
@@ -138,13 +140,15 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     if bool(((mask == 0) | (mask == 1)).all()):
         # Boolean inputs have a case with every second value anyway.
         if not is_added and (mask.dtype is not torch.bool or mask.numel() == 1):
-            variants["turned at every second place"] = torch.where(every_second, 1 - mask.to(torch.int8), mask).to(mask.dtype)
+            variants["flipped at every second position"] = torch.where(every_second, 1 - mask.to(torch.int8), mask).to(
+                mask.dtype
+            )
         if mask.is_floating_point() and not mask.any():
-            variants["hiding every second place"] = mask.masked_fill(every_second, torch.finfo(mask.dtype).min)
+            variants["hiding every second position"] = mask.masked_fill(every_second, torch.finfo(mask.dtype).min)
     elif _is_constant(mask):
-        variants["turned at every second place"] = mask.masked_fill(every_second, 0)
+        variants["flipped at every second position"] = mask.masked_fill(every_second, 0)
     elif mask.dim():
-        variants["moved by one place"] = mask.roll(1, -1)
+        variants["shifted by one position"] = mask.roll(1, -1)
     return [
         Case(f"{name} {change}", {**example, name: values}, extreme=True, optional=True)
         for change, values in variants.items()
@@ -152,20 +156,20 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     ]
 
 
-def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def _draw_near_constant(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Returns values near a constant with its sign, or in [0, 1) for a constant of 0."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
     return torch.where(tensor == 0, drawn, tensor.double() * (drawn + 0.5)).to(tensor.dtype)
 
 
-def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
+def _has_free_integers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
     """Checks if an input contains free integers: neither ids nor the marks of a mask."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_whole and name not in vocabularies and "mask" not in name
 
 
-def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
+def _integer_range(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
     """Returns the smallest and largest integer, limited by the dtype and the declared range."""
     limits = torch.iinfo(dtype)
     low, high = (None, None) if declared is None else (declared.low, declared.high)
@@ -173,7 +177,7 @@ def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
     return minimum, limits.max if high is None else min(limits.max, math.ceil(high) - 1)
 
 
-def _whole_numbers(example: Batch, name: str, effort: Effort, limits: tuple[int, int]) -> list[Case]:
+def _integer_cases(example: Batch, name: str, effort: Effort, limits: tuple[int, int]) -> list[Case]:
     """Returns cases of one input only, because a model may reject any, such as an index."""
     tensor, (minimum, maximum) = example[name], limits
     steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
@@ -190,14 +194,14 @@ def _whole_numbers(example: Batch, name: str, effort: Effort, limits: tuple[int,
     ]
 
 
-def _truths(example: Batch, name: str) -> list[Case]:
+def _boolean_cases(example: Batch, name: str) -> list[Case]:
     """Returns cases of one boolean input.
 
     All-false is not a case: a selection without elements is arbitrary, as a softmax over scores of minus infinity.
     """
     tensor = example[name]
     positions = torch.arange(tensor.numel()).reshape(tensor.shape)
-    variants = {"every second": positions % 2 == 0}
+    variants = {"every second true": positions % 2 == 0}
     if "mask" not in name:
         variants["all true"] = torch.ones_like(tensor)
     return [
@@ -207,11 +211,11 @@ def _truths(example: Batch, name: str) -> list[Case]:
     ]
 
 
-def _times(dtype: torch.dtype) -> int:
+def _scale_factor(dtype: torch.dtype) -> int:
     return _LARGE_TIMES_IN_HALF if dtype is torch.float16 else _LARGE_TIMES
 
 
-def _random(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
+def _draw_values(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
     """Draws ids from the vocabulary, and normal values with the example's mean and deviation."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = dict(example)

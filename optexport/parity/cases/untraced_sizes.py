@@ -20,8 +20,8 @@ from optexport.signature.signature import Batch, Dim, Signature
 _BUDGET = 8192
 _BUDGET_TIMES = 4
 _BUDGET_AT_ENDS = 1 << 20
-_BUDGET_IN_DOUBT = 1 << 24
-_LEAST_UNTRACED = 3
+_BUDGET_OF_SUSPECTS = 1 << 24
+_MIN_UNTRACED = 3
 # Exhaustive effort tries every size up to this one. Above it, it tries powers of two and their neighbours.
 _EVERY_SIZE_UP_TO = 16
 
@@ -54,11 +54,11 @@ def make_cases(
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     tried = [signature.sizes(case.batch) for case in cases]
     ends, between = _untraced_sizes(signature, traced, effort)
-    suspect_limit = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
-    suspects = [_around(sizes, example, signature, suspect_limit) for sizes in suspect_sizes]
-    given_count, preferred = len(cases), [*suspects, *ends, *between]
+    suspect_limit = math.inf if effort == "exhaustive" else max(budget, _BUDGET_OF_SUSPECTS)
+    suspects = [_complete_sizes(sizes, example, signature, suspect_limit) for sizes in suspect_sizes]
+    count_before, preferred = len(cases), [*suspects, *ends, *between]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
-        if index >= len(preferred) and len(cases) - given_count >= _LEAST_UNTRACED:
+        if index >= len(preferred) and len(cases) - count_before >= _MIN_UNTRACED:
             break
         limit = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
         is_uncut = effort == "exhaustive" or index < len(suspects)
@@ -68,8 +68,8 @@ def make_cases(
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
             batch = resize(example, signature, sizes)
             padded, less_padded = with_padding(batch, UNTRACED_PADDING), with_padding(batch, LESS_PADDING)
-            is_padded = any(padded[given_count] is not tensor for given_count, tensor in batch.items())
-            cases.append(Case(name, padded, otherwise=(less_padded, batch) if is_padded else ()))
+            is_padded = any(padded[mask] is not tensor for mask, tensor in batch.items())
+            cases.append(Case(name, padded, fallbacks=(less_padded, batch) if is_padded else ()))
     return cases
 
 
@@ -79,16 +79,16 @@ def _is_same(first: Batch, second: Batch) -> bool:
     )
 
 
-def _around(suspect: Mapping[str, int], example: Batch, signature: Signature, limit: float) -> dict[str, int]:
+def _complete_sizes(suspect: Mapping[str, int], example: Batch, signature: Signature, limit: float) -> dict[str, int]:
     """Returns suspect sizes within the budget, reducing only the other dimensions."""
     sizes = cut_to(limit, example, signature, {**signature.sizes(example), **suspect}, fixed=suspect)
-    if (numbers := _numbers(example, signature, sizes)) > limit:
-        names = " and ".join(suspect)
+    if (elements := _count_elements(example, signature, sizes)) > limit:
+        names, where = " and ".join(suspect), ", ".join(f"{name} {size}" for name, size in suspect.items())
         raise TraceError(
-            f"at {', '.join(f'{name} {size}' for name, size in suspect.items())} the model may go another way than it "
-            f"was traced in, and even the smallest batch there holds {numbers:,} numbers, too many to try unasked",
+            f"at {where} the model may take another branch than in the trace, but the smallest batch of that size has "
+            f"{elements:,} elements, which is too large to try by default",
             location="inputs.dynamic",
-            hint=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
+            hint=f'Set the maximum of {names} below that, or set parity.effort = "exhaustive" to try it.',
         )
     return sizes
 
@@ -99,17 +99,17 @@ def cut_to(
     """Halves dimensions, relatively largest first, until a batch fits into an element limit.
 
     Args:
-        most: Maximum number of elements in the batch.
+        limit: Maximum number of elements in the batch.
         batch: Example that gives the shapes, and the sizes that "largest" is relative to.
         sizes: Size per dimension name.
-        kept: Dimensions that are not reduced.
+        fixed: Dimensions that are not reduced.
 
     Returns:
         The reduced sizes. They exceed the limit if no dimension can shrink further.
     """
     cut, original = dict(sizes), signature.sizes(batch)
     minima = {name: max(signature.dims[name].min, 1) for name in cut}
-    while _numbers(batch, signature, cut) > limit:
+    while _count_elements(batch, signature, cut) > limit:
         reducible = [name for name in cut if name not in fixed and cut[name] > minima[name]]
         if not reducible:
             break
@@ -118,7 +118,7 @@ def cut_to(
     return cut
 
 
-def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
+def _count_elements(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
     """Returns the number of elements of a batch at other sizes."""
     return sum(map(math.prod, shapes_at(batch, signature, sizes).values()))
 
@@ -163,11 +163,15 @@ def _untraced_sizes(
         {**smallest, **{name: prime[name] for name in rest}},
     ]
     if effort == "exhaustive":
-        between += [longer, largest, *({**smallest, name: size} for name in names for size in _many(dims[name], traced))]
+        between += [
+            longer,
+            largest,
+            *({**smallest, name: size} for name in names for size in _many_sizes(dims[name], traced)),
+        ]
     return ends, between
 
 
-def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
+def _many_sizes(dim: Dim, traced: Mapping[str, int]) -> list[int]:
     """Returns sizes at which kernels tend to switch: small ones and near powers of two."""
     maximum = dim.max or 4 * traced[dim.name]
     near_powers = {2**power + step for power in range(maximum.bit_length() + 1) for step in (-1, 0, 1)}

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from optexport.errors import ParityError
-from optexport.parity.cases.size_probe import parting_sizes
+from optexport.parity.cases.size_probe import find_differing_sizes
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
 from optexport.transformations import Match, Rule
@@ -99,7 +99,7 @@ def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[li
     def graph(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": traced.graph_module(**batch)}
 
-    return parting_sizes(original, graph, {"x": X}, traced.signature, known), tried
+    return find_differing_sizes(original, graph, {"x": X}, traced.signature, known), tried
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_a_size_counts_only_if_the_model_accepts_it() -> None:
     def fails(batch: Any) -> dict[str, torch.Tensor]:
         raise ValueError(batch)
 
-    assert parting_sizes(fails, graph, {"x": X}, traced.signature) == []
-    assert len(parting_sizes(graph, fails, {"x": X}, traced.signature)) == 4
+    assert find_differing_sizes(fails, graph, {"x": X}, traced.signature) == []
+    assert len(find_differing_sizes(graph, fails, {"x": X}, traced.signature)) == 4
 
 
 def test_known_sizes_are_skipped_and_others_are_still_found() -> None:
@@ -215,5 +215,5 @@ def test_integers_decided_by_rounding_are_not_a_difference() -> None:
 
     for candidate, found, strictly in ((tie, 0, 4), (one, 4, 4), (others, 4, 4), (graph, 4, 4)):
         for rounded_anew, expected in ((True, found), (False, strictly)):
-            parted = parting_sizes(original, candidate, {"x": X}, traced.signature, reordered=rounded_anew)
+            parted = find_differing_sizes(original, candidate, {"x": X}, traced.signature, reordered=rounded_anew)
             assert len(parted) == expected

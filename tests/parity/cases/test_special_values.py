@@ -148,7 +148,7 @@ def test_integers_stay_within_the_declared_range(
 
 def test_no_large_integers_are_tried_if_they_set_output_sizes() -> None:
     example = {"repeats": torch.tensor([1, 2])}
-    assert special_cases(example, {}, "exhaustive", 0, sized_by_values=True) == []
+    assert special_cases(example, {}, "exhaustive", 0, has_value_dependent_sizes=True) == []
 
 
 class Hours(nn.Module):

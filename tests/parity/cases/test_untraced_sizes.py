@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optexport.config.schema import Effort
 from optexport.errors import ConfigError
-from optexport.parity.cases.data_batches import traceable
+from optexport.parity.cases.data_batches import make_traceable
 from optexport.parity.cases.untraced_sizes import cut_to, make_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests.tiers import examples
@@ -232,7 +232,7 @@ def test_an_example_is_resized_for_tracing_within_its_range(rows: int, columns: 
     low, more = limits
     dim = Dim("batch", low, None if more is None else low + more)
     axes: dict[str, dict[int, str | Dim]] = {"x": {0: dim}, "mask": {0: dim, 1: "sequence"}}
-    made = traceable({"x": torch.ones(rows, 3), "mask": torch.ones(rows, columns)}, axes)
+    made = make_traceable({"x": torch.ones(rows, 3), "mask": torch.ones(rows, columns)}, axes)
     assert made["x"].shape[0] == made["mask"].shape[0]
     assert dim.min <= made["x"].shape[0] <= (dim.max or 99)
     assert made["x"].shape[0] >= 2 or dim.max == 1
@@ -256,7 +256,7 @@ def test_data_equal_to_the_traced_batch_is_checked_once_as_data() -> None:
 
 def test_a_declared_axis_without_elements_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"inputs: x: axis 1 holds nothing"):
-        traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
+        make_traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
 
 
 def test_a_dimension_at_its_minimum_does_not_stop_cutting_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.parity.cases.vocabulary import attention_masks, sized_by_values, vocabularies
+from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
 from optexport.tracing.trace import trace
 from tests._helpers import models
 from tests._helpers.exports import quick
@@ -91,7 +91,7 @@ class Repeats(nn.Module):
 def test_output_sizes_set_by_input_values_are_detected(by_values: bool) -> None:
     """Repeating by a made-up number would need more memory than is available."""
     traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
-    assert sized_by_values(traced.graph_module) is by_values
+    assert has_value_dependent_sizes(traced.graph_module) is by_values
 
 
 @pytest.mark.sample(2)
