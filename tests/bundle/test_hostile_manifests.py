@@ -143,7 +143,9 @@ def test_false_fixed_shape_claim_is_refused(small: Path, tmp_path: Path) -> None
         document["artifacts"][0]["fixed_shape"] = "TorchScript was traced"
 
     exports.edit_json(bundle / MANIFEST, fixed)
-    with pytest.raises(BundleError, match="it calls torchscript of fixed shape, and its proof has "):
+    with pytest.raises(
+        BundleError, match="torchscript is recorded with a fixed shape, but its parity record has the case "
+    ):
         verify(bundle)
 
 
@@ -157,7 +159,10 @@ def _no_place(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [(_fewer_cases, "it holds more cases than the manifest names"), (_no_place, "it holds no proof of torchscript")],
+    [
+        (_fewer_cases, "the file has more cases than the manifest lists"),
+        (_no_place, "the manifest has no parity record of torchscript"),
+    ],
 )
 def test_manifest_that_omits_verified_results_is_refused(
     change: Callable[[dict[str, Any]], None], told: str, small: Path, tmp_path: Path
