@@ -21,7 +21,7 @@ from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job
 from optexport.loading.loader import Loaded
-from optexport.parity import cases
+from optexport.parity.cases import data_batches
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import check_arguments, listed, named_rules
@@ -123,7 +123,11 @@ def export(  # noqa: PLR0913 - options of the public API
     check_formats(config, "export")
     check_precision(config, "export")
     own_metrics = load_metrics(config.parity.metrics, Path())
-    example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
+    example = (
+        data_batches.repeat_single_row(batches[0])
+        if dynamic is None
+        else data_batches.make_traceable(batches[0], dynamic)
+    )
     free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
     job = Job(config, loaded, example, batches, free, rules, output, metrics=own_metrics)
     return run.produce(job, progress or Progress())

@@ -132,13 +132,13 @@ class _Checked:
 
 def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
     from optexport.parity.record import parity_record
-    from optexport.parity.verify import prove, unchecked_gates
+    from optexport.parity.verify import check_files, list_unchecked_gates
 
-    proof = prove(folder, manifest)
+    proof = check_files(folder, manifest)
     targets = proof.targets[1:]
     failures = [
         f"{p.target}: {on_one_line(o.output)}, {o.failure}" for p in targets for o in p.outputs if o.failure is not None
     ]
     gates = [f"{p.target}: {d.failure}" for p in targets for d in p.decisions if d.failure is not None]
     fixed = [artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None]
-    return _Checked(shown, proof, parity_record(proof), unchecked_gates(manifest), failures, gates, fixed)
+    return _Checked(shown, proof, parity_record(proof), list_unchecked_gates(manifest), failures, gates, fixed)

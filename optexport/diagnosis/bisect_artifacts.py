@@ -91,10 +91,10 @@ def blame_files(
 
 def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
     """Names the first optimization level of ONNX Runtime at which a file fails."""
-    alone, below = proof.reference.only([case]), "ORT_DISABLE_ALL"
+    alone, below = proof.reference.select([case]), "ORT_DISABLE_ALL"
     for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
-        run = runners.open_onnx(path, list(proof.bounds), optimized=True, level=level)
-        if not ParityChecker(alone, proof.bounds).check(checker.ONNX, run).passed:
+        run = runners.open_onnx(path, list(proof.tolerances), optimized=True, level=level)
+        if not ParityChecker(alone, proof.tolerances).check(checker.ONNX, run).passed:
             break
         below = level
     return (

@@ -75,9 +75,9 @@ class _Rules:
 
     def check(self, graph_module: fx.GraphModule) -> TargetParity:
         # A gate counts all cases together, so all of them run.
-        gated = self.proof.targets[-1].near
-        reference = self.proof.reference if gated else self.proof.reference.only([self.case])
-        proof = ParityChecker(reference, self.proof.bounds, self.proof.gates if gated else ())
+        gated = self.proof.targets[-1].outputs_passed
+        reference = self.proof.reference if gated else self.proof.reference.select([self.case])
+        proof = ParityChecker(reference, self.proof.tolerances, self.proof.gates if gated else ())
         return proof.check(GRAPH, lambda batch: self.call(graph_module, dict(batch)))
 
     def passes(self, count: int, changes: int | None = None) -> bool:

@@ -200,7 +200,7 @@ def _allowed(value: Value, exact: Observed | None, rounding: float) -> torch.Ten
         return torch.zeros_like(tensor, dtype=torch.float64)
     double = exact.values.get(value.name) if exact is not None else None
     known = tensor if double is None or double.shape != value.shape else double.tensor
-    kept = ~distances.marks(tensor, known)
+    kept = ~distances.is_mask_value(tensor, known)
     magnitude = distances.finite(tensor).abs()
     noise = distances.largest(_distances(tensor, known)[kept & torch.isfinite(known)])
     least = max(_TIMES * noise, rounding * distances.largest(magnitude[kept]))

@@ -238,7 +238,7 @@ def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
     """Returns the failing case: inputs, original outputs, float64 outputs, target outputs."""
     reference = proof.reference
     case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
-    known = {name: distances.known(exact[name], tensor) for name, tensor in outputs.items()}
+    known = {name: distances.expected_values(exact[name], tensor) for name, tensor in outputs.items()}
     result = proof.result(finding.target, case.name)
     parts = {"inputs": case.batch, "outputs": outputs, "float64": known}
     if not isinstance(result, str):
@@ -300,7 +300,7 @@ def outputs_at(
     """Returns the allowed distance and dtype per output, and the expected tensors' prefix."""
     name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
     limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in target.outputs}
-    fixed = any(bound.fixed for bound in proof.bounds.values())
+    fixed = any(bound.fixed for bound in proof.tolerances.values())
     return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
 
 

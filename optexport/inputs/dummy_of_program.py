@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError
-from optexport.parity.vocabulary import vocabularies
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.signature.exported_program import tensor_inputs
 from optexport.tracing.trace import trace
 

@@ -23,9 +23,8 @@ from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
 from optexport.loading.loader import Pretrained
-from optexport.loading.processing import check_images, convert_to_uint8
-from optexport.parity.cases import at_least_two, traceable
-from optexport.parity.data_batches import shards
+from optexport.loading.processing import convert_to_uint8, check_images
+from optexport.parity.cases.data_batches import make_traceable, repeat_single_row, split_batch
 from optexport.signature import dtypes
 from optexport.signature.exported_program import check_ranks, input_names
 from optexport.signature.positions import most_tokens
@@ -88,7 +87,7 @@ def prepare(
         _check_sizes(batch, declared)
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
     dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in declared.items()}
-    return Inputs(traceable(example, declared), real, dynamic, rows)
+    return Inputs(make_traceable(example, declared), real, dynamic, rows)
 
 
 def _read_data(
@@ -169,7 +168,7 @@ def _cut(
     else:
         return real, 0
     inputs = [name for name, names in axes.items() if names and names[0] == head]
-    cut = shards(real[0], inputs, dim, declared=config.dynamic is not None)
+    cut = split_batch(real[0], inputs, dim, declared=config.dynamic is not None)
     return cut, real[0][inputs[0]].shape[0] if len(cut) > 1 else 0
 
 
@@ -201,8 +200,8 @@ def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -
         for name, spec in (config.tensors or {}).items()
     } or {name: dict(enumerate(names)) for name, names in config.axes.items()}
     if any(named.values()):
-        return Inputs(traceable(example, named), real, named)
-    return Inputs(at_least_two(example), real, None)
+        return Inputs(make_traceable(example, named), real, named)
+    return Inputs(repeat_single_row(example), real, None)
 
 
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from optexport.cache import results, store
 from optexport.config.schema import ParityConfig
-from optexport.parity import perturbation, search
+from optexport.parity import input_search, perturbation
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.reference import Call, Reference
 from optexport.runtime.runners import Run
@@ -22,7 +22,7 @@ class CandidateChecker:
     """Checks every target of a run against the reference.
 
     Args:
-        proof: Compares targets on the cases.
+        checker: Compares targets on the cases.
         run: Runs a model on a batch and names its outputs.
         model: The original model.
         vocabularies: Number of valid ids per input, for inputs that index an embedding.
@@ -34,17 +34,17 @@ class CandidateChecker:
 
     def __init__(
         self,
-        proof: ParityChecker,
+        checker: ParityChecker,
         run: Call,
         model: nn.Module,
         signature: Signature,
         vocabularies: Mapping[str, int],
         config: ParityConfig,
     ) -> None:
-        self.proof, self.run, self.model = proof, run, model
+        self.checker, self.run, self.model = checker, run, model
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
         self.cache_hits: list[str] = []
-        self._measured = dict(proof.bounds)
+        self._measured_tolerances = dict(checker.tolerances)
         self._failing: tuple[TargetParity, Callable[[], Run], Signature] | None = None
 
     def check(
@@ -70,47 +70,50 @@ class CandidateChecker:
         Returns:
             The comparison of the target, per output and case.
         """
-        at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
-        entry = self._entry(target, content, at)
+        reference = self.checker.reference.at_traced_shape() if traced_shape_only else self.checker.reference
+        entry = self._entry(target, content, reference)
         stored = results.read(entry) if entry else None
         if stored is not None:
             self.cache_hits.append(target)
-            parity = self.proof.take(target, stored[0], traced_shape_only=traced_shape_only, precision=precision)
+            parity = self.checker.check_results(
+                target, stored[0], traced_shape_only=traced_shape_only, precision=precision
+            )
         else:
             candidate = open_candidate()
-            parity = self.proof.check(target, candidate, traced_shape_only=traced_shape_only, precision=precision)
+            parity = self.checker.check(target, candidate, traced_shape_only=traced_shape_only, precision=precision)
             if entry and parity.passed:
-                results.write(entry, self.proof.results(target))
+                results.write(entry, self.checker.results(target))
             del candidate
         if precision is not None:
             return parity
         if not parity.passed:
-            parity = self._look_closer(parity, traced_shape_only=traced_shape_only)
-        signature = self.signature.at(at.cases[0].batch) if traced_shape_only else self.signature
+            parity = self._retry_with_perturbed_weights(parity, traced_shape_only=traced_shape_only)
+        signature = self.signature.at(reference.cases[0].batch) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":
             parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
         if not parity.passed:
             self._failing = self._failing or (parity, open_candidate, signature)
         return parity
 
-    def _look_closer(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
+    def _retry_with_perturbed_weights(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
         """Repeats a failed comparison with limits from perturbed weights, if these explain it."""
-        proof, config = self.proof, self.config
-        found = perturbation.bounds(
-            proof, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured
+        checker, config = self.checker, self.config
+        tolerances = perturbation.find_raised_tolerances(
+            checker, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured_tolerances
         )
-        if found is None:
+        if tolerances is None:
             return parity
         cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
-        ways = (*proof.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
-        proof.reference, proof.bounds = replace(proof.reference, ways=ways), found
-        return proof.take(parity.target, proof.results(parity.target), traced_shape_only=traced_shape_only)
+        variation = f"with weights moved by half a unit in the last place at {' and '.join(cases)}"
+        variations = (*checker.reference.variations, variation)
+        checker.reference, checker.tolerances = replace(checker.reference, variations=variations), tolerances
+        return checker.check_results(parity.target, checker.results(parity.target), traced_shape_only=traced_shape_only)
 
     def _entry(self, target: str, content: str | None, reference: Reference) -> str:
         """Returns the cache key of a target's results, or an empty string if caching is off."""
-        if content is None or not reference.name or not store.enabled():
+        if content is None or not reference.cache_key or not store.enabled():
             return ""
-        return store.name("results", reference.name, [case.name for case in reference.cases], target, content)
+        return store.name("results", reference.cache_key, [case.name for case in reference.cases], target, content)
 
     def _search(
         self, parity: TargetParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
@@ -118,16 +121,16 @@ class CandidateChecker:
         """Searches for an input at which a passed target fails, and checks the target there."""
         # Random values can make an integer output a tie, so a difference there does not prove a fault.
         outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
-        measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
-        fails = search.failure_test(measure, candidate)
-        found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
-        measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
-        if measured is None:
+        measure, example = self._make_measure(outputs), self.checker.reference.cases[0].batch
+        fails = input_search.failure_test(measure, candidate)
+        failing = input_search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+        new_case = None if failing is None else measure(replace(failing, name=f"{_FOUND}{failing.name}"))
+        if new_case is None:
             return parity
-        self.proof.extend(*measured)
-        return self.proof.check(parity.target, candidate, traced_shape_only=traced_shape_only)
+        self.checker.add_cases(*new_case)
+        return self.checker.check(parity.target, candidate, traced_shape_only=traced_shape_only)
 
-    def smallest(self) -> str | None:
+    def find_smallest_failing(self) -> str | None:
         """Returns the name of the smallest input at which the first failed target still fails.
 
         Returns:
@@ -141,14 +144,16 @@ class CandidateChecker:
         name = next(case.case for case in outputs[0].cases if case.failure is not None)
         if name.startswith(_FOUND):  # the search has already reduced it
             return None
-        reference = self.proof.reference
+        reference = self.checker.reference
         case = next(case for case in reference.cases if case.name == name)
         real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
-        fails = search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
-        found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
-        return None if found is None else found.name
+        fails = input_search.failure_test(self._make_measure([output.output for output in outputs]), open_candidate())
+        smallest = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        return None if smallest is None else smallest.name
 
-    def _measurer(self, outputs: Sequence[str]) -> search.Measure:
-        bounds = {name: self.proof.bounds[name] for name in outputs}
-        fallback = self.proof.reference.fallback is not None
-        return search.measurer(self.run, self.model, bounds, self.config.noise_multiple, fallback=fallback)
+    def _make_measure(self, outputs: Sequence[str]) -> input_search.Measure:
+        tolerances = {name: self.checker.tolerances[name] for name in outputs}
+        fallback = self.checker.reference.fallback is not None
+        return input_search.make_measure(
+            self.run, self.model, tolerances, self.config.noise_multiple, fallback=fallback
+        )

@@ -12,8 +12,8 @@ from optexport._utils.platform import is_of_memory
 from optexport.errors import ExportError, first_line
 from optexport.parity import distances
 from optexport.parity.gates import Decision, Gate, judge
-from optexport.parity.noise_floor import Tolerance, of_lower_precision
-from optexport.parity.reference import Outputs, Reference, kept
+from optexport.parity.noise_floor import Tolerance, relax_for_lower_precision
+from optexport.parity.reference import Outputs, Reference, store_results
 from optexport.runtime.runners import Run
 
 # Names of targets.
@@ -112,10 +112,10 @@ class TargetParity:
 
     @property
     def passed(self) -> bool:
-        return self.near and all(decision.passed for decision in self.decisions)
+        return self.outputs_passed and all(decision.passed for decision in self.decisions)
 
     @property
-    def near(self) -> bool:
+    def outputs_passed(self) -> bool:
         """Checks if all distances pass, regardless of the gates."""
         return all(output.passed for output in self.outputs)
 
@@ -124,12 +124,13 @@ class ParityChecker:
     """Compares every target with the original and with the target it derives from.
 
     Attributes:
+        tolerances: Tolerance of each output.
         targets: Comparison of each target, in the order of the checks; the original comes first.
     """
 
-    def __init__(self, reference: Reference, bounds: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
+    def __init__(self, reference: Reference, tolerances: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
         self.reference = reference
-        self.bounds = bounds
+        self.tolerances = tolerances
         self.gates = tuple(gates)
         self.targets: list[TargetParity] = []
         self._results: dict[str, dict[str, Outputs | str]] = {}
@@ -182,12 +183,12 @@ class ParityChecker:
                 except Exception as error:  # each runtime raises its own error types
                     if is_of_memory(error):
                         raise _memory_error(target, case.name) from error
-                    results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
+                    results.append(f"the target raised {type(error).__name__}: {first_line(error)[:200]}")
                 else:
-                    results.append(kept(case, result))
-        return self.take(target, results, traced_shape_only=traced_shape_only, precision=precision)
+                    results.append(store_results(case, result))
+        return self.check_results(target, results, traced_shape_only=traced_shape_only, precision=precision)
 
-    def take(
+    def check_results(
         self,
         target: str,
         results: Sequence[Outputs | str],
@@ -206,20 +207,20 @@ class ParityChecker:
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         return self._add(target, list(results), reference, precision)
 
-    def extend(self, found: Reference, bounds: Mapping[str, Tolerance]) -> None:
+    def add_cases(self, reference: Reference, tolerances: Mapping[str, Tolerance]) -> None:
         """Adds cases with their own limits; later checks include them.
 
         Args:
-            found: The new cases and their reference outputs.
-            bounds: Tolerance on these cases, per output. Outputs without one are not limited there.
+            reference: The new cases and their reference outputs.
+            tolerances: Tolerance on these cases, per output. Outputs without one are not limited there.
         """
-        self.reference = self.reference.followed_by(found)
+        self.reference = self.reference.concatenate(reference)
         extended = {}
-        for name, bound in self.bounds.items():
-            own = bounds[name].limit if name in bounds else math.inf
-            limits = dict.fromkeys((case.name for case in found.cases), 0.0 if bound.fixed else own)
-            extended[name] = replace(bound, extremes={**bound.extremes, **limits})
-        self.bounds = extended
+        for name, tolerance in self.tolerances.items():
+            limit = tolerances[name].limit if name in tolerances else math.inf
+            limits = dict.fromkeys((case.name for case in reference.cases), 0.0 if tolerance.fixed else limit)
+            extended[name] = replace(tolerance, extremes={**tolerance.extremes, **limits})
+        self.tolerances = extended
 
     def _add(
         self, target: str, results: list[Outputs | str], reference: Reference, precision: str | None = None
@@ -234,17 +235,19 @@ class ParityChecker:
         else:
             made_from = graphs[-1]  # files are checked right after the graph that they are exported from
         self._results[target] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
-        before = [self._results[made_from].get(case.name, "") for case in reference.cases]
-        bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
-        empty = {name for name in bounds if not any(given[name].numel() for given in self.reference.outputs)}
+        results_before = [self._results[made_from].get(case.name, "") for case in reference.cases]
+        tolerances = self.tolerances if precision is None else relax_for_lower_precision(self.tolerances, reference)
+        empty = {name for name in tolerances if not any(o[name].numel() for o in self.reference.outputs)}
         uncounted = self._uncounted(reference) if precision is not None else frozenset()
         outputs = (
-            _compare(name, results, before, reference, bound, always_empty=name in empty, uncounted=uncounted)
-            for name, bound in bounds.items()
+            _compare(
+                name, results, results_before, reference, tolerance, always_empty=name in empty, uncounted=uncounted
+            )
+            for name, tolerance in tolerances.items()
         )
-        decided = tuple(judge(gate, results, reference) for gate in self.gates)
+        decisions = tuple(judge(gate, results, reference) for gate in self.gates)
         self.targets = [checked for checked in self.targets if checked.target != target]
-        self.targets.append(TargetParity(target, tuple(outputs), made_from, decided, precision))
+        self.targets.append(TargetParity(target, tuple(outputs), made_from, decisions, precision))
         return self.targets[-1]
 
     def _uncounted(self, reference: Reference) -> frozenset[str]:
@@ -269,9 +272,9 @@ def _largest(name: str, reference: Reference) -> float:
 
 def _memory_error(target: str, case: str) -> ExportError:
     return ExportError(
-        f"there was not enough memory to run it at {case}, where the original ran",
+        f"there is not enough memory to run the target on case {case}, although the original ran there",
         location=target,
-        hint='Free memory, or prove less at a time: parity.effort = "quick", or smaller ranges in inputs.dynamic.',
+        hint='Free memory, set parity.effort = "quick", or declare smaller ranges in inputs.dynamic.',
     )
 
 
@@ -280,80 +283,109 @@ def _compare(
     results: Sequence[Outputs | str],
     results_before: Sequence[Outputs | str],
     reference: Reference,
-    bound: Tolerance,
+    tolerance: Tolerance,
     *,
     always_empty: bool,
     uncounted: Collection[str] = (),
 ) -> OutputParity:
-    max_abs = max_rel = tolerance = step = 0.0
-    cosine, agreements, worst = 1.0, list[float](), reference.cases[0].name
+    max_abs = max_rel = smallest_atol = step = 0.0
+    cosine, agreements, worst_case = 1.0, list[float](), reference.cases[0].name
     compared: list[CaseParity] = []
     for index, (case, result) in enumerate(zip(reference.cases, results, strict=True)):
         original, exact = reference.outputs[index][name], reference.exact[index][name]
-        problem = result if isinstance(result, str) else distances.why_incomparable(result.get(name), original)
+        problem = result if isinstance(result, str) else distances.find_comparison_problem(result.get(name), original)
         if problem is not None:
-            compared.append(CaseParity(case.name, math.inf, bound.limit, problem))
-            max_abs = max_rel = tolerance = step = math.inf
-            cosine, worst = 0.0, case.name
+            compared.append(CaseParity(case.name, math.inf, tolerance.limit, problem))
+            max_abs = max_rel = smallest_atol = step = math.inf
+            cosine, worst_case = 0.0, case.name
             agreements.append(0.0)
             continue
         assert not isinstance(result, str)
         candidate = result[name]
-        expected = original if bound.fixed else distances.known(exact, original)
+        expected = original if tolerance.fixed else distances.expected_values(exact, original)
         distance, magnitude = distances.distance(candidate, expected), distances.finite(expected).abs()
         farthest = distances.largest(distance)
-        allowed = bound.allowed(case.name, magnitude)
-        if not bound.fixed and math.isfinite(bound.limit) and original.is_floating_point():
-            own = 16 * distances.LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
-            allowed = torch.where(distances.marks(original, exact), own, allowed)
-        limit = distances.largest(allowed)
-        wrong = bool((distance > allowed).any())
-        failure = None
-        if wrong and original.is_floating_point():
-            worst_at = torch.where(distance > allowed, distance, -1.0).argmax()
-            apart, most = (float(each.expand_as(distance).flatten()[worst_at]) for each in (distance, allowed))
-            failure = f"{apart:.3g} from the reference, {most:.3g} allowed"
-        elif wrong:
-            failure = _other_numbers(candidate, original, exact)
-        elif case.name in uncounted and original.is_floating_point() and not bound.fixed:
-            apart, whole = float(distance.norm()), float(magnitude.norm())
-            if apart > _GROSS * whole and farthest > _GROSS_OF_LARGEST * _largest(name, reference):
-                failure = f"{apart:.3g} from the reference as a whole, which is {whole:.3g} long; gates are on the data"
-        compared.append(CaseParity(case.name, farthest, limit, failure))
-        nearness = distances.largest(distances.distance(candidate, original))
-        if case.name in bound.extremes:
-            tolerance = max(tolerance, nearness if wrong else 0.0)
+        allowed = _allowed_distance(case.name, tolerance, magnitude, original, exact)
+        failure = _find_failure(candidate, original, exact, distance, allowed)
+        is_beyond = failure is not None
+        if not is_beyond and case.name in uncounted and original.is_floating_point() and not tolerance.fixed:
+            failure = _find_gross_failure(name, reference, distance, magnitude)
+        compared.append(CaseParity(case.name, farthest, distances.largest(allowed), failure))
+        from_original = distances.largest(distances.distance(candidate, original))
+        if case.name in tolerance.extremes:
+            smallest_atol = max(smallest_atol, from_original if is_beyond else 0.0)
             continue
         if farthest >= max_abs:
-            max_abs, worst = farthest, case.name
-        least = max(1e-6 * distances.largest(magnitude), 1e-300)
-        max_rel = max(max_rel, distances.largest(distance / magnitude.clamp(min=least)))
-        tolerance = max(tolerance, nearness)
-        if (
-            not isinstance(before := results_before[index], str)
-            and name in before
-            and before[name].shape == candidate.shape
-        ):
-            step = max(step, distances.largest(distances.distance(candidate, before[name])))
+            max_abs, worst_case = farthest, case.name
+        divisor = magnitude.clamp(min=max(1e-6 * distances.largest(magnitude), 1e-300))
+        max_rel = max(max_rel, distances.largest(distance / divisor))
+        smallest_atol = max(smallest_atol, from_original)
+        step = max(step, _distance_from_before(name, candidate, results_before[index]))
         cosine = min(cosine, distances.cosine(candidate, expected))
         agreements.append(distances.argmax_agreement(candidate, original))
     originals = [outputs[name] for outputs in reference.outputs]
     if not always_empty and not any(bool(torch.isfinite(original).any()) for original in originals):
-        numbers_given = any(original.numel() for original in originals)
-        problem = f"the original gives nothing{' but NaN or infinity' * numbers_given}, so nothing is proven"
+        has_elements = any(original.numel() for original in originals)
+        values = "only NaN or infinity" if has_elements else "no elements"
+        problem = f"the original returns {values}, so nothing can be checked"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
-    multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
+    multiple = 0.0 if max_abs == 0 else math.inf if tolerance.floor == 0 else max_abs / tolerance.floor
     agreement = sum(agreements) / len(agreements) if agreements else 1.0  # extreme cases alone have no agreements
-    numbers = (max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, step, agreement, tolerance)
-    return OutputParity(name, *numbers, worst, tuple(compared))
+    numbers = (max_abs, max_rel, cosine, tolerance.floor, tolerance.limit, multiple, step, agreement, smallest_atol)
+    return OutputParity(name, *numbers, worst_case, tuple(compared))
 
 
-def _other_numbers(candidate: torch.Tensor, original: torch.Tensor, exact: torch.Tensor) -> str:
+def _allowed_distance(
+    case: str, tolerance: Tolerance, magnitude: torch.Tensor, original: torch.Tensor, exact: torch.Tensor
+) -> torch.Tensor:
+    """Returns the allowed distance per element; mask values have their own limit."""
+    allowed = tolerance.allowed(case, magnitude)
+    if tolerance.fixed or not math.isfinite(tolerance.limit) or not original.is_floating_point():
+        return allowed
+    mask_limit = 16 * distances.MIN_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+    return torch.where(distances.is_mask_value(original, exact), mask_limit, allowed)
+
+
+def _find_failure(
+    candidate: torch.Tensor,
+    original: torch.Tensor,
+    exact: torch.Tensor,
+    distance: torch.Tensor,
+    allowed: torch.Tensor,
+) -> str | None:
+    """Describes the element that is farthest beyond its limit; None if all are within."""
+    if not bool((distance > allowed).any()):
+        return None
+    if not original.is_floating_point():
+        return _describe_other_values(candidate, original, exact)
+    worst_at = torch.where(distance > allowed, distance, -1.0).argmax()
+    worst, limit = (float(values.expand_as(distance).flatten()[worst_at]) for values in (distance, allowed))
+    return f"{worst:.3g} from the reference, {limit:.3g} allowed"
+
+
+def _find_gross_failure(name: str, reference: Reference, distance: torch.Tensor, magnitude: torch.Tensor) -> str | None:
+    """Describes a result of lower precision that is as far from the reference as another model's."""
+    norm, length = float(distance.norm()), float(magnitude.norm())
+    if norm <= _GROSS * length or distances.largest(distance) <= _GROSS_OF_LARGEST * _largest(name, reference):
+        return None
+    return (
+        f"the norm of the difference is {norm:.3g} and the norm of the reference {length:.3g}, so this may be another "
+        "model; gates count other cases only"
+    )
+
+
+def _distance_from_before(name: str, candidate: torch.Tensor, before: Outputs | str) -> float:
+    if isinstance(before, str) or name not in before or before[name].shape != candidate.shape:
+        return 0.0
+    return distances.largest(distances.distance(candidate, before[name]))
+
+
+def _describe_other_values(candidate: torch.Tensor, original: torch.Tensor, exact: torch.Tensor) -> str:
     """Describes how many integers or booleans differ, and if rounding alone explains it."""
-    text = f"{int((candidate != original).sum())} of {original.numel()} values are others"
-    if not (decided := int((exact != original).sum())):
+    text = f"{int((candidate != original).sum())} of {original.numel()} values differ"
+    if not (changed := int((exact != original).sum())):
         return text
     return (
-        f"{text}; the original itself gives others in float64, {decided} of them: rounding decides. Export in a higher "
-        "precision, or leave the output out (keep-outputs)"
+        f"{text}; the original in float64 differs from itself in {changed} values, so they depend on rounding. Export "
+        "in a higher precision, or remove the output (keep-outputs)"
     )

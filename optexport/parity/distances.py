@@ -8,15 +8,15 @@ import torch
 
 # An output without rounding, such as a gather, has a noise floor of zero. This many units in the last place of its
 # largest value replace it.
-LEAST_FLOOR_ULPS = 2
+MIN_FLOOR_ULPS = 2
 # Mask values, such as -1e30 at masked positions, are not results. A mask value exceeds 2 ** 13 and lies a factor of 2
 # ** 10 above the next smaller values. It is also not rounded as results are. The noise floor and the scale exclude mask
 # values, which would dominate them. Mask values have their own limit of a few units in the last place.
-_LEAST_MARK_EXPONENT = 13
+_MIN_MASK_EXPONENT = 13
 _GAP_EXPONENTS = 10
 
 
-def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+def expected_values(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     """Returns the values that a target is compared with, float64 or the original dtype.
 
     The values are the float64 ones, with three exceptions that use the original's own: elements that overflow in
@@ -29,9 +29,9 @@ def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if not original.is_floating_point():
         return original
     exact = exact.double()
-    if _all_below(exact, math.inf) and _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
+    if _all_below(exact, math.inf) and _all_below(original, 2.0**_MIN_MASK_EXPONENT):
         return exact
-    own = (~torch.isfinite(exact) & torch.isfinite(original)) | marks(original, exact)
+    own = (~torch.isfinite(exact) & torch.isfinite(original)) | is_mask_value(original, exact)
     return torch.where(own, original.double(), exact)
 
 
@@ -42,10 +42,10 @@ def scale(original: torch.Tensor, exact: torch.Tensor) -> float:
         original: The output in the original's precision.
         exact: The output in float64, same shape.
     """
-    return largest(finite(original).abs()[~marks(original, exact)])
+    return largest(finite(original).abs()[~is_mask_value(original, exact)])
 
 
-def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def is_mask_value(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Finds mask values: far above all others, and equal or masked in float64 too.
 
     Args:
@@ -55,24 +55,24 @@ def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     Returns:
         A bool tensor of the same shape.
     """
-    if _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
+    if _all_below(original, 2.0**_MIN_MASK_EXPONENT):
         return torch.zeros_like(original, dtype=torch.bool)
     magnitude = finite(original).abs()
     exponents = torch.frexp(magnitude[magnitude > 0]).exponent.unique()
-    gaps = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _LEAST_MARK_EXPONENT)]
+    gaps = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _MIN_MASK_EXPONENT)]
     if not gaps.numel():
         return torch.zeros_like(magnitude, dtype=torch.bool)
     exact = exact.double()
-    same = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
-    other = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
+    is_equal = (exact - original.double()).abs() <= 2 * MIN_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+    is_masked = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
     # Some large results round exactly by chance. If any value above a gap is rounded, all of them may be results.
     for beyond in (magnitude >= 2.0 ** (int(gap) - 1) for gap in gaps):
-        if bool((same | other)[beyond].all()):
+        if bool((is_equal | is_masked)[beyond].all()):
             return beyond
     return torch.zeros_like(magnitude, dtype=torch.bool)
 
 
-def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
+def find_comparison_problem(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
     """Returns the reason why no distance can be measured, or None.
 
     Args:
@@ -82,16 +82,16 @@ def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> 
     if candidate is None:
         return "the output is missing"
     if candidate.shape != original.shape:
-        return f"its shape is {list(candidate.shape)}, and the original's {list(original.shape)}"
+        return f"the shape is {list(candidate.shape)}, expected {list(original.shape)}"
     if candidate.dtype != original.dtype:
-        return f"its dtype is {candidate.dtype}, and the original's {original.dtype}"
+        return f"the dtype is {candidate.dtype}, expected {original.dtype}"
     if original.is_floating_point() and not (_all_below(original, math.inf) and _all_below(candidate, math.inf)):
-        strange = ~torch.isfinite(candidate) & torch.isfinite(original)
-        if strange.any():
-            return f"{int(strange.sum())} elements are NaN or infinite where the original's are not"
-        unlike = torch.isinf(original) & (candidate != original)
-        if unlike.any():
-            return f"{int(unlike.sum())} elements are not infinite where the original's are"
+        broken = ~torch.isfinite(candidate) & torch.isfinite(original)
+        if broken.any():
+            return f"{int(broken.sum())} elements are NaN or infinite, but finite in the original"
+        differing = torch.isinf(original) & (candidate != original)
+        if differing.any():
+            return f"{int(differing.sum())} elements are not infinite, but infinite in the original"
     return None
 
 

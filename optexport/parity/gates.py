@@ -48,11 +48,11 @@ from optexport.parity.metrics import (
     cosines,
     greedy_tokens,
     intersections_over_unions,
-    normal,
+    normal_interval,
     real_positions,
-    wilson,
+    wilson_interval,
 )
-from optexport.parity.noise_floor import Tolerance, rounding
+from optexport.parity.noise_floor import Tolerance, measure_slack
 from optexport.parity.reference import Outputs, Reference
 from optexport.transformations import registry
 
@@ -141,30 +141,30 @@ class Decision:
         return self.failure is None
 
 
-def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
+def load_metrics(configs: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
     """Imports the user metrics of a config.
 
     Args:
-        gates: The `parity.metrics` table.
+        configs: The `parity.metrics` table.
         folder: Folder of the config, searched first.
 
     Raises:
         ConfigError: A metric cannot be imported or is not callable.
     """
     metrics: dict[str, Metric] = {}
-    for name in (name for name in gates or () if name.startswith(CUSTOM_METRIC)):
+    for name in (name for name in configs or () if name.startswith(CUSTOM_METRIC)):
         target = f"parity.metrics.{name}"
         metrics[name] = registry.import_from(name.removeprefix(CUSTOM_METRIC), folder, target)
         if not callable(metrics[name]):
-            raise ConfigError(f"it is a {type(metrics[name]).__name__}, not a function", location=target)
+            raise ConfigError(f"the metric is not a function (found {type(metrics[name]).__name__})", location=target)
     return metrics
 
 
 def make_gates(
-    demanded: Mapping[str, DecisionConfig] | None,
+    metric_configs: Mapping[str, DecisionConfig] | None,
     metrics: Mapping[str, Metric],
     reference: Reference,
-    bounds: Mapping[str, Tolerance],
+    tolerances: Mapping[str, Tolerance],
     multiple: float,
 ) -> tuple[Gate, ...]:
     """Returns the gates of a config, one per metric and output.
@@ -172,9 +172,9 @@ def make_gates(
     A gate without an output applies to every output that supports its metric.
 
     Args:
-        demanded: The `parity.metrics` table.
+        metric_configs: The `parity.metrics` table.
         metrics: User metrics by name.
-        bounds: Tolerance per output.
+        tolerances: Tolerance per output.
         multiple: Noise multiple, which sets the slack.
 
     Raises:
@@ -184,29 +184,29 @@ def make_gates(
     ordinary = [case for case in reference.cases if not case.extreme]
     real = any(case.data for case in ordinary)
     cases = tuple(case.name for case in ordinary if case.data or not real)
-    for measure, config in (demanded or {}).items():
+    for measure, config in (metric_configs or {}).items():
         if measure in metrics:
             gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
-        known, target = list(bounds), f"parity.metrics.{measure}"
-        if config.output is not None and config.output not in known:
+        outputs, target = list(tolerances), f"parity.metrics.{measure}"
+        if config.output is not None and config.output not in outputs:
             raise ConfigError(
-                f'there is no output "{config.output}"',
+                f'unknown output "{config.output}"',
                 location=f"{target}.output",
-                hint=f"{did_you_mean(config.output, known)} The outputs are {', '.join(known)}.",
+                hint=f"{did_you_mean(config.output, outputs)} The outputs are {', '.join(outputs)}.",
             )
-        fitting = [n for n in known if any(_is_defined(measure, o[n], k) for o in reference.outputs)]
-        chosen = [name for name in fitting if config.output in (None, name)]
+        suitable = [n for n in outputs if any(_is_defined(measure, o[n], k) for o in reference.outputs)]
+        chosen = [name for name in suitable if config.output in (None, name)]
         if not chosen:
-            shapes = {name: list(reference.outputs[0][name].shape) for name in known}
+            shapes = {name: list(reference.outputs[0][name].shape) for name in outputs}
             raise ConfigError(
-                f"it is defined on {_needs(measure, k)}",
+                f"the metric needs {_needs(measure, k)}",
                 location=target,
                 hint="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
             )
         for name in chosen:
-            slack = rounding(name, reference, bounds[name], multiple)
+            slack = measure_slack(name, reference, tolerances[name], multiple)
             gates.append(Gate(measure, name, config.min, cases, real, k, config.classes is not False, slack))
     return tuple(gates)
 
@@ -243,7 +243,7 @@ def check_usable(decisions: Iterable[Decision]) -> None:
     for decision in decisions:
         if decision.failure is not None:
             raise ConfigError(
-                f"the original itself does not pass: {decision.failure}",
+                f"the original model does not pass the gate: {decision.failure}",
                 location=f"parity.metrics.{decision.gate.measure}",
             )
 
@@ -263,18 +263,18 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         tally = _measure(gate, results[index], reference, index)
         if isinstance(tally, str):  # a case with an error agrees nowhere
             failure = failure or f"{gate.name}, at {reference.cases[index].name}: {tally}"
-            itself = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
-            tally = Tally(torch.zeros(len(itself.values) if isinstance(itself, Tally) else 1, dtype=torch.float64))
+            original = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
+            tally = Tally(torch.zeros(len(original.values) if isinstance(original, Tally) else 1, dtype=torch.float64))
         tallies.append(tally)
-        least = float(tally.values.min()) if tally.values.numel() else math.inf
+        smallest = float(tally.values.min()) if tally.values.numel() else math.inf
         total = math.fsum(tally.values.tolist())
-        cases.append(CaseDecision(reference.cases[index].name, total, least, tally.values.numel()))
+        cases.append(CaseDecision(reference.cases[index].name, total, smallest, tally.values.numel()))
     values = torch.cat([tally.values for tally in tallies])
     low, high = (_interval(gate.measure, values) if gate.real and counted else None) or (None, None)
     decision = Decision(
         gate,
-        value=pooled(gate.measure, cases),
-        mean=pooled("", cases),
+        value=pool_cases(gate.measure, cases),
+        mean=pool_cases("", cases),
         low=low,
         high=high,
         count=values.numel(),
@@ -283,19 +283,19 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         failure=failure,
     )
     if failure is None and not decision.value >= gate.min:
-        failure = f"{gate.name} is {described(decision)}, and the gate {str(gate.min).removesuffix('.0')}"
+        failure = f"{gate.name} is {describe_decision(decision)}; the gate is {str(gate.min).removesuffix('.0')}"
     return replace(decision, failure=failure)
 
 
 def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
     if measure in _SHARES:
-        return wilson(int(values.sum()), values.numel())
-    least, most = _RANGES.get(measure, (-math.inf, math.inf))
-    interval = normal(values)
-    return interval and (max(interval[0], least), min(interval[1], most))
+        return wilson_interval(int(values.sum()), values.numel())
+    lowest, highest = _RANGES.get(measure, (-math.inf, math.inf))
+    interval = normal_interval(values)
+    return interval and (max(interval[0], lowest), min(interval[1], highest))
 
 
-def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
+def pool_cases(measure: str, cases: Sequence[CaseDecision]) -> float:
     """Returns the value of a metric over several cases, or NaN if nothing was counted.
 
     Every position, row or mask has the same weight.
@@ -310,12 +310,12 @@ def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
     return math.fsum(case.total for case in cases) / count
 
 
-def described(decision: Decision) -> str:
+def describe_decision(decision: Decision) -> str:
     """Formats the value of a decision with its count and interval."""
     measure, count = decision.gate.measure, decision.count
     if not count:
-        return "measured nowhere, since there is nothing to count"
-    counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of made-up inputs")
+        return "not measured, because no value counts"
+    counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of generated inputs")
     interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
     shown = round_for_gate(decision.value, decision.gate.min, 6 if measure in _SHARES else 9)
     if measure == "cosine":
@@ -334,32 +334,38 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
     if isinstance(result, str):
         return result
     for name in original if gate.output is None else (gate.output,):
-        if (problem := distances.why_incomparable(result.get(name), original[name])) is not None:
+        if (problem := distances.find_comparison_problem(result.get(name), original[name])) is not None:
             return problem if gate.output is not None else f"{name}: {problem}"
     if gate.metric is not None:
-        return _call(gate.metric, result, original)
+        return _call_metric(gate.metric, result, original)
     assert gate.output is not None
-    candidate, own = result[gate.output], original[gate.output]
-    if not _is_defined(gate.measure, own, gate.k) or not own.numel():
+    candidate, original_output = result[gate.output], original[gate.output]
+    if not _is_defined(gate.measure, original_output, gate.k) or not original_output.numel():
         return Tally(torch.zeros(0, dtype=torch.float64))
-    known = distances.known(reference.exact[index][gate.output], own)
+    expected = distances.expected_values(reference.exact[index][gate.output], original_output)
     match gate.measure:
         case "iou":
-            return intersections_over_unions(candidate, own, known, gate.slack, classes=gate.classes)
+            return intersections_over_unions(candidate, original_output, expected, gate.slack, classes=gate.classes)
         case "cosine":
-            return cosines(candidate, own, gate.slack, real_positions(batch, own.shape[:-1]))
+            return cosines(candidate, original_output, gate.slack, real_positions(batch, original_output.shape[:-1]))
         case "greedy_tokens":
-            return greedy_tokens(candidate, own, known, gate.slack, real_positions(batch, own.shape[:-1]))
-    return agreement(candidate, own, known, gate.slack, gate.k, real_positions(batch, own.shape[:-1]))
+            return greedy_tokens(
+                candidate, original_output, expected, gate.slack, real_positions(batch, original_output.shape[:-1])
+            )
+    return agreement(
+        candidate, original_output, expected, gate.slack, gate.k, real_positions(batch, original_output.shape[:-1])
+    )
 
 
-def _call(metric: Metric, result: Outputs, original: Outputs) -> Tally | str:
+def _call_metric(metric: Metric, result: Outputs, original: Outputs) -> Tally | str:
     """Calls a user metric on copies, or returns the error or an invalid value as text."""
-    own, others = ({name: value.clone() for name, value in outputs.items()} for outputs in (result, original))
+    result_copies, original_copies = (
+        {name: value.clone() for name, value in outputs.items()} for outputs in (result, original)
+    )
     try:
-        value = float(metric(own, others))
+        value = float(metric(result_copies, original_copies))
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"it raised {type(error).__name__}: {first_line(error)[:200]}"
+        return f"the metric raised {type(error).__name__}: {first_line(error)[:200]}"
     if not math.isfinite(value):
-        return f"it gave {value}, where a finite number is wanted"
+        return f"the metric returned {value}, expected a finite number"
     return Tally(torch.tensor([value], dtype=torch.float64))

@@ -56,7 +56,7 @@ def real_positions(batch: Mapping[str, torch.Tensor], positions: torch.Size) -> 
 def agreement(
     candidate: torch.Tensor,
     original: torch.Tensor,
-    known: torch.Tensor,
+    expected: torch.Tensor,
     slack: float,
     k: int = 1,
     real: torch.Tensor | None = None,
@@ -65,47 +65,47 @@ def agreement(
 
     Args:
         candidate, original: Same shape, any floating point dtype.
-        known: Reference for the distances between elements, same shape, float64.
+        expected: Reference for the distances between elements, same shape, float64.
         slack: Largest change of a value by rounding alone.
         real: Positions that count: bool, shape without the last axis. All count by default.
 
     Returns:
         1 or 0 per counted position.
     """
-    same, tie = _same_top(candidate, original, known, slack, k)
+    same, tie = _same_top(candidate, original, expected, slack, k)
     real = torch.ones_like(same) if real is None else real
     return Tally((same | tie)[real].double(), int(tie[real].sum()))
 
 
 def greedy_tokens(
-    candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, real: torch.Tensor
+    candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, real: torch.Tensor
 ) -> Tally:
     """Compares the tokens that each row chooses at its counted positions.
 
     Args:
-        candidate, original, known: [batch, sequence, vocabulary]; see `agreement`.
+        candidate, original, expected: [batch, sequence, vocabulary]; see `agreement`.
         slack: Largest change of a value by rounding alone.
         real: Positions that count: bool [batch, sequence].
 
     Returns:
         1 or 0 per row with at least one counted position.
     """
-    same, tie = _same_top(candidate, original, known, slack, 1)
+    same, tie = _same_top(candidate, original, expected, slack, 1)
     rows, counted = (same | tie | ~real).all(-1), real.any(-1)
     return Tally(rows[counted].double(), int((rows & (tie & real).any(-1)).sum()))
 
 
 def _same_top(
-    candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, k: int
+    candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds rows with the same k largest elements, and rows that rounding explains."""
     before, after = distances.top(original, k), distances.top(candidate, k)
     none = torch.zeros(original.shape, dtype=torch.bool)
-    lost = ~none.scatter(-1, after, True).gather(-1, before)
-    found = ~none.scatter(-1, before, True).gather(-1, after)
-    highest = known.double().gather(-1, before).masked_fill(~lost, -math.inf).amax(-1)
-    lowest = known.double().gather(-1, after).masked_fill(~found, math.inf).amin(-1)
-    same = ~lost.any(-1)
+    is_lost = ~none.scatter(-1, after, True).gather(-1, before)
+    is_gained = ~none.scatter(-1, before, True).gather(-1, after)
+    highest = expected.double().gather(-1, before).masked_fill(~is_lost, -math.inf).amax(-1)
+    lowest = expected.double().gather(-1, after).masked_fill(~is_gained, math.inf).amin(-1)
+    same = ~is_lost.any(-1)
     return same, ~same & ((highest == lowest) | (highest - lowest <= 2 * slack))
 
 
@@ -130,15 +130,15 @@ def cosines(
     cosine = torch.where((rows[0] == rows[1]).all(-1), 1.0, cosine)
     rounding = slack * math.sqrt(original.shape[-1])
     ours, theirs = (torch.linalg.vector_norm(row, dim=-1) for row in rows)
-    kept = (theirs > rounding) | (rounding == 0)
+    is_counted = (theirs > rounding) | (rounding == 0)
     longest = distances.largest(theirs if real is None else theirs[real])
-    made = ~kept & (ours > max(2 * rounding, _SMALL_PART * longest))
-    cosine, kept = torch.where(made, 0.0, cosine), kept | made
-    return Tally(cosine[kept if real is None else kept & real])
+    is_spurious = ~is_counted & (ours > max(2 * rounding, _SMALL_PART * longest))
+    cosine, is_counted = torch.where(is_spurious, 0.0, cosine), is_counted | is_spurious
+    return Tally(cosine[is_counted if real is None else is_counted & real])
 
 
 def intersections_over_unions(
-    candidate: torch.Tensor, original: torch.Tensor, known: torch.Tensor, slack: float, *, classes: bool = True
+    candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, *, classes: bool = True
 ) -> Tally:
     """Returns |A and B| / |A or B| for each pair of masks that are not both empty.
 
@@ -146,19 +146,19 @@ def intersections_over_unions(
     positions are the ties.
 
     Args:
-        candidate, original, known: [batch, height, width] or [batch, channels, ...]; see `agreement`.
+        candidate, original, expected: [batch, height, width] or [batch, channels, ...]; see `agreement`.
         slack: Largest change of a value by rounding alone.
         classes: True if several channels are exclusive classes.
     """
     if classes and original.dim() > 3 and original.shape[1] > 1:
-        ours, theirs, values = (v.movedim(1, -1) for v in (candidate, original, known))
+        ours, theirs, values = (v.movedim(1, -1) for v in (candidate, original, expected))
         _, tie = _same_top(ours, theirs, values, slack, 1)
         before = distances.top(theirs, 1).squeeze(-1)
         after = torch.where(tie, before, distances.top(ours, 1).squeeze(-1))
         pairs = [((after == c).flatten(1), (before == c).flatten(1)) for c in range(original.shape[1])]
     else:
         before, after = original > 0, candidate > 0
-        tie = (before != after) & (known.double().abs() <= slack)
+        tie = (before != after) & (expected.double().abs() <= slack)
         after = torch.where(tie, before, after)
         planes = 1 if original.dim() > 3 and original.shape[1] == 1 else original.dim() - 2
         pairs = [(after.flatten(planes).flatten(0, -2), before.flatten(planes).flatten(0, -2))]
@@ -167,7 +167,7 @@ def intersections_over_unions(
     return Tally((both.double() / either)[either > 0], int(tie.sum()))
 
 
-def wilson(hits: int, count: int) -> tuple[float, float] | None:
+def wilson_interval(hits: int, count: int) -> tuple[float, float] | None:
     """Returns the 95 % score interval of a share, or None if the count is zero.
 
     The interval is (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Source: Wilson, "Probable inference, the law of
@@ -186,7 +186,7 @@ def wilson(hits: int, count: int) -> tuple[float, float] | None:
     return (0.0 if hits == 0 else low), (1.0 if hits == count else high)
 
 
-def normal(values: torch.Tensor) -> tuple[float, float] | None:
+def normal_interval(values: torch.Tensor) -> tuple[float, float] | None:
     """Returns the 95 % interval of a mean, or None for fewer than two values.
 
     The interval is m ± z s / √n, with the sample's standard deviation s.

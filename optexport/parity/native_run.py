@@ -11,8 +11,8 @@ from torch import nn
 from optexport._utils.module_state import buffers_kept
 from optexport.errors import TraceError, first_line
 from optexport.parity import distances
-from optexport.parity.cases import Case
-from optexport.parity.reference import Call, Outputs, Reference, kept
+from optexport.parity.cases.case import Case
+from optexport.parity.reference import Call, Outputs, Reference, store_results
 from optexport.signature.signature import Batch
 
 # Cases of user data stop once their results exceed this many bytes, because every target stores as many.
@@ -34,87 +34,89 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
-    left_out: list[str] = []
+    skipped: list[str] = []
     data_bytes = 0
     for case in cases:
         if case.data and data_bytes > _DATA_BYTES:
             continue
         try:
             if checked:
-                case, results, refused = _taken(run, model, case)
-                left_out += refused
+                case, results, notes = _run_with_less_padding(run, model, case)
+                skipped += notes
             else:
-                results = _repeated(run, model, case.batch)
+                results = _run_twice(run, model, case.batch)
         except TraceError:
             raise
         except Exception as error:  # model code may raise anything
             if checked and (case.optional or not declared):
-                left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
+                skipped.append(f"{case.name}: the original model fails, {type(error).__name__}: {first_line(error)}")
                 continue
             raise TraceError(
-                f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
+                f"the original model fails on case {case.name}: {type(error).__name__}: {first_line(error)}",
                 location=type(model).__name__,
-                hint="Declare in inputs.dynamic only the sizes that it takes."
+                hint="Declare in inputs.dynamic only sizes that the model accepts."
                 if checked
-                else "Give inputs of the dtypes, ranges and sizes that it takes.",
+                else "Use inputs with dtypes, values and sizes that the model accepts.",
             ) from error
         if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
-            left_out.append(f"{case.name}: the model itself gives NaN or infinity")
+            skipped.append(f"{case.name}: the original model returns NaN or infinity")
             continue
         data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
         checked.append(case)
-        outputs.append(kept(case, results))
-    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
+        outputs.append(store_results(case, results))
+    return Reference(tuple(checked), tuple(outputs), tuple(outputs), skipped=tuple(skipped))
 
 
-def _taken(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list[str]]:
+def _run_with_less_padding(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list[str]]:
     """Runs a model on a case, with less padding if it rejects that, and returns any notes."""
     try:
-        return replace(case, otherwise=()), run(model, case.batch), []
+        return replace(case, fallbacks=()), run(model, case.batch), []
     except TraceError:
         raise
     except Exception as error:  # model code may raise anything
-        if not case.otherwise:
+        if not case.fallbacks:
             raise
-        less, *others = case.otherwise
-        case, results, _ = _taken(run, model, replace(case, batch=less, otherwise=tuple(others)))
-        told = f"{case.name}: the model itself fails as it is padded, and is checked with less padding"
-        told += f" ({type(error).__name__}: {first_line(error)})"
-        return case, results, [told]
+        less_padded, *fallbacks = case.fallbacks
+        case, results, _ = _run_with_less_padding(
+            run, model, replace(case, batch=less_padded, fallbacks=tuple(fallbacks))
+        )
+        note = f"{case.name}: the original model fails with this padding, so the case has less padding"
+        note += f" ({type(error).__name__}: {first_line(error)})"
+        return case, results, [note]
 
 
 def _is_finite(outputs: Outputs) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
 
 
-def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
+def _run_twice(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Rejects a model whose repeated calls differ, as its noise floor would be randomness."""
     with buffers_kept(model) as changed:
         first = run(model, batch)
         state = " and ".join(changed())
     target = type(model).__name__
-    if other := _other(first, run(model, batch)):
+    if difference := _find_difference(first, run(model, batch)):
         raise TraceError(
-            f"the model gives other results when it is run again on the same input ({other})",
+            f"the model returns different results for the same input ({difference})",
             location=target,
-            hint="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
+            hint="Remove random numbers and state between calls from the model, because neither can be checked.",
         )
-    if state and (other := _other(first, run(model, batch))):
+    if state and (difference := _find_difference(first, run(model, batch))):
         raise TraceError(
-            f"the model gives other results at the next call ({other}), by the state that it keeps in {state}",
+            f"the next call of the model returns different results ({difference}), because they depend on {state}",
             location=target,
-            hint=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
-            "or leave out what depends on it (keep-outputs).",
+            hint=f"Make {state} an input and its next value an output of the model, or remove the outputs that depend "
+            "on it (keep-outputs).",
         )
     return first
 
 
-def _other(first: Outputs, second: Outputs) -> str | None:
+def _find_difference(first: Outputs, second: Outputs) -> str | None:
     """Returns the first output that differs by more than rounding, with the distance."""
     for name, tensor in first.items():
         distance = distances.largest(distances.distance(tensor, second[name]))
         scale = distances.largest(distances.finite(tensor).abs())
-        ulps = distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
+        ulps = distances.MIN_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
         if distance > 16 * ulps:
             return f"{name} by {distance:.2g}"
     return None

@@ -64,7 +64,7 @@ class Tolerance:
         return torch.maximum(own, (self.atol or 0.0) + (self.rtol or 0.0) * magnitude) if self.fixed else own
 
 
-def bounds(
+def measure_tolerances(
     reference: Reference,
     multiple: float,
     atol: float | None = None,
@@ -90,20 +90,22 @@ def bounds(
     for name in reference.outputs[0]:
         if name not in always_empty and not any(outputs[name].numel() for outputs in ordinary):
             raise ParityError(
-                "nothing can be proven: the model gives no element of it on any of the inputs",
+                "the output cannot be checked, because it has no elements on any of the inputs",
                 location=f"output {name}",
-                hint="Give inputs on which it gives some, as inputs.data, or leave the output out (keep-outputs).",
+                hint="Add inputs on which it has elements to inputs.data, or remove the output (keep-outputs).",
             )
         if name not in always_empty and not any(bool(torch.isfinite(outputs[name]).any()) for outputs in ordinary):
             raise ParityError(
-                "nothing can be proven: the model itself gives nothing but NaN or infinity on all of the inputs",
+                "the output cannot be checked, because the original model returns only NaN or infinity",
                 location=f"output {name}",
-                hint="Look for NaN, or numbers that are too large, in the inputs and the weights.",
+                hint="Look for NaN and for very large numbers in the inputs and the weights.",
             )
-    return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
+    return {name: _measure_tolerance(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
 
 
-def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Tolerance:
+def _measure_tolerance(
+    name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None
+) -> Tolerance:
     dtype = reference.outputs[0][name].dtype
     extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
     if not dtype.is_floating_point:
@@ -114,15 +116,16 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         )
     noise = [of_case[name] for of_case in reference.noise]
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
-    ordinary, outliers = _apart(reference, scales)
+    ordinary, outliers = _split_outliers(reference, scales)
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
-    limit = _measured_limit(reference, dtype, multiple, floor, scale)
+    limit = _compute_limit(reference, dtype, multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
         # TorchScript and .pt2 files are mostly bit-exact and pass with any multiple.
-        provable = math.floor(10 * multiple * LARGEST_LIMIT * scale / limit) / 10
-        fewer = f"Set parity.noise_multiple to {provable:g}, or parity" if provable >= 1 else "Set parity"
+        checkable = math.floor(10 * multiple * LARGEST_LIMIT * scale / limit) / 10
+        fewer = f"Set parity.noise_multiple to {checkable:g}, or parity" if checkable >= 1 else "Set parity"
         raise ParityError(
-            f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
+            f"the output cannot be checked, because its tolerance ({multiple:g} times the noise floor, {limit:.2g}) is "
+            f"too large for its largest value, {scale:.2g}",
             location=f"output {name}",
             hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
@@ -132,35 +135,37 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     for index in extreme:  # the limit follows the original's noise there, or its noise elsewhere scaled to these values
         # Uniform inputs such as zeros have equal rows, and a sum that rounds exactly by chance hides the usual noise.
         unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]
-        own = _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
-        drowned = own > LARGEST_LIMIT * max(scale, scales[index])
-        extremes[reference.cases[index].name] = math.inf if drowned else own
+        case_limit = (
+            _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
+        )
+        drowned = case_limit > LARGEST_LIMIT * max(scale, scales[index])
+        extremes[reference.cases[index].name] = math.inf if drowned else case_limit
     if atol is None and rtol is None:
         for index in outliers:
-            own = max(limit, _measured_limit(reference, dtype, multiple, noise[index], scales[index]))
-            extremes[reference.cases[index].name] = own
+            case_limit = max(limit, _compute_limit(reference, dtype, multiple, noise[index], scales[index]))
+            extremes[reference.cases[index].name] = case_limit
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
     return Tolerance(floor, limit, atol, rtol, extremes)
 
 
-def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
+def relax_for_lower_precision(tolerances: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
     """Returns tolerances for a target of lower precision: only atol and rtol, if set.
 
     Gates decide for floating point outputs without a fixed tolerance. Other outputs must still be equal.
 
     Args:
-        given: Tolerance per output of the original's precision.
+        tolerances: Tolerance per output of the original's precision.
     """
     return {
-        name: bound
-        if bound.fixed or not reference.outputs[0][name].dtype.is_floating_point
-        else replace(bound, limit=math.inf, extremes=dict.fromkeys(bound.extremes, math.inf))
-        for name, bound in given.items()
+        name: tolerance
+        if tolerance.fixed or not reference.outputs[0][name].dtype.is_floating_point
+        else replace(tolerance, limit=math.inf, extremes=dict.fromkeys(tolerance.extremes, math.inf))
+        for name, tolerance in tolerances.items()
     }
 
 
-def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float) -> float:
+def measure_slack(name: str, reference: Reference, tolerance: Tolerance, multiple: float) -> float:
     """Returns the largest change of an output by rounding alone, ignoring atol and rtol.
 
     Args:
@@ -168,21 +173,21 @@ def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float)
         multiple: Noise multiple.
     """
     dtype = reference.outputs[0][name].dtype
-    if not bound.fixed or not dtype.is_floating_point:
-        return bound.limit
+    if not tolerance.fixed or not dtype.is_floating_point:
+        return tolerance.limit
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
-    scale = max(scales[index] for index in _apart(reference, scales)[0])
-    return _measured_limit(reference, dtype, multiple, bound.floor, scale)
+    scale = max(scales[index] for index in _split_outliers(reference, scales)[0])
+    return _compute_limit(reference, dtype, multiple, tolerance.floor, scale)
 
 
-def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
-    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
+def _compute_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
+    ulps = distances.MIN_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
     return multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
 
 
-def _apart(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:
+def _split_outliers(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:
     """Splits cases that are not extreme into usual ones and those with far larger values."""
-    given = [index for index, case in enumerate(reference.cases) if not case.extreme]
-    most = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in given)
-    outliers = [index for index in given if scales[index] > most > 0]
-    return [index for index in given if index not in outliers], outliers
+    ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    maximum = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in ordinary)
+    outliers = [index for index in ordinary if scales[index] > maximum > 0]
+    return [index for index in ordinary if index not in outliers], outliers

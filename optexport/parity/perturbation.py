@@ -31,11 +31,11 @@ _LARGEST_SHARE = 0.25
 _WORST_IN_FLOORS = 2
 
 # Names of an output and a case.
-_Where = tuple[str, str]
+_OutputCase = tuple[str, str]
 
 
-def bounds(
-    proof: ParityChecker,
+def find_raised_tolerances(
+    checker: ParityChecker,
     target: TargetParity,
     run: Call,
     model: nn.Module,
@@ -50,7 +50,7 @@ def bounds(
     target raises no other.
 
     Args:
-        proof: Compared the target.
+        checker: Compared the target.
         target: The failed comparison.
         run: Runs a model on a batch and names its outputs.
         model: The original model.
@@ -66,65 +66,67 @@ def bounds(
     cases = {case for _, case in failing}
     raised = {
         case
-        for output, bound in proof.bounds.items()
-        for case, limit in bound.extremes.items()
+        for output, tolerance in checker.tolerances.items()
+        for case, limit in tolerance.extremes.items()
         if limit != measured[output].extremes.get(case)
     }
-    tried = {case.case for output in target.outputs for case in output.cases}
-    ordinary = {case.name for case in proof.reference.cases if not case.extreme}
-    if not failing or len(cases | raised) > _LARGEST_SHARE * len(tried & ordinary) or memory.is_large(model):
+    checked = {case.case for output in target.outputs for case in output.cases}
+    ordinary = {case.name for case in checker.reference.cases if not case.extreme}
+    if not failing or len(cases | raised) > _LARGEST_SHARE * len(checked & ordinary) or memory.is_large(model):
         return None
-    found = dict(proof.bounds)
-    farthest_allowed: dict[_Where, float] = {}
+    tolerances = dict(checker.tolerances)
+    farthest_allowed: dict[_OutputCase, float] = {}
     for (output, case), distance in failing.items():
-        bound = measured[output]
-        farthest_allowed[output, case] = _FARTHEST_TIMES * bound.extremes.get(case, bound.limit)
-        if bound.fixed or not math.isfinite(distance) or distance > farthest_allowed[output, case]:
+        tolerance = measured[output]
+        farthest_allowed[output, case] = _FARTHEST_TIMES * tolerance.extremes.get(case, tolerance.limit)
+        if tolerance.fixed or not math.isfinite(distance) or distance > farthest_allowed[output, case]:
             return None
-    reference = proof.reference.only([i for i, case in enumerate(proof.reference.cases) if case.name in cases])
+    reference = checker.reference.select([i for i, case in enumerate(checker.reference.cases) if case.name in cases])
     try:
-        farthest_seen = _farthest(reference, run, model, seed)
+        farthest_measured = _farthest(reference, run, model, seed)
     except Exception:  # model code may raise anything, and some models cannot be copied
         return None
-    for (output, case), farthest in farthest_seen.items():
+    for (output, case), farthest in farthest_measured.items():
         if (output, case) in failing:
             limit = min(multiple / _WORST_IN_FLOORS * farthest, farthest_allowed[output, case])
             if not failing[output, case] <= limit <= LARGEST_LIMIT * _scale(reference, output, case):
                 return None
-            found[output] = replace(found[output], extremes={**found[output].extremes, case: limit})
-    return found
+            tolerances[output] = replace(tolerances[output], extremes={**tolerances[output].extremes, case: limit})
+    return tolerances
 
 
-def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_Where, float]:
+def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_OutputCase, float]:
     """Measures perturbed models' distance from float64; infinite if one gives NaN or infinity."""
-    found: dict[_Where, float] = {}
-    another = _originals(model, seed)
+    distances_from_exact: dict[_OutputCase, float] = {}
+    perturb = _perturber(model, seed)
     with torch.no_grad():
         for _ in range(_ORIGINALS):
-            moved = another()
-            outputs = tuple(run(moved, case.batch) for case in reference.cases)
-            noise = replace(reference, outputs=outputs, other_noise=()).noise
-            for case, results, own in zip(reference.cases, outputs, noise, strict=True):
+            perturbed = perturb()
+            outputs = tuple(run(perturbed, case.batch) for case in reference.cases)
+            noise = replace(reference, outputs=outputs, variation_noise=()).noise
+            for case, results, case_noise in zip(reference.cases, outputs, noise, strict=True):
                 for name, tensor in results.items():
-                    farthest = own[name] if bool(torch.isfinite(tensor).all()) else math.inf
-                    found[name, case.name] = max(found.get((name, case.name), 0.0), farthest)
-    return found
+                    farthest = case_noise[name] if bool(torch.isfinite(tensor).all()) else math.inf
+                    distances_from_exact[name, case.name] = max(
+                        distances_from_exact.get((name, case.name), 0.0), farthest
+                    )
+    return distances_from_exact
 
 
-def _originals(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
+def _perturber(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
     """Returns a function that moves a copy's weights by up to half a unit in the last place.
 
     Powers of two stay, because constants in model code are mostly exact powers of two.
     """
-    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    perturbed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
 
     def another() -> nn.Module:
-        for own, other in zip(model.parameters(), moved.parameters(), strict=True):
-            if own.is_floating_point():
-                steps = torch.rand(own.shape, generator=generator, dtype=torch.float64) - 0.5
-                steps[own.double().frexp().mantissa.abs() == 0.5] = 0
-                other.copy_(own.double() * (1 + torch.finfo(own.dtype).eps * steps))
-        return moved
+        for original, copied in zip(model.parameters(), perturbed.parameters(), strict=True):
+            if original.is_floating_point():
+                steps = torch.rand(original.shape, generator=generator, dtype=torch.float64) - 0.5
+                steps[original.double().frexp().mantissa.abs() == 0.5] = 0
+                copied.copy_(original.double() * (1 + torch.finfo(original.dtype).eps * steps))
+        return perturbed
 
     return another
 

@@ -21,16 +21,16 @@ from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference import Reference
 
 
-def parity_record(proof: ParityChecker) -> ParityRecord:
+def parity_record(checker: ParityChecker) -> ParityRecord:
     """Returns the manifest's record of all comparisons, with distances to three digits."""
     return ParityRecord(
-        cases=[case.name for case in proof.reference.cases],
-        extreme_cases=[case.name for case in proof.reference.cases if case.extreme],
-        bounds={name: _bound(name, bound, proof.reference) for name, bound in proof.bounds.items()},
-        ways=list(proof.reference.ways),
-        fallback=proof.reference.fallback,
-        unguided=list(proof.reference.unguided),
-        left_out=list(proof.reference.left_out),
+        cases=[case.name for case in checker.reference.cases],
+        extreme_cases=[case.name for case in checker.reference.cases if case.extreme],
+        bounds={name: _tolerance(name, tolerance, checker.reference) for name, tolerance in checker.tolerances.items()},
+        ways=list(checker.reference.variations),
+        fallback=checker.reference.fallback,
+        unguided=list(checker.reference.float64_mismatches),
+        left_out=list(checker.reference.skipped),
         gates=[
             GateRecord(
                 measure=gate.measure,
@@ -42,7 +42,7 @@ def parity_record(proof: ParityChecker) -> ParityRecord:
                 cases=list(gate.cases),
                 real=gate.real,
             )
-            for gate in proof.gates
+            for gate in checker.gates
         ],
         targets=[
             TargetRecord(
@@ -52,21 +52,21 @@ def parity_record(proof: ParityChecker) -> ParityRecord:
                 decisions=[_decision(decision) for decision in target.decisions],
                 precision=target.precision,
             )
-            for target in proof.targets
+            for target in checker.targets
         ],
     )
 
 
-def _bound(name: str, bound: Tolerance, reference: Reference) -> ToleranceRecord:
-    extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
+def _tolerance(name: str, tolerance: Tolerance, reference: Reference) -> ToleranceRecord:
+    extremes = {case: limit if math.isfinite(limit) else None for case, limit in tolerance.extremes.items()}
     cases = zip(reference.cases, reference.outputs, strict=True)
-    ordinary = [outputs[name] for case, outputs in cases if case.name not in bound.extremes]
+    ordinary = [outputs[name] for case, outputs in cases if case.name not in tolerance.extremes]
     largest = max((distances.largest(distances.finite(tensor).abs()) for tensor in ordinary), default=0.0)
     return ToleranceRecord(
-        floor=bound.floor,
-        limit=bound.limit,
-        atol=bound.atol,
-        rtol=bound.rtol,
+        floor=tolerance.floor,
+        limit=tolerance.limit,
+        atol=tolerance.atol,
+        rtol=tolerance.rtol,
         extremes=extremes,
         largest=_rounded(largest),
     )

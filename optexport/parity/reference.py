@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import buffers_kept
+from optexport._utils.tensors import bytes_of
 from optexport.parity import distances
-from optexport.parity.cases import Case
-from optexport.parity.memmap import spilled
+from optexport.parity.cases.case import Case
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
@@ -24,6 +25,8 @@ Call = Callable[[nn.Module, Batch], Outputs]
 HALVES = "half the rows at a time"
 # Run variation that also measures the rounding to float32 inside the model's own code.
 THROUGHOUT = "in float64 throughout"
+# Smaller tensors stay in memory, because a mapped file saves nothing for a few pages.
+_MIN_MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,30 +37,31 @@ class Reference:
         outputs: Outputs in the original's precision, per case.
         exact: Outputs in float64, per case; the same as `outputs` if the model does not run in float64.
         fallback: Reason why float64 is not available; None if it is.
-        unguided: Outputs and cases where float64 computes something else. There `exact` contains the original's values.
-        ways: Further runs of the original in its own precision, which sample its rounding.
-        other_noise: Largest distance from float64 in these runs, per case and output.
-        left_out: Skipped cases with the reason.
-        name: Cache key; empty if not cached.
+        float64_mismatches: Outputs and cases where float64 computes something else. There `exact` contains the
+            original's values.
+        variations: Further runs of the original in its own precision, which sample its rounding.
+        variation_noise: Largest distance from float64 in these runs, per case and output.
+        skipped: Skipped cases with the reason.
+        cache_key: Empty if not cached.
     """
 
     cases: tuple[Case, ...]
     outputs: tuple[Outputs, ...]
     exact: tuple[Outputs, ...]
     fallback: str | None = None
-    unguided: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ()
-    other_noise: tuple[Mapping[str, float], ...] = ()
-    left_out: tuple[str, ...] = ()
-    name: str = ""
+    float64_mismatches: tuple[str, ...] = ()
+    variations: tuple[str, ...] = ()
+    variation_noise: tuple[Mapping[str, float], ...] = ()
+    skipped: tuple[str, ...] = ()
+    cache_key: str = ""
 
     @cached_property
     def noise(self) -> tuple[dict[str, float], ...]:
         """Returns the distance from float64 per case and output; zero if not floating point."""
-        others = self.other_noise or tuple({} for _ in self.cases)
+        further_noise = self.variation_noise or tuple({} for _ in self.cases)
         return tuple(
-            {name: max(rounding(tensor, exact[name]), other.get(name, 0.0)) for name, tensor in outputs.items()}
-            for outputs, exact, other in zip(self.outputs, self.exact, others, strict=True)
+            {name: max(measure_noise(tensor, exact[name]), further.get(name, 0.0)) for name, tensor in outputs.items()}
+            for outputs, exact, further in zip(self.outputs, self.exact, further_noise, strict=True)
         )
 
     def at_traced_shape(self) -> Reference:
@@ -66,20 +70,20 @@ class Reference:
         def shapes(case: Case) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in case.batch.items()}
 
-        return self.only([i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])])
+        return self.select([i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])])
 
-    def followed_by(self, more: Reference) -> Reference:
+    def concatenate(self, more: Reference) -> Reference:
         """Concatenates the cases of two references."""
         return replace(
             self,
             cases=self.cases + more.cases,
             outputs=self.outputs + more.outputs,
             exact=self.exact + more.exact,
-            other_noise=self.other_noise + tuple({} for _ in more.cases) if self.other_noise else (),
-            name="",
+            variation_noise=self.variation_noise + tuple({} for _ in more.cases) if self.variation_noise else (),
+            cache_key="",
         )
 
-    def only(self, indices: Sequence[int]) -> Reference:
+    def select(self, indices: Sequence[int]) -> Reference:
         """Returns a subset of the cases.
 
         Args:
@@ -90,11 +94,11 @@ class Reference:
             cases=tuple(self.cases[i] for i in indices),
             outputs=tuple(self.outputs[i] for i in indices),
             exact=tuple(self.exact[i] for i in indices),
-            other_noise=tuple(self.other_noise[i] for i in indices) if self.other_noise else (),
+            variation_noise=tuple(self.variation_noise[i] for i in indices) if self.variation_noise else (),
         )
 
 
-def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
+def measure_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the largest distance from float64, mask values excluded.
 
     Args:
@@ -106,13 +110,32 @@ def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
     """
     if not original.is_floating_point():
         return 0.0
-    kept = ~distances.marks(original, exact)
-    return distances.largest(distances.distance(original, distances.known(exact, original))[kept])
+    is_result = ~distances.is_mask_value(original, exact)
+    return distances.largest(distances.distance(original, distances.expected_values(exact, original))[is_result])
 
 
-def kept(case: Case, results: Outputs) -> Outputs:
+def store_results(case: Case, results: Outputs) -> Outputs:
     """Returns the results of a case, with large results of user data moved to disk."""
-    return spilled(results) if case.data else results
+    return map_to_files(results) if case.data else results
+
+
+def map_to_files(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Moves large tensors into unnamed temporary files, mapped into memory.
+
+    The operating system deletes a file once its last tensor is freed, and caches the files in free memory.
+
+    Raises:
+        OSError: The folder for temporary files (``TMPDIR``) is full.
+    """
+    return {name: _mapped(t) if t.nbytes >= _MIN_MAPPED_BYTES else t for name, t in outputs.items()}
+
+
+def _mapped(tensor: torch.Tensor) -> torch.Tensor:
+    with tempfile.NamedTemporaryFile(prefix="optexport-") as file:
+        file.write(bytes_of(tensor).numpy().data)
+        file.flush()
+        target = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return target.view(tensor.dtype).view(tensor.shape)
 
 
 def graph_runner(graph_module: nn.Module, call: Call) -> Run:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from optexport.bundle.contents import read_reference_tensors
 from optexport.errors import BundleError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Outputs, Reference
 
 # Limit of the file in bytes. The largest cases are dropped first; the traced case always stays.
@@ -26,8 +26,8 @@ def write_reference(path: Path, reference: Reference) -> list[str]:
     tensors: dict[str, torch.Tensor] = {}
     names: list[str] = []
     size = 0
-    traced, *others = zip(reference.cases, reference.outputs, reference.exact, strict=True)
-    for case, outputs, exact in [traced, *sorted(others, key=lambda row: _bytes(row[1]))]:
+    traced, *rest = zip(reference.cases, reference.outputs, reference.exact, strict=True)
+    for case, outputs, exact in [traced, *sorted(rest, key=lambda row: _bytes(row[1]))]:
         size += 3 * _bytes(outputs)
         if names and size > _REFERENCE_BYTES:
             break
@@ -64,7 +64,7 @@ def read_reference(
 
     indices = range(len(case_names))
     if not {key.partition(".")[0] for key in tensors} <= {str(index) for index in indices}:
-        raise BundleError("it holds more cases than the manifest names", location=str(path))
+        raise BundleError("the file has more cases than the manifest lists", location=str(path))
     reference = Reference(
         cases=tuple(
             Case(name, part(index, "inputs"), extreme=name in extreme) for index, name in enumerate(case_names)
@@ -73,10 +73,13 @@ def read_reference(
         exact=tuple(part(index, "float64") for index in indices),
     )
     if not indices or any(set(part) != set(output_names) for part in (*reference.outputs, *reference.exact)):
-        raise BundleError("it does not hold the outputs that the manifest names", location=str(path))
+        raise BundleError("the file does not have exactly the outputs that the manifest lists", location=str(path))
     for outputs, exact in zip(reference.outputs, reference.exact, strict=True):
         for name, output in outputs.items():
             kinds = (output.dtype, torch.float64, torch.complex128)
             if exact[name].shape != output.shape or exact[name].dtype not in kinds:
-                raise BundleError(f"it holds {name} twice, of other shapes or dtypes", location=str(path))
+                raise BundleError(
+                    f"the stored output {name} and its float64 values have different shapes or dtypes",
+                    location=str(path),
+                )
     return reference

@@ -14,7 +14,7 @@ from optexport.bundle.manifest import GateRecord, Manifest, ToleranceRecord
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import ParityChecker
-from optexport.parity.gates import CaseDecision, Gate, pooled
+from optexport.parity.gates import CaseDecision, Gate, pool_cases
 from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference_file import read_reference
 from optexport.runtime import runners
@@ -34,10 +34,10 @@ def verify(folder: str | Path) -> ParityChecker:
         DeviceError: The device that the files need is missing.
     """
     folder = as_path(folder, "folder")
-    return prove(folder, digests.read_manifest(folder))
+    return check_files(folder, digests.read_manifest(folder))
 
 
-def prove(folder: Path, manifest: Manifest) -> ParityChecker:
+def check_files(folder: Path, manifest: Manifest) -> ParityChecker:
     """Runs and compares the files of a bundle whose digests are already verified.
 
     Raises:
@@ -47,25 +47,25 @@ def prove(folder: Path, manifest: Manifest) -> ParityChecker:
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
-    bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = ParityChecker(reference, bounds, gates_of(manifest))
+    tolerances = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
+    checker = ParityChecker(reference, tolerances, gates_of(manifest))
     try:
         for artifact in manifest.artifacts:
             for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
-                proof.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+                checker.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
                 del run  # frees the weights before the next file is opened
     except ExportError as error:  # its hint is for the exporting user only
         raise BundleError(error.message, location=error.location) from error
-    _check_cases(proof, manifest)
-    return proof
+    _check_cases(checker, manifest)
+    return checker
 
 
-def unchecked_gates(manifest: Manifest) -> list[str]:
+def list_unchecked_gates(manifest: Manifest) -> list[str]:
     """Returns the gates of a bundle that `verify` cannot check."""
     checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
-    left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
-    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
+    unchecked = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
+    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in unchecked]
 
 
 def _check_precisions(manifest: Manifest) -> None:
@@ -73,25 +73,29 @@ def _check_precisions(manifest: Manifest) -> None:
 
     No distance limits a file of lower precision, so one edited line of the manifest would let any file pass.
     """
-    proven = {target.target: target.precision for target in manifest.parity.targets}
+    recorded = {target.target: target.precision for target in manifest.parity.targets}
     for artifact in manifest.artifacts:
         precision = None if artifact.precision is None else artifact.precision.precision
-        if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
-            told = "of the model's own precision" if precision is None else precision
-            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", location=MANIFEST)
+        if recorded.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
+            described = "the model's own precision" if precision is None else precision
+            raise BundleError(
+                f"the parity record does not show that {artifact.format} was checked in {described}", location=MANIFEST
+            )
 
 
-def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
+def _check_cases(checker: ParityChecker, manifest: Manifest) -> None:
     """Rejects a file without a parity record, or with a fixed shape that it contradicts."""
-    proven = {target.target: target for target in manifest.parity.targets}
-    for target in proof.targets[1:]:
-        now = {case.case for output in target.outputs for case in output.cases}
-        if (record := proven.get(target.target)) is None:
-            raise BundleError(f"it holds no proof of {target.target}", location=MANIFEST)
-        then = {case.case for output in record.outputs for case in output.cases}
-        if missing := sorted(then.intersection(manifest.reference_cases) - now):
-            told = f"it calls {target.target} of fixed shape, and its proof has {missing[0]}"
-            raise BundleError(told, location=MANIFEST)
+    recorded = {target.target: target for target in manifest.parity.targets}
+    for target in checker.targets[1:]:
+        cases = {case.case for output in target.outputs for case in output.cases}
+        if (record := recorded.get(target.target)) is None:
+            raise BundleError(f"the manifest has no parity record of {target.target}", location=MANIFEST)
+        recorded_cases = {case.case for output in record.outputs for case in output.cases}
+        if missing := sorted(recorded_cases.intersection(manifest.reference_cases) - cases):
+            raise BundleError(
+                f"{target.target} is recorded with a fixed shape, but its parity record has the case {missing[0]}",
+                location=MANIFEST,
+            )
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:
@@ -103,7 +107,7 @@ def gates_of(manifest: Manifest) -> list[Gate]:
     outputs = [output.name for output in manifest.outputs]
     records = [record for record in manifest.parity.gates if not record.measure.startswith(CUSTOM_METRIC)]
     if not all(record.measure in METRICS and record.output in outputs for record in records):
-        raise BundleError("it has a gate on what is no measure, or no output", location=MANIFEST)
+        raise BundleError("a gate of the manifest has an unknown metric or an unknown output", location=MANIFEST)
     gates = [_gate(record, manifest) for record in records]
     return [gate for gate in gates if gate is not None]
 
@@ -119,7 +123,7 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
 
     The share over all cases may exceed the share over the stored ones. The minimum is then lowered to the stored share.
     """
-    least = record.min
+    minimum = record.min
     for target in manifest.parity.targets:
         for decision in target.decisions:
             if (decision.measure, decision.output) == (record.measure, record.output):
@@ -128,8 +132,8 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
                     for c in decision.cases
                     if c.case in manifest.reference_cases
                 ]
-                if math.isnan(value := pooled(record.measure, stored)):
+                if math.isnan(value := pool_cases(record.measure, stored)):
                     return None
-                least = min(least, value)
+                minimum = min(minimum, value)
     cases, real = tuple(record.cases), record.real
-    return Gate(record.measure, record.output, least, cases, real, record.k, record.classes, record.slack)
+    return Gate(record.measure, record.output, minimum, cases, real, record.k, record.classes, record.slack)

@@ -35,11 +35,11 @@ from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing
 from optexport.parity import gates, noise_floor
 from optexport.parity.candidate_check import CandidateChecker
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.checker import ParityChecker
 from optexport.parity.record import parity_record
 from optexport.parity.reference import Reference
 from optexport.parity.reference_file import write_reference
-from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline import bundle_writer, lockfile, measure, triton, variant
 from optexport.pipeline.steps import run_reference, sizes_apart, trace_original
 from optexport.report import tuning
@@ -265,7 +265,9 @@ def make_checker(job: Job, reference: Reference, signature: Signature) -> Parity
     """Returns the checker of a job: the reference, a tolerance for each output, and the gates."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
-    bounds = noise_floor.bounds(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    bounds = noise_floor.measure_tolerances(
+        reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty
+    )
     proof = ParityChecker(
         reference, bounds, gates.make_gates(parity.metrics, job.metrics, reference, bounds, parity.noise_multiple)
     )

@@ -12,12 +12,12 @@ from optexport._utils import memory
 from optexport._utils.module_state import apart
 from optexport.cache import model_key
 from optexport.job import Job
-from optexport.parity import data_batches, size_probe
-from optexport.parity.cases import cases
+from optexport.parity.cases import data_batches, size_probe
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
+from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes
 from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
-from optexport.parity.special_values import special_cases
-from optexport.parity.vocabulary import attention_masks, sized_by_values
 from optexport.signature.signature import Batch, as_arguments, flatten_outputs
 from optexport.tracing import randomness
 from optexport.tracing.serializable import check_writable
@@ -69,14 +69,14 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
         return []
     found = [*traced.suspect_sizes]
     for graph in graphs:
-        found += size_probe.parting_sizes(
+        found += size_probe.find_differing_sizes(
             graph_runner(model, call),
             graph_runner(graph.graph_module, call),
             job.example,
             traced.signature,
             found,
             times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
-            rounded_anew=any(applied.report.changes for applied in graph.applied),
+            reordered=any(applied.report.changes for applied in graph.applied),
         )
     return found[len(traced.suspect_sizes) :]
 
@@ -91,7 +91,7 @@ def run_reference(
         suspect_sizes: Sizes to check in addition to the trace's suspect sizes.
     """
     signature, effort = traced.signature, job.config.parity.effort
-    checked = cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
+    checked = make_cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
     checked += special_cases(
         job.example,
         ids,
@@ -99,7 +99,7 @@ def run_reference(
         job.config.parity.seed,
         declared=job.config.inputs.tensors or {},
         attention_masks=attention_masks(traced.graph_module, signature),
-        sized_by_values=sized_by_values(traced.graph_module),
+        has_value_dependent_sizes=has_value_dependent_sizes(traced.graph_module),
     )
     reference = run_original(
         call,
@@ -110,5 +110,5 @@ def run_reference(
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.why_unchecked(job.real, job.rows, reference.cases)
-    return replace(reference, left_out=(*unchecked, *reference.left_out))
+    unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
+    return replace(reference, skipped=(*unchecked, *reference.skipped))

@@ -137,7 +137,7 @@ def _configuration(
         signature = signature.at(reference.cases[0].batch)
     rows = _most_rows(signature, reference)
     precision = None if artifact.precision is None else artifact.precision.precision
-    shown = HALVES in reference.ways and precision != _BY_THE_BATCH  # the rows are independent
+    shown = HALVES in reference.variations and precision != _BY_THE_BATCH  # the rows are independent
     alone = rows > 1 and shown and _rows_differ(reference.cases[0].batch)
     inputs, outputs = signature.inputs, signature.outputs
     if artifact.format == "torchscript":  # TorchScript names the arguments of forward, but no outputs

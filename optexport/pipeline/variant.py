@@ -70,13 +70,13 @@ def produce(
         OptexportError: Another error of `pipeline.run`.
     """
     formats, title = _names(branch, job)
-    proof, graph_module = candidate_checker.proof, transformed.graph_module
+    proof, graph_module = candidate_checker.checker, transformed.graph_module
     signature, call = candidate_checker.signature, candidate_checker.run
     with progress.step(f"check graph{formats}"):
         target, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
         if not candidate_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:
             find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
-            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
+            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.find_smallest_failing)
     lowered: PrecisionRecord | None = None
     if branch.precision is not None:
         with progress.step(f"lower{formats}"):
@@ -113,7 +113,7 @@ def _write(
 
     Returns the records of the files, and the formats that are from the cache.
     """
-    proof, outputs = candidate_checker.proof, writer.signature.output_names
+    proof, outputs = candidate_checker.checker, writer.signature.output_names
     precision = job.precision_of("onnx") if "onnx" in branch.formats else None
     files: dict[str, Path] = {}
     artifacts: list[ArtifactRecord] = []
@@ -141,7 +141,7 @@ def _write(
                         memory.collect()
         if not proof.passed:
             find = partial(blame_files, writer.flat, files, proof, writer.device)
-            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
+            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.find_smallest_failing)
         if precision is not None:
             with progress.step("lower onnx"):
                 record = lower_precision.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)

@@ -90,7 +90,7 @@ def quantize_file(
 
     def make(keep: Collection[str]) -> Run:
         write(keep, attempt)
-        return runners.open_onnx(attempt, list(proof.bounds), optimized=True)
+        return runners.open_onnx(attempt, list(proof.tolerances), optimized=True)
 
     choice = choose("onnx", precision, layers, _kept(job, graph_module, layers), make, proof)
     write(choice.kept, folder / source.name)

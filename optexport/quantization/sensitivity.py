@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.config.metrics import round_for_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record
@@ -197,7 +197,7 @@ def gated_cases(proof: ParityChecker) -> list[Case]:
 def _on_gated_cases(proof: ParityChecker) -> ParityChecker:
     names = [case.name for case in gated_cases(proof)]
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
-    return ParityChecker(proof.reference.only(indices), proof.bounds, proof.gates)
+    return ParityChecker(proof.reference.select(indices), proof.tolerances, proof.gates)
 
 
 def failures(target: TargetParity) -> list[str]:

@@ -115,7 +115,7 @@ class CandidateBuilder:
         return writer, transformed.applied
 
     def _check(self, target: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
-        proof = ParityChecker(self.proof.reference, self.proof.bounds, self.proof.gates)
+        proof = ParityChecker(self.proof.reference, self.proof.tolerances, self.proof.gates)
         parity = proof.check(target, run, traced_shape_only=traced_shape_only)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [decision.failure for decision in parity.decisions if decision.failure is not None]

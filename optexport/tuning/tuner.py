@@ -89,7 +89,7 @@ def _cache_entry(
         keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],
         [case.name for case in reference.cases],
-        {name: bound.limit for name, bound in proof.bounds.items()},
+        {name: bound.limit for name, bound in proof.tolerances.items()},
         job.config.bench.threads,
     )
 

@@ -17,7 +17,7 @@ from optexport._utils import atomic_dir
 from optexport.bundle import contents, digests
 from optexport.bundle.layout import check_replaceable
 from optexport.errors import BundleError, ConfigError, OptexportError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Reference
 from optexport.parity.reference_file import read_reference, write_reference
 from tests._helpers import exports

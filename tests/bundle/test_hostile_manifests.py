@@ -26,7 +26,7 @@ from optexport.bundle.external_data import check_locations
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
 from optexport.diagnosis.bundle import blame_bundle
 from optexport.errors import BundleError, OptexportError
-from optexport.parity.verify import unchecked_gates, verify
+from optexport.parity.verify import list_unchecked_gates, verify
 from tests._helpers import exports
 from tests.tiers import examples
 
@@ -75,7 +75,7 @@ def test_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObjec
     try:
         exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, target, value))
         verify(small)
-        unchecked_gates(digests.read_manifest(small))
+        list_unchecked_gates(digests.read_manifest(small))
     except OptexportError:
         pass
     finally:
@@ -143,7 +143,9 @@ def test_false_fixed_shape_claim_is_refused(small: Path, tmp_path: Path) -> None
         document["artifacts"][0]["fixed_shape"] = "TorchScript was traced"
 
     exports.edit_json(bundle / MANIFEST, fixed)
-    with pytest.raises(BundleError, match="it calls torchscript of fixed shape, and its proof has "):
+    with pytest.raises(
+        BundleError, match="torchscript is recorded with a fixed shape, but its parity record has the case "
+    ):
         verify(bundle)
 
 
@@ -157,7 +159,10 @@ def _no_place(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [(_fewer_cases, "it holds more cases than the manifest names"), (_no_place, "it holds no proof of torchscript")],
+    [
+        (_fewer_cases, "the file has more cases than the manifest lists"),
+        (_no_place, "the manifest has no parity record of torchscript"),
+    ],
 )
 def test_manifest_that_omits_verified_results_is_refused(
     change: Callable[[dict[str, Any]], None], told: str, small: Path, tmp_path: Path

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import Reference
-from optexport.parity.reference_run import _name, run_original
+from optexport.parity.reference_run import _cache_key, run_original
 from optexport.signature.signature import Batch
-from tests.parity.measuring import Tensors, call, network
+from tests.parity.network import Tensors, call, network
 
 COMPUTATION = "a digest of it"
 
@@ -40,7 +40,11 @@ def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None 
 
 
 def assert_same(one: Reference, other: Reference) -> None:
-    assert (one.unguided, one.ways, one.noise) == (other.unguided, other.ways, other.noise)
+    assert (one.float64_mismatches, one.variations, one.noise) == (
+        other.float64_mismatches,
+        other.variations,
+        other.noise,
+    )
     for a, b in zip(one.exact, other.exact, strict=True):
         assert list(a) == list(b)
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
@@ -69,16 +73,16 @@ def test_other_weights_inputs_or_batch_axes_are_recomputed() -> None:
 def test_cache_entries_of_devices_are_separate() -> None:
     model, cases = network()
     own = run_original(call, model, cases, computation=COMPUTATION)
-    assert own.name
-    assert _name(model, own, COMPUTATION, [], "cpu") == own.name
-    assert _name(model, own, COMPUTATION, [], "cuda") != own.name
+    assert own.cache_key
+    assert _cache_key(model, own, COMPUTATION, [], "cpu") == own.cache_key
+    assert _cache_key(model, own, COMPUTATION, [], "cuda") != own.cache_key
 
 
 def test_other_computation_has_another_entry() -> None:
     model, cases = network()
     own = run_original(call, model, cases, computation=COMPUTATION)
-    assert run_original(call, model, cases, computation="another").name != own.name
-    assert not run_original(call, model, cases).name
+    assert run_original(call, model, cases, computation="another").cache_key != own.cache_key
+    assert not run_original(call, model, cases).cache_key
 
 
 def test_other_code_with_equal_weights_is_recomputed() -> None:

@@ -22,9 +22,9 @@ def calls(graph: fx.GraphModule, name: str) -> list[fx.Node]:
             return str(node.target)
         return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", ""))
 
-    found = [node for node in graph.graph.nodes if node.op.startswith("call") and called(node) == name]
-    assert found, f"no call of {name}"
-    return found
+    matches = [node for node in graph.graph.nodes if node.op.startswith("call") and called(node) == name]
+    assert matches, f"no call of {name}"
+    return matches
 
 
 def put_behind(node: fx.Node, function: Callable[..., Any], *more: Any) -> fx.Node:
@@ -48,6 +48,6 @@ def bypass(node: fx.Node, operand: Any) -> list[fx.Node]:
 def at_layer(graph: fx.GraphModule, pattern: str, layer: str) -> str:
     """Returns the module name for a pattern such as ``layers.{}.fc1`` in the first or last layer."""
     modules = dict(graph.named_modules())
-    found = [pattern.format(i) for i in range(99) if pattern.format(i) in modules]
-    assert found, pattern
-    return found[0 if layer == "first" else -1]
+    matches = [pattern.format(i) for i in range(99) if pattern.format(i) in modules]
+    assert matches, pattern
+    return matches[0 if layer == "first" else -1]

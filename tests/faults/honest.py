@@ -113,8 +113,10 @@ def _albert(draw: random.Random) -> Honest:
 
 def _llama(draw: random.Random) -> Honest:
     sizes = _sizes(draw)
-    kept = draw.choice([n for n in (1, 2, 4) if sizes["num_attention_heads"] % n == 0])
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=kept, attention_bias=draw.random() < 0.5))
+    key_value_heads = draw.choice([n for n in (1, 2, 4) if sizes["num_attention_heads"] % n == 0])
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_key_value_heads=key_value_heads, attention_bias=draw.random() < 0.5)
+    )
     return Honest("llama", model, _ids(draw), _TEXT)
 
 
@@ -177,12 +179,12 @@ def honest(seed: int) -> Honest:
     draw = random.Random(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _FAMILIES[seed % len(_FAMILIES)](draw)
-        randomise(made.model, seed)
+        drawn = _FAMILIES[seed % len(_FAMILIES)](draw)
+        randomise(drawn.model, seed)
         with torch.no_grad():
-            for parameter in made.model.parameters():  # as in trained models, some weights are larger than others
+            for parameter in drawn.model.parameters():  # as in trained models, some weights are larger than others
                 parameter *= 4 ** draw.uniform(-0.5, 0.5)
-    return made
+    return drawn
 
 
 def preserving() -> tuple[Transformation, ...]:
@@ -198,5 +200,5 @@ def run_honestly(seed: int, output: Path) -> Result:
     Raises:
         ParityError: A false alarm.
     """
-    given = honest(seed)
-    return export(given.model, given.inputs, output, transformations=preserving(), dynamic=given.dynamic)
+    subject = honest(seed)
+    return export(subject.model, subject.inputs, output, transformations=preserving(), dynamic=subject.dynamic)

@@ -188,13 +188,13 @@ def two_rows_of_an_embedding_are_swapped(graph: fx.GraphModule, token: str) -> l
     weight = tensor(graph, f"{_WORDS}.weight")
     traced = _traced_ids(graph)
     rare = sorted(set(range(4, len(weight) - 2)) - traced)
-    one, other = {
+    first, second = {
         "in the text": (min(traced), rare[0]),
         "first": (0, 1),
         "last": (len(weight) - 1, len(weight) - 2),
         "rare": (rare[0], rare[1]),
     }[token]
-    weight[[one, other]] = weight[[other, one]]
+    weight[[first, second]] = weight[[second, first]]
     return calls(graph, _WORDS)
 
 

@@ -40,8 +40,8 @@ def observe(name: str, run: Callable[[Path], object]) -> Passes | None:
             print(f"{name}: not compared: {error}", file=sys.stderr, flush=True)
             return None
     alarms = [multiple for multiple in MULTIPLES if passes.caught(multiple)]
-    said = f"caught up to {alarms[-1]:g}" if alarms else "passes at 1"
-    print(f"{name}: {said} ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
+    outcome = f"caught up to {alarms[-1]:g}" if alarms else "passes at 1"
+    print(f"{name}: {outcome} ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
     return passes
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     faults = [observe(fault.name, partial(run_with, fault)) for fault in shown]
     honest = [observe(f"honest model {seed}", partial(run_honestly, seed)) for seed in range(arguments.honest)]
     print(table([f for f in faults if f is not None], [h for h in honest if h is not None]))
-    print(f"\n{len(FAULTS) - len(shown)} faults are left out, {time.perf_counter() - start:.0f} seconds.")
+    print(f"\n{len(FAULTS) - len(shown)} faults are skipped, {time.perf_counter() - start:.0f} seconds.")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def _thirds(graph: fx.GraphModule, linear: str, part: str) -> tuple[torch.Tensor
     return tensor(graph, f"{linear}.{part}").chunk(3)
 
 
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    kept = one.clone()
-    one.copy_(other)
-    other.copy_(kept)
+def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    copied = first.clone()
+    first.copy_(second)
+    second.copy_(copied)
 
 
 # --- The weights of a merged linear ---

@@ -17,10 +17,10 @@ from tests.faults.catalogue import exporter, runtime
 def _change(path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
     """Changes an initializer, which is found by its name or shape."""
     model = onnx.load(path)
-    found = [tensor for tensor in model.graph.initializer if name in (tensor.name, str(list(tensor.dims)))]
-    assert found, (name, [(tensor.name, list(tensor.dims)) for tensor in model.graph.initializer])
-    values = change(numpy_helper.to_array(found[0]).copy())
-    found[0].CopyFrom(numpy_helper.from_array(values, found[0].name))
+    matches = [tensor for tensor in model.graph.initializer if name in (tensor.name, str(list(tensor.dims)))]
+    assert matches, (name, [(tensor.name, list(tensor.dims)) for tensor in model.graph.initializer])
+    values = change(numpy_helper.to_array(matches[0]).copy())
+    matches[0].CopyFrom(numpy_helper.from_array(values, matches[0].name))
     onnx.save(model, path)
 
 
@@ -221,8 +221,8 @@ def outputs_bear_the_names_of_each_other(path: Path) -> None:
                 for index, name in enumerate(names):
                     names[index] = {first: second, second: first}.get(name, name)
         del graph.value_info[:]
-        for output, other in ((graph.output[0], second), (graph.output[1], first)):
-            output.name = other
+        for output, new_name in ((graph.output[0], second), (graph.output[1], first)):
+            output.name = new_name
 
     _edit(path, change)
 

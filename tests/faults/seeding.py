@@ -62,17 +62,17 @@ class Seeded(Transformation):
 @functools.cache
 def traced(name: str) -> Traced:
     """Returns the trace of a subject. Callers share it and must not change it."""
-    given = subject(name)
-    return trace_model(given.model, given.inputs, given.dynamic)
+    chosen = subject(name)
+    return trace_model(chosen.model, chosen.inputs, chosen.dynamic)
 
 
 @contextmanager
-def traced_once(given: Subject) -> Iterator[None]:
+def traced_once(chosen: Subject) -> Iterator[None]:
     """Reuses the trace of a subject, because tracing takes longer than the rest of a run."""
 
     def trace(*args: Any, **kwargs: Any) -> Traced:
-        found = traced(given.name)
-        return replace(found, graph_module=copy.deepcopy(found.graph_module))
+        cached = traced(chosen.name)
+        return replace(cached, graph_module=copy.deepcopy(cached.graph_module))
 
     with patch.object(steps, "trace", trace):
         yield
@@ -84,10 +84,12 @@ def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tup
     Raises:
         ParityError: A parity check failed.
     """
-    given = subject(name)
+    chosen = subject(name)
     # The search for the smallest failing input is slow, and other tests cover it.
-    with traced_once(given), patch.object(CandidateChecker, "smallest", lambda self: None):
-        return export(given.model, given.inputs, output, transformations=rules, formats=formats, dynamic=given.dynamic)
+    with traced_once(chosen), patch.object(CandidateChecker, "find_smallest_failing", lambda self: None):
+        return export(
+            chosen.model, chosen.inputs, output, transformations=rules, formats=formats, dynamic=chosen.dynamic
+        )
 
 
 def prepare(fault: Fault) -> None:
@@ -179,12 +181,12 @@ def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
     """Repeats the first check of every target at other multiples, and records the results."""
     honest, noted = ParityChecker.check, Passes({})
 
-    def passes(proof: ParityChecker, target: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
+    def passes(checker: ParityChecker, target: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
         try:
-            bounds = noise_floor.bounds(proof.reference, multiple)
+            tolerances = noise_floor.measure_tolerances(checker.reference, multiple)
         except ParityError:  # a limit that would let anything pass is refused
             return False
-        return honest(ParityChecker(proof.reference, bounds), target, candidate, **kwargs).passed
+        return honest(ParityChecker(checker.reference, tolerances), target, candidate, **kwargs).passed
 
     def check(self: ParityChecker, target: str, candidate: runners.Run, **kwargs: Any) -> TargetParity:
         if target not in noted.targets:  # later checks belong to the search for the cause

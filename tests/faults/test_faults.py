@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from optexport.errors import BundleError, ParityError
-from optexport.parity import cases
-from optexport.parity.special_values import special_cases
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.verify import verify
-from optexport.parity.vocabulary import vocabularies
 from tests._helpers import exports
 from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering
@@ -23,7 +23,7 @@ from tests.faults.seeding import Seeded, run, run_with, traced
 from tests.faults.subjects import subject
 from tests.faults.unseen import BELOW_THE_FLOOR, CANNOT_SHOW, LostInRounding, double, in_float64
 
-PLACES = ("original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2")
+TARGETS = ("original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2")
 BLAMED = f"{Seeded.__module__}:{Seeded.__qualname__} is to blame"
 SAID_OF_FILES = (
     "does not: the exporter or the runtime changed the numbers",
@@ -46,20 +46,20 @@ def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | 
 
 def failing(error: ParityError) -> tuple[str, ...]:
     """Returns the targets that a parity error names, in the order of the pipeline."""
-    return tuple(target for target in PLACES if f"\n  {target}: " in str(error))
+    return tuple(target for target in TARGETS if f"\n  {target}: " in str(error))
 
 
 def faults() -> Iterator[object]:
     """Yields all faults. Only the first quick fault of each mistake runs daily, the others nightly."""
-    seen: set[object] = set()
+    mistakes: set[object] = set()
     for name, fault in FAULTS.items():
-        again = fault.mistake in seen and fault.missed is None
+        again = fault.mistake in mistakes and fault.missed is None
         yield parameter(name, fault, nightly=fault.nightly or again, missed=fault.missed)
         if not fault.nightly:
-            seen.add(fault.mistake)
+            mistakes.add(fault.mistake)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("fault", [*faults()])
 def test_fault_is_caught_with_the_right_cause(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(ParityError) as caught:
@@ -81,10 +81,10 @@ def test_resealed_bundle_does_not_verify(entry: Tampering, tmp_path: Path) -> No
     folder = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     entry.act(folder)
     if entry.fails:
-        found = tuple(target.target for target in verify(folder).targets[1:] if not target.passed)
-        if not found:
+        failed = tuple(target.target for target in verify(folder).targets[1:] if not target.passed)
+        if not failed:
             pytest.fail("it verifies")
-        assert found == entry.fails
+        assert failed == entry.fails
     else:
         with pytest.raises(BundleError):
             verify(folder)
@@ -101,15 +101,15 @@ def size_in_float64(fault: Fault, *, made_there: bool) -> tuple[dict[str, float]
     spoilt = spoil(in_float64(of.graph_module)) if made_there else in_float64(spoil(copy.deepcopy(of.graph_module)))
     distance, largest = (dict.fromkeys(of.signature.output_names, 0.0) for _ in range(2))
     inputs, ids = subject(fault.on).inputs, vocabularies(of.graph_module, of.signature)
-    checked = cases.cases(inputs, (), of.signature, of.suspect_sizes) + special_cases(inputs, ids, "standard", 0)
+    checked = make_cases(inputs, (), of.signature, of.suspect_sizes) + special_cases(inputs, ids, "standard", 0)
     for case in checked:
         if case.extreme:
             continue
         with torch.no_grad():
             results = [flat(graph(**double(case.batch))) for graph in (honest, spoilt)]
-        for name, one, other in zip(of.signature.output_names, *results, strict=True):
-            distance[name] = max(distance[name], float((one.double() - other.double()).abs().max()))
-            largest[name] = max(largest[name], float(one.abs().max()))
+        for name, result, original in zip(of.signature.output_names, *results, strict=True):
+            distance[name] = max(distance[name], float((result.double() - original.double()).abs().max()))
+            largest[name] = max(largest[name], float(result.abs().max()))
     return distance, largest
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from tests.faults.honest import run_honestly
 
-PLACES = ["original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2"]
+TARGETS = ["original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2"]
 
 
 def _raises_no_alarm(seed: int, output: Path) -> None:
     result = run_honestly(seed, output)
-    assert [target.target for target in result.parity] == PLACES
+    assert [target.target for target in result.parity] == TARGETS
     assert result.passed
     assert sum(len(changed) for changed in result.transformed_nodes.values()) > 0, "no rule had anything to do"
 

@@ -141,9 +141,9 @@ def the_program_takes_the_traced_size_only(path: Path, size: str) -> None:
 
 @exporter("pt2")
 def the_program_is_of_the_model_before_it_was_trained(path: Path) -> None:
-    other = exports.block()
+    before = exports.block()
     with torch.no_grad():
-        other.get_parameter("up.weight").add_(0.01)
+        before.get_parameter("up.weight").add_(0.01)
     shapes = {name: {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for name in ("x", "mask")}
-    program = torch.export.export(_Tuple(other), (), kwargs=subject("block").inputs, dynamic_shapes=shapes)
+    program = torch.export.export(_Tuple(before), (), kwargs=subject("block").inputs, dynamic_shapes=shapes)
     torch.export.save(program, path)

@@ -293,5 +293,5 @@ def test_labels_decided_by_rounding_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(OptexportError) as caught:
         run(config)
     assert isinstance(caught.value, ParityError)
-    assert "rounding decides" in str(caught.value)
+    assert "so they depend on rounding" in str(caught.value)
     assert not (tmp_path / "build" / "model").exists()

@@ -115,8 +115,8 @@ MUTATIONS = (
     Mutation(
         "gates-do-not-count",
         "optexport/parity/checker.py",
-        "return self.near and all(decision.passed for decision in self.decisions)",
-        "return self.near",
+        "return self.outputs_passed and all(decision.passed for decision in self.decisions)",
+        "return self.outputs_passed",
         ("tests/parity/test_metric_gates.py", "tests/parity/test_gates.py"),
     ),
     Mutation(
@@ -167,8 +167,8 @@ MUTATIONS = (
     Mutation(
         "missing-sizes-looked-for-on-wrong-side",
         "optexport/parity/verify.py",
-        "then.intersection(manifest.reference_cases) - now",
-        "now - then.intersection(manifest.reference_cases)",
+        "recorded_cases.intersection(manifest.reference_cases) - cases",
+        "cases - recorded_cases.intersection(manifest.reference_cases)",
         ("tests/bundle/test_hostile_manifests.py", "tests/parity/test_verify.py"),
     ),
     Mutation(

@@ -10,10 +10,10 @@ from torch import nn
 
 from optexport._utils import memory
 from optexport.parity import float64
-from optexport.parity.cases import Case
-from optexport.parity.reference_run import in_double, run_original
+from optexport.parity.cases.case import Case
+from optexport.parity.reference_run import run_original, to_float64
 from tests._helpers import models
-from tests.parity.measuring import call
+from tests.parity.network import call
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,13 @@ def _leaves(outputs: object) -> list[torch.Tensor]:
 
 def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) -> None:
     with torch.no_grad():
-        results = [_leaves(double(*inputs, **batch)) for double in (float64.copied(model), float64.upcasting(model))]
+        results = [
+            _leaves(double(*inputs, **batch))
+            for double in (float64.copy_to_float64(model), float64.copy_upcasting_weights(model))
+        ]
     assert results[0]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    for one, expected in zip(*results, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-13)
 
 
 _FAST = ("bert", "llama", "resnet")
@@ -43,7 +46,7 @@ _FAST = ("bert", "llama", "resnet")
     "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]
 )
 def test_outputs_match_a_float64_copy(name: str, dtype: torch.dtype) -> None:
-    _check_same(copy.deepcopy(models.model(name)).to(dtype), **in_double(models.inputs(name)))
+    _check_same(copy.deepcopy(models.model(name)).to(dtype), **to_float64(models.inputs(name)))
 
 
 @pytest.mark.parametrize(
@@ -58,17 +61,17 @@ def test_layers_checking_weight_types_match_a_float64_copy(layer: nn.Module) -> 
 
 def test_large_weights_share_memory_and_report_float64() -> None:
     model = models.model("llama")
-    double = float64.upcasting(model)
+    double = float64.copy_upcasting_weights(model)
     shared = dict(model.named_parameters())
     for name, weight in double.named_parameters():
         assert isinstance(weight, nn.Parameter)
-        assert weight.held.data_ptr() == shared[name].data_ptr()
+        assert weight.stored.data_ptr() == shared[name].data_ptr()
         assert (weight.dtype, weight.shape, weight.device) == (torch.float64, shared[name].shape, torch.device("cpu"))
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
 def test_code_bypassing_torch_functions_reads_nan() -> None:
-    weight = next(float64.upcasting(models.model("bert")).parameters())
+    weight = next(float64.copy_upcasting_weights(models.model("bert")).parameters())
     with torch._C.DisableTorchFunctionSubclass():
         assert bool(weight.isnan().all())
 
@@ -76,7 +79,7 @@ def test_code_bypassing_torch_functions_reads_nan() -> None:
 def test_tied_weights_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    double = float64.upcasting(model)
+    double = float64.copy_upcasting_weights(model)
     assert double[0].weight is double[1].weight
 
 
@@ -101,10 +104,10 @@ class Refers(nn.Module):
 @pytest.mark.parametrize("way", ["list", "dict", "unregistered"])
 def test_every_reference_to_a_weight_is_upcast(way: str) -> None:
     model, x = models.randomise(Refers(way)), torch.randn(3, 8, dtype=torch.float64)
-    double = float64.upcasting(model)
+    double = float64.copy_upcasting_weights(model)
     assert double.others[0] is double.layer.weight
-    assert double.layer.weight.held.data_ptr() == model.layer.weight.data_ptr()
-    assert torch.equal(double(x), float64.copied(model)(x))
+    assert double.layer.weight.stored.data_ptr() == model.layer.weight.data_ptr()
+    assert torch.equal(double(x), float64.copy_to_float64(model)(x))
 
 
 class Writes(nn.Module):
@@ -147,12 +150,12 @@ def _scripted() -> nn.Module:
 def test_a_model_incompatible_with_upcasting_is_copied(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = (_scripted() if way == "scripted" else Writes(way)).eval()
     cases = [Case(f"{size} rows", {"x": torch.randn(size, 4)}) for size in (1, 3)]
-    found = run_original(call, model, cases)
+    reference = run_original(call, model, cases)
     monkeypatch.setattr(memory, "LARGE_MODEL", 1 << 60)
     expected = run_original(call, model, cases)
-    assert found.fallback is expected.fallback is None
-    for one, other in zip(found.exact, expected.exact, strict=True):
-        assert torch.equal(one["y"], other["y"])
+    assert reference.fallback is expected.fallback is None
+    for upcast, copied in zip(reference.exact, expected.exact, strict=True):
+        assert torch.equal(upcast["y"], copied["y"])
 
 
 @pytest.mark.slow
@@ -162,8 +165,8 @@ def test_a_large_model_is_not_copied_for_its_reference(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(float64, "copied", refuse)
     batch = models.inputs("bert")
-    found = run_original(
+    reference = run_original(
         lambda model, inputs: {"y": model(**inputs).last_hidden_state}, models.model("bert"), [Case("only", batch)]
     )
-    assert found.fallback is None
-    assert 0 < found.noise[0]["y"] < 1e-4
+    assert reference.fallback is None
+    assert 0 < reference.noise[0]["y"] < 1e-4

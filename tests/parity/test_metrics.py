@@ -16,9 +16,9 @@ from optexport.parity.metrics import (
     cosines,
     greedy_tokens,
     intersections_over_unions,
-    normal,
+    normal_interval,
     real_positions,
-    wilson,
+    wilson_interval,
 )
 
 Measure = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Tally]
@@ -28,19 +28,19 @@ def _everywhere(values: torch.Tensor) -> torch.Tensor:
     return torch.ones(values.shape[:-1], dtype=torch.bool)
 
 
-# Arguments: candidate, original, known, slack; shape [batch, sequence, classes] or [batch, height, width].
+# Arguments: candidate, original, expected, slack; shape [batch, sequence, classes] or [batch, height, width].
 MEASURES: dict[str, Measure] = {
     "argmax": agreement,
-    "top 3": lambda c, o, known, slack: agreement(c, o, known, slack, 3),
-    "greedy tokens": lambda c, o, known, slack: greedy_tokens(c, o, known, slack, _everywhere(o)),
+    "top 3": lambda c, o, expected, slack: agreement(c, o, expected, slack, 3),
+    "greedy tokens": lambda c, o, expected, slack: greedy_tokens(c, o, expected, slack, _everywhere(o)),
     "masks": intersections_over_unions,
-    "classes": lambda c, o, known, slack: intersections_over_unions(
-        *(v.transpose(1, 2)[..., None] for v in (c, o, known)), slack
+    "classes": lambda c, o, expected, slack: intersections_over_unions(
+        *(v.transpose(1, 2)[..., None] for v in (c, o, expected)), slack
     ),
-    "masks in channels": lambda c, o, known, slack: intersections_over_unions(
-        c[:, :, None], o[:, :, None], known[:, :, None], slack, classes=False
+    "masks in channels": lambda c, o, expected, slack: intersections_over_unions(
+        c[:, :, None], o[:, :, None], expected[:, :, None], slack, classes=False
     ),
-    "cosine": lambda c, o, known, slack: cosines(c, o, slack),
+    "cosine": lambda c, o, expected, slack: cosines(c, o, slack),
 }
 
 
@@ -72,11 +72,11 @@ def test_every_output_agrees_with_itself_without_ties(name: str, values: torch.T
 @given(values=outputs(), seed=st.integers(0, 1000))
 def test_the_order_of_the_batch_changes_no_count(name: str, values: torch.Tensor, seed: int) -> None:
     values = values.nan_to_num(neginf=-1.0)
-    other = values + values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
+    expected = values + values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
     slack = 0.1 * float(values.abs().max())
-    first = MEASURES[name](other, values, values.double(), slack)
-    second = MEASURES[name](other[order], values[order], values[order].double(), slack)
+    first = MEASURES[name](expected, values, values.double(), slack)
+    second = MEASURES[name](expected[order], values[order], values[order].double(), slack)
     assert torch.allclose(first.values.sort().values, second.values.sort().values, rtol=0, atol=1e-12)
     assert first.ties == second.ties
 
@@ -106,10 +106,10 @@ def test_values_within_the_slack_change_decisions_only_at_ties(
 @given(values=outputs(), seed=st.integers(0, 1000))
 def test_less_slack_never_increases_agreement(name: str, values: torch.Tensor, seed: int) -> None:
     values = values.nan_to_num(neginf=-1.0)
-    other = values + values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
+    expected = values + values.std() * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
     totals = []
     for slack in (0.0, 0.1, 1.0, 100.0):
-        tally = MEASURES[name](other, values, values.double(), slack * float(values.abs().max()))
+        tally = MEASURES[name](expected, values, values.double(), slack * float(values.abs().max()))
         assert tally.ties >= 0
         totals.append(float(tally.values.sum()) / max(1, tally.values.numel()))
     assert totals == sorted(totals)
@@ -135,9 +135,9 @@ def test_top_k_agreement_ignores_order() -> None:
     original = torch.tensor([[5.0, 4.0, 3.0, 1.0]])
     shuffled = torch.tensor([[3.0, 5.0, 4.0, 1.0]])
     assert agreement(shuffled, original, original, 0.0, 3) == Tally(torch.ones(1, dtype=torch.float64), 0)
-    other = torch.tensor([[5.0, 4.0, 1.0, 3.0]])
-    assert agreement(other, original, original, 0.0, 3).values.tolist() == [0.0]
-    assert agreement(other, original, original, 1.0, 3).values.tolist() == [1.0]
+    expected = torch.tensor([[5.0, 4.0, 1.0, 3.0]])
+    assert agreement(expected, original, original, 0.0, 3).values.tolist() == [0.0]
+    assert agreement(expected, original, original, 1.0, 3).values.tolist() == [1.0]
 
 
 def test_the_largest_swapped_margin_decides_top_k_agreement() -> None:
@@ -231,13 +231,13 @@ def test_channels_are_classes_unless_declared_as_masks() -> None:
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_interval_of_a_share_is_the_wilson_interval(hits: int, count: int, low: float, high: float) -> None:
-    assert wilson(hits, count) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(hits, count) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(count=st.integers(1, 10**6), data=st.data())
 def test_the_wilson_interval_contains_its_share_and_is_symmetric(count: int, data: st.DataObject) -> None:
     hits = data.draw(st.integers(0, count))
-    interval, mirrored = wilson(hits, count), wilson(count - hits, count)
+    interval, mirrored = wilson_interval(hits, count), wilson_interval(count - hits, count)
     assert interval is not None
     assert mirrored is not None
     low, high = interval
@@ -248,9 +248,9 @@ def test_the_wilson_interval_contains_its_share_and_is_symmetric(count: int, dat
 def test_a_mean_of_several_values_has_a_normal_interval() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     half = 1.959963984540054 * math.sqrt(5 / 3) / 2
-    assert normal(values) == pytest.approx((2.5 - half, 2.5 + half))
-    assert normal(values[:1]) is None
-    assert wilson(0, 0) is None
+    assert normal_interval(values) == pytest.approx((2.5 - half, 2.5 + half))
+    assert normal_interval(values[:1]) is None
+    assert wilson_interval(0, 0) is None
 
 
 @pytest.mark.parametrize("nothing", [0.0, 1e-9])

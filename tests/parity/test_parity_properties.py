@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import OutputParity, ParityChecker
-from optexport.parity.noise_floor import bounds
+from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference import Reference
 
 
@@ -30,93 +30,97 @@ def references(draw: st.DrawFn) -> Reference:
     return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
 
 
-def judge(known: Reference, candidate: list[torch.Tensor], multiple: float = 4.0, **fixed: float) -> OutputParity:
-    limits = bounds(known, multiple, **fixed)
-    names = {case.name: value for case, value in zip(known.cases, candidate, strict=True)}
-    by_index = {int(case.batch["i"]): names[case.name] for case in known.cases}
-    (output,) = ParityChecker(known, limits).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
+def judge(reference: Reference, candidate: list[torch.Tensor], multiple: float = 4.0, **fixed: float) -> OutputParity:
+    tolerances = measure_tolerances(reference, multiple, **fixed)
+    names = {case.name: value for case, value in zip(reference.cases, candidate, strict=True)}
+    by_index = {int(case.batch["i"]): names[case.name] for case in reference.cases}
+    (output,) = (
+        ParityChecker(reference, tolerances).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
+    )
     return output
 
 
-def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list[torch.Tensor], int]:
+def perturbed(reference: Reference, share: float, data: st.DataObject) -> tuple[list[torch.Tensor], int]:
     """Returns the original's results with one element moved by a share of its limit, and the index of its case."""
-    bound = bounds(known, 4.0)["y"]
-    candidate = [o["y"].double() for o in known.outputs]
+    tolerance = measure_tolerances(reference, 4.0)["y"]
+    candidate = [o["y"].double() for o in reference.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
     row = data.draw(st.integers(0, candidate[index].shape[0] - 1))
     column = data.draw(st.integers(0, 2))
     sign = data.draw(st.sampled_from([-1, 1]))
-    exact = known.exact[index]["y"]
+    exact = reference.exact[index]["y"]
     candidate[index] = candidate[index].clone()
-    candidate[index][row, column] = (exact + sign * share * bound.allowed("", exact.abs()))[row, column]
+    candidate[index][row, column] = (exact + sign * share * tolerance.allowed("", exact.abs()))[row, column]
     return candidate, index
 
 
-def as_double(known: Reference) -> Reference:
+def as_double(reference: Reference) -> Reference:
     """Returns the reference in float64, so that added differences are not rounded away."""
-    return Reference(known.cases, tuple({"y": o["y"].double()} for o in known.outputs), known.exact)
+    return Reference(reference.cases, tuple({"y": o["y"].double()} for o in reference.outputs), reference.exact)
 
 
 @given(references(), st.floats(1.0, 100.0))
-def test_the_original_always_passes(known: Reference, multiple: float) -> None:
-    output = judge(known, [o["y"].clone() for o in known.outputs], multiple)
+def test_the_original_always_passes(reference: Reference, multiple: float) -> None:
+    output = judge(reference, [o["y"].clone() for o in reference.outputs], multiple)
     assert output.passed
     assert output.multiple <= 1.0
 
 
 @given(references(), st.floats(1.25, 1e6), st.data())
-def test_a_fault_beyond_the_limit_is_always_caught(known: Reference, share: float, data: Any) -> None:
-    known = as_double(known)
-    candidate, index = perturbed(known, share, data)
-    output = judge(known, candidate)
+def test_a_fault_beyond_the_limit_is_always_caught(reference: Reference, share: float, data: Any) -> None:
+    reference = as_double(reference)
+    candidate, index = perturbed(reference, share, data)
+    output = judge(reference, candidate)
     assert not output.passed
     assert str(output.failure).startswith(f"at case {index}: ")
     assert output.worst_case == f"case {index}"
 
 
 @given(references(), st.data())
-def test_a_result_of_the_wrong_sign_is_always_caught(known: Reference, data: Any) -> None:
-    candidate = [o["y"].clone() for o in known.outputs]
+def test_a_result_of_the_wrong_sign_is_always_caught(reference: Reference, data: Any) -> None:
+    candidate = [o["y"].clone() for o in reference.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
     position = candidate[index].abs().argmax()
     candidate[index].view(-1)[position] *= -1
-    assert not judge(known, candidate).passed
+    assert not judge(reference, candidate).passed
 
 
 @given(references(), st.floats(0.0, 0.8), st.data())
-def test_a_difference_within_the_limit_passes(known: Reference, share: float, data: Any) -> None:
-    known = as_double(known)
-    candidate, _ = perturbed(known, share, data)
-    assert judge(known, candidate).passed
+def test_a_difference_within_the_limit_passes(reference: Reference, share: float, data: Any) -> None:
+    reference = as_double(reference)
+    candidate, _ = perturbed(reference, share, data)
+    assert judge(reference, candidate).passed
 
 
 @given(references(), st.floats(0.1, 10.0), st.integers(-30, 30), st.data())
-def test_a_change_of_unit_does_not_change_the_verdict(known: Reference, share: float, power: int, data: Any) -> None:
-    known = as_double(known)
-    candidate, _ = perturbed(known, share, data)
+def test_a_change_of_unit_does_not_change_the_verdict(
+    reference: Reference, share: float, power: int, data: Any
+) -> None:
+    reference = as_double(reference)
+    candidate, _ = perturbed(reference, share, data)
     unit = 2.0**power
     scaled = Reference(
-        known.cases,
-        tuple({"y": o["y"] * unit} for o in known.outputs),
-        tuple({"y": e["y"] * unit} for e in known.exact),
+        reference.cases,
+        tuple({"y": o["y"] * unit} for o in reference.outputs),
+        tuple({"y": e["y"] * unit} for e in reference.exact),
     )
-    before, after = judge(known, candidate), judge(scaled, [value * unit for value in candidate])
+    before, after = judge(reference, candidate), judge(scaled, [value * unit for value in candidate])
     assert before.passed == after.passed
     assert math.isclose(after.max_abs, before.max_abs * unit, rel_tol=1e-9)
     assert after.worst_case == before.worst_case
 
 
 @given(references(), st.floats(0.1, 10.0), st.data())
-def test_the_order_of_the_cases_does_not_change_the_verdict(known: Reference, share: float, data: Any) -> None:
-    known = as_double(known)
-    candidate, _ = perturbed(known, share, data)
+def test_the_order_of_the_cases_does_not_change_the_verdict(reference: Reference, share: float, data: Any) -> None:
+    reference = as_double(reference)
+    candidate, _ = perturbed(reference, share, data)
     order = data.draw(st.permutations(range(len(candidate))))
     permuted = Reference(
-        tuple(known.cases[i] for i in order),
-        tuple(known.outputs[i] for i in order),
-        tuple(known.exact[i] for i in order),
+        tuple(reference.cases[i] for i in order),
+        tuple(reference.outputs[i] for i in order),
+        tuple(reference.exact[i] for i in order),
     )
-    before, after = judge(known, candidate), judge(permuted, [candidate[i] for i in order])
+    before, after = judge(reference, candidate), judge(permuted, [candidate[i] for i in order])
     assert (before.passed, before.max_abs, before.floor, before.tolerance) == (
         after.passed,
         after.max_abs,
@@ -127,32 +131,34 @@ def test_the_order_of_the_cases_does_not_change_the_verdict(known: Reference, sh
 
 
 @given(references(), st.floats(0.1, 10.0), st.data())
-def test_more_cases_never_let_a_fault_through(known: Reference, share: float, data: Any) -> None:
+def test_more_cases_never_let_a_fault_through(reference: Reference, share: float, data: Any) -> None:
     """An added exact case with no larger values must not change the verdict."""
-    known = as_double(known)
-    candidate, _ = perturbed(known, share, data)
-    again = {"y": known.exact[0]["y"].clone()}
+    reference = as_double(reference)
+    candidate, _ = perturbed(reference, share, data)
+    again = {"y": reference.exact[0]["y"].clone()}
     more = Reference(
-        (*known.cases, Case("more", {"i": torch.tensor(99)})), (*known.outputs, again), (*known.exact, again)
+        (*reference.cases, Case("more", {"i": torch.tensor(99)})),
+        (*reference.outputs, again),
+        (*reference.exact, again),
     )
-    assert judge(more, [*candidate, again["y"].clone()]).passed == judge(known, candidate).passed
+    assert judge(more, [*candidate, again["y"].clone()]).passed == judge(reference, candidate).passed
 
 
 @given(references(), st.floats(0.001, 100.0), st.data())
-def test_a_fixed_tolerance_catches_only_larger_differences(known: Reference, atol: float, data: Any) -> None:
-    known = as_double(known)
+def test_a_fixed_tolerance_catches_only_larger_differences(reference: Reference, atol: float, data: Any) -> None:
+    reference = as_double(reference)
     for share, passes in ((0.99, True), (1.01, False)):
-        candidate = [o["y"].clone() for o in known.outputs]
+        candidate = [o["y"].clone() for o in reference.outputs]
         index = data.draw(st.integers(0, len(candidate) - 1))
         scale = float(candidate[index].abs().max()) or 1.0
         candidate[index][0, 0] += share * atol * scale
-        assert judge(known, candidate, atol=atol * scale).passed is passes
+        assert judge(reference, candidate, atol=atol * scale).passed is passes
 
 
 @given(references(), st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
-def test_a_single_nan_or_infinity_is_always_caught(known: Reference, value: float, data: Any) -> None:
-    candidate = [o["y"].clone() for o in known.outputs]
+def test_a_single_nan_or_infinity_is_always_caught(reference: Reference, value: float, data: Any) -> None:
+    candidate = [o["y"].clone() for o in reference.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
     row = data.draw(st.integers(0, candidate[index].shape[0] - 1))
     candidate[index][row, data.draw(st.integers(0, 2))] = value
-    assert str(judge(known, candidate, atol=1e30).failure).startswith(f"at case {index}: 1 elements")
+    assert str(judge(reference, candidate, atol=1e30).failure).startswith(f"at case {index}: 1 elements")

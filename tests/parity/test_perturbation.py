@@ -11,13 +11,13 @@ from torch import nn
 from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation
 from optexport.parity.candidate_check import CandidateChecker
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
-from optexport.parity.noise_floor import bounds
+from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import trace
-from tests.parity.measuring import EPS, Tensors, call
+from tests.parity.network import EPS, Tensors, call
 
 
 class Norm(nn.Module):
@@ -37,111 +37,111 @@ STEEP = "steep"
 
 
 @pytest.fixture
-def proof() -> ParityChecker:
+def checker() -> ParityChecker:
     torch.manual_seed(0)
     cases = [Case(f"batch {n}", {"x": torch.randn(n, 8)}) for n in range(1, 6)]
     reference = run_original(call, Norm(), [*cases, Case(STEEP, {"x": ALIKE[None]})])
-    return ParityChecker(reference, bounds(reference, 4.0))
+    return ParityChecker(reference, measure_tolerances(reference, 4.0))
 
 
-def _off(proof: ParityChecker, by: float, *cases: str) -> dict[str, Tensors]:
+def _off(checker: ParityChecker, by: float, *cases: str) -> dict[str, Tensors]:
     """Returns the original's results, with an offset at some cases."""
-    given = zip(proof.reference.cases, proof.reference.outputs, strict=True)
-    return {case.name: {"y": outputs["y"] + by * (case.name in cases)} for case, outputs in given}
+    result = zip(checker.reference.cases, checker.reference.outputs, strict=True)
+    return {case.name: {"y": outputs["y"] + by * (case.name in cases)} for case, outputs in result}
 
 
-def _explained(proof: ParityChecker, results: dict[str, Tensors]) -> bool:
+def _explained(checker: ParityChecker, results: dict[str, Tensors]) -> bool:
     """Returns True if failing results pass with the bounds of perturbed originals."""
-    target = proof.take("onnx", list(results.values()))
+    target = checker.check_results("onnx", list(results.values()))
     assert not target.passed
-    found = perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds)
-    if found is None:
+    raised = perturbation.find_raised_tolerances(checker, target, call, Norm(), 4.0, 0, checker.tolerances)
+    if raised is None:
         return False
-    assert found["y"] == replace(proof.bounds["y"], extremes=found["y"].extremes)
-    assert list(found["y"].extremes) == [STEEP]
-    return ParityChecker(proof.reference, found).take("onnx", list(results.values())).passed
+    assert raised["y"] == replace(checker.tolerances["y"], extremes=raised["y"].extremes)
+    assert list(raised["y"].extremes) == [STEEP]
+    return ParityChecker(checker.reference, raised).check_results("onnx", list(results.values())).passed
 
 
-def test_errors_of_perturbed_originals_are_explained(proof: ParityChecker) -> None:
-    limit = proof.bounds["y"].limit
+def test_errors_of_perturbed_originals_are_explained(checker: ParityChecker) -> None:
+    limit = checker.tolerances["y"].limit
     assert limit < 1e-4
-    assert _explained(proof, _off(proof, 3 * limit, STEEP))
+    assert _explained(checker, _off(checker, 3 * limit, STEEP))
 
 
 @pytest.mark.parametrize(
     ("times", "cases"), [(3, ["batch 3"]), (100, [STEEP]), (3, ["batch 2", STEEP]), (3, ["batch 1", "batch 2", STEEP])]
 )
 def test_larger_errors_and_ordinary_cases_are_not_explained(
-    proof: ParityChecker, times: float, cases: list[str]
+    checker: ParityChecker, times: float, cases: list[str]
 ) -> None:
-    assert not _explained(proof, _off(proof, times * proof.bounds["y"].limit, *cases))
+    assert not _explained(checker, _off(checker, times * checker.tolerances["y"].limit, *cases))
 
 
-def test_nan_is_not_explained(proof: ParityChecker) -> None:
-    assert not _explained(proof, _off(proof, torch.nan, STEEP))
+def test_nan_is_not_explained(checker: ParityChecker) -> None:
+    assert not _explained(checker, _off(checker, torch.nan, STEEP))
 
 
-def test_the_model_is_unchanged_and_exceptions_explain_nothing(proof: ParityChecker) -> None:
+def test_the_model_is_unchanged_and_exceptions_explain_nothing(checker: ParityChecker) -> None:
     model = Norm()
     before = model.weight.clone()
 
     def failing(model: nn.Module, batch: Batch) -> Tensors:
         raise RuntimeError("it does not run")
 
-    target = proof.take("onnx", list(_off(proof, 3 * proof.bounds["y"].limit, STEEP).values()))
-    assert perturbation.bounds(proof, target, failing, model, 4.0, 0, proof.bounds) is None
-    assert perturbation.bounds(proof, target, call, model, 4.0, 0, proof.bounds) is not None
+    target = checker.check_results("onnx", list(_off(checker, 3 * checker.tolerances["y"].limit, STEEP).values()))
+    assert perturbation.find_raised_tolerances(checker, target, failing, model, 4.0, 0, checker.tolerances) is None
+    assert perturbation.find_raised_tolerances(checker, target, call, model, 4.0, 0, checker.tolerances) is not None
     assert torch.equal(model.weight, before)
 
 
-def test_a_configured_tolerance_is_never_raised(proof: ParityChecker) -> None:
-    fixed = ParityChecker(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
-    target = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
-    assert perturbation.bounds(fixed, target, call, Norm(), 4.0, 0, fixed.bounds) is None
+def test_a_configured_tolerance_is_never_raised(checker: ParityChecker) -> None:
+    fixed = ParityChecker(checker.reference, measure_tolerances(checker.reference, 4.0, atol=EPS))
+    target = fixed.check_results("onnx", list(_off(fixed, 1e-5, STEEP).values()))
+    assert perturbation.find_raised_tolerances(fixed, target, call, Norm(), 4.0, 0, fixed.tolerances) is None
 
 
-def _checked(proof: ParityChecker, by: float) -> TargetParity:
+def _checked(checker: ParityChecker, by: float) -> TargetParity:
     """Returns the result of a target with an offset at the badly conditioned case."""
-    results = {id(case.batch): _off(proof, by, STEEP)[case.name] for case in proof.reference.cases}
+    results = {id(case.batch): _off(checker, by, STEEP)[case.name] for case in checker.reference.cases}
     signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
-    candidate_checker = CandidateChecker(proof, call, Norm(), signature, {}, ParityConfig())
+    candidate_checker = CandidateChecker(checker, call, Norm(), signature, {}, ParityConfig())
     return candidate_checker.check("onnx", lambda: lambda batch: results[id(batch)])
 
 
-def test_a_run_passes_explained_errors_and_records_the_case(proof: ParityChecker) -> None:
-    limit = proof.bounds["y"].limit
-    assert _checked(proof, 3 * limit).passed
-    assert proof.passed
-    assert proof.bounds["y"].limit == limit
-    assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
+def test_a_run_passes_explained_errors_and_records_the_case(checker: ParityChecker) -> None:
+    limit = checker.tolerances["y"].limit
+    assert _checked(checker, 3 * limit).passed
+    assert checker.passed
+    assert checker.tolerances["y"].limit == limit
+    assert checker.reference.variations[-1] == "with weights moved by half a unit in the last place at steep"
 
 
-def test_a_limit_raised_for_one_target_is_not_raised_for_others(proof: ParityChecker) -> None:
+def test_a_limit_raised_for_one_target_is_not_raised_for_others(checker: ParityChecker) -> None:
     """A small fault in the graph raised the limit for a larger fault in the file."""
-    measured, limit = dict(proof.bounds), proof.bounds["y"].limit
-    first = proof.take("graph", list(_off(proof, 3 * limit, STEEP).values()))
-    found = perturbation.bounds(proof, first, call, Norm(), 4.0, 0, measured)
-    assert found is not None
-    assert found["y"].extremes[STEEP] <= 16 * limit
-    proof.bounds = found
-    others = proof.take("onnx", list(_off(proof, 3 * limit, "batch 1").values()))
-    assert not others.passed
-    assert perturbation.bounds(proof, others, call, Norm(), 4.0, 0, measured) is None
-    farther = proof.take("pt2", list(_off(proof, 17 * limit, STEEP).values()))
+    measured, limit = dict(checker.tolerances), checker.tolerances["y"].limit
+    first = checker.check_results("graph", list(_off(checker, 3 * limit, STEEP).values()))
+    raised = perturbation.find_raised_tolerances(checker, first, call, Norm(), 4.0, 0, measured)
+    assert raised is not None
+    assert raised["y"].extremes[STEEP] <= 16 * limit
+    checker.tolerances = raised
+    other_target = checker.check_results("onnx", list(_off(checker, 3 * limit, "batch 1").values()))
+    assert not other_target.passed
+    assert perturbation.find_raised_tolerances(checker, other_target, call, Norm(), 4.0, 0, measured) is None
+    farther = checker.check_results("pt2", list(_off(checker, 17 * limit, STEEP).values()))
     assert not farther.passed
-    assert perturbation.bounds(proof, farther, call, Norm(), 4.0, 0, measured) is None
+    assert perturbation.find_raised_tolerances(checker, farther, call, Norm(), 4.0, 0, measured) is None
 
 
-def test_a_file_with_few_cases_is_excused_at_no_case(proof: ParityChecker) -> None:
+def test_a_file_with_few_cases_is_excused_at_no_case(checker: ParityChecker) -> None:
     """The share was computed over all cases of the run, so its only ordinary case was excused."""
-    few = ParityChecker(proof.reference.only([0, 5]), proof.bounds)
-    target = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
+    few = ParityChecker(checker.reference.select([0, 5]), checker.tolerances)
+    target = few.check_results("torchscript", list(_off(few, 3 * checker.tolerances["y"].limit, STEEP).values()))
     assert not target.passed
-    assert perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds) is None
+    assert perturbation.find_raised_tolerances(checker, target, call, Norm(), 4.0, 0, checker.tolerances) is None
 
 
-def test_a_run_fails_unexplained_errors_and_keeps_its_bounds(proof: ParityChecker) -> None:
-    before, ways = dict(proof.bounds), proof.reference.ways
-    assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
-    assert proof.bounds == before
-    assert proof.reference.ways == ways
+def test_a_run_fails_unexplained_errors_and_keeps_its_bounds(checker: ParityChecker) -> None:
+    before, variations = dict(checker.tolerances), checker.reference.variations
+    assert not _checked(checker, 100 * checker.tolerances["y"].limit).passed
+    assert checker.tolerances == before
+    assert checker.reference.variations == variations

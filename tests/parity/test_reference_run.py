@@ -13,24 +13,24 @@ from torch import nn
 
 from optexport.errors import ParityError, TraceError
 from optexport.parity import reference_run
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
-from optexport.parity.noise_floor import FALLBACK_ULPS, bounds
+from optexport.parity.noise_floor import FALLBACK_ULPS, measure_tolerances
 from optexport.parity.reference import THROUGHOUT
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch, Dim
 from tests._helpers.exports import quick
 from tests._helpers.models import randomise
-from tests.parity.measuring import EPS, Tensors, call, network
+from tests.parity.network import EPS, Tensors, call, network
 
 
 def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
     model, cases = network()
-    known = run_original(call, model, cases)
+    reference = run_original(call, model, cases)
     double = copy.deepcopy(model).double()
     with torch.no_grad():
         distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
-    assert bounds(known, 4.0)["y"].floor == float(max(distances))
+    assert measure_tolerances(reference, 4.0)["y"].floor == float(max(distances))
 
 
 def test_measuring_leaves_the_model_unchanged() -> None:
@@ -45,17 +45,19 @@ def test_measuring_leaves_the_model_unchanged() -> None:
 @pytest.mark.parametrize("in_other_ways", [True, False])
 def test_rounding_on_a_device_is_part_of_the_noise_floor(in_other_ways: bool) -> None:
     model, cases = network()
-    known = run_original(call, model, cases, batched=() if in_other_ways else None)
+    reference = run_original(call, model, cases, batched=() if in_other_ways else None)
 
     def coarse(model: nn.Module, batch: Batch) -> Tensors:
         return {"y": call(model, batch)["y"] + 1e-3}
 
-    there = reference_run._run_on("cpu", coarse, model, known)
-    assert there.ways == (*known.ways, "on cpu")
-    assert bounds(there, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
-    assert all(torch.equal(one["y"], other["y"]) for one, other in zip(there.exact, known.exact, strict=True))
-    same = reference_run._run_on("cpu", call, model, known)
-    assert same.noise == known.noise
+    on_device = reference_run._run_on_device("cpu", coarse, model, reference)
+    assert on_device.variations == (*reference.variations, "on cpu")
+    assert measure_tolerances(on_device, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
+    assert all(
+        torch.equal(one["y"], expected["y"]) for one, expected in zip(on_device.exact, reference.exact, strict=True)
+    )
+    same = reference_run._run_on_device("cpu", call, model, reference)
+    assert same.noise == reference.noise
 
 
 class Ashore(nn.Module):
@@ -66,9 +68,9 @@ class Ashore(nn.Module):
 
 
 def test_a_model_failing_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
-    with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\nHint: Have it make its tensors"):
-        reference_run._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
+    reference = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
+    with pytest.raises(TraceError, match=r"Ashore: the original model fails on meta: .*\nHint: Create tensors in the"):
+        reference_run._run_on_device("meta", call, Ashore(), reference)  # type: ignore[arg-type]
 
 
 class Stubborn(nn.Module):
@@ -83,14 +85,14 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_failing_in_float64_falls_back_with_a_reason() -> None:
-    known = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
-    assert known.fallback is not None
-    assert known.fallback.startswith("RuntimeError")
-    assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
-    bound = bounds(known, 4.0)["y"]
-    assert bound.floor == 0.0
-    size = float(known.outputs[0]["y"].abs().max())
-    assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
+    reference = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
+    assert reference.fallback is not None
+    assert reference.fallback.startswith("RuntimeError")
+    assert torch.equal(reference.exact[0]["y"], reference.outputs[0]["y"])
+    tolerance = measure_tolerances(reference, 4.0)["y"]
+    assert tolerance.floor == 0.0
+    size = float(reference.outputs[0]["y"].abs().max())
+    assert tolerance.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
 
 
 class MasksInFloat32(nn.Module):
@@ -105,11 +107,11 @@ class MasksInFloat32(nn.Module):
 def test_mask_values_too_large_for_float32_keep_a_noise_floor() -> None:
     """The float64 results were all NaN, so the floor was 0 and other roundings failed."""
     cases = [Case(name, {"x": torch.randn(4, 60)}) for name in ("traced", "other")]
-    known = run_original(call, MasksInFloat32(), cases, batched=["x"])
-    assert known.fallback is None
+    reference = run_original(call, MasksInFloat32(), cases, batched=["x"])
+    assert reference.fallback is None
     expected = torch.softmax(cases[0].batch["x"].double(), -1) / 3
-    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=0)
-    assert 0 < bounds(known, 4.0)["y"].floor < EPS
+    torch.testing.assert_close(reference.exact[0]["y"], expected, rtol=1e-14, atol=0)
+    assert 0 < measure_tolerances(reference, 4.0)["y"].floor < EPS
 
 
 class TimesFloat32(nn.Module):
@@ -126,11 +128,11 @@ class TimesFloat32(nn.Module):
 def test_float32_casts_become_float64_if_the_weights_need_it() -> None:
     """The reference fell back to the original's own precision."""
     model, batch = TimesFloat32(), {"x": torch.randn(2, 6)}
-    known = run_original(call, model, [Case("only", batch)])
-    assert known.fallback is None
+    reference = run_original(call, model, [Case("only", batch)])
+    assert reference.fallback is None
     weight, bias = model.linear.weight.detach().double(), model.linear.bias.detach().double()
     expected = (batch["x"].double() * torch.arange(6)) @ weight.T + bias
-    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(reference.exact[0]["y"], expected, rtol=1e-14, atol=1e-14)
 
 
 class Sinusoids(nn.Module):
@@ -149,13 +151,13 @@ class Sinusoids(nn.Module):
 def test_fixed_float32_computations_are_part_of_the_noise_floor(tmp_path: Path) -> None:
     """An error of one ulp in a length moves the wave at position 2,000 by 2,000 ulps."""
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
-    known = run_original(call, Sinusoids(), checked)
-    assert known.ways == ("in float64 throughout",)
+    reference = run_original(call, Sinusoids(), checked)
+    assert reference.variations == ("in float64 throughout",)
     targets, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
     waves = (targets[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
-    assert float((waves - known.exact[1]["y"][0]).abs().max()) > 100 * EPS
+    assert float((waves - reference.exact[1]["y"][0]).abs().max()) > 100 * EPS
     # Eight times its own rounding, which is less than two units in the last place here.
-    assert bounds(known, 4.0)["y"].floor == known.noise[1]["y"] == pytest.approx(16 * EPS, rel=1e-3)
+    assert measure_tolerances(reference, 4.0)["y"].floor == reference.noise[1]["y"] == pytest.approx(16 * EPS, rel=1e-3)
     dynamic = {"x": {0: "batch", 1: Dim("places", 2, 2048)}}
     x = torch.linspace(-1, 1, 18).reshape(2, 9)
     assert quick(Sinusoids(), {"x": x}, tmp_path / "waves", dynamic=dynamic, formats=["onnx"]).passed
@@ -185,17 +187,17 @@ def test_float32_loss_hides_no_fault_above_the_other_noise(
     """The whole loss was part of the floor, which was a thousand times the error of a file."""
     checked = [Case("traced", {"x": torch.arange(500_000_000, 503_000_000, 40_009)})]
     right, wrong = OfPeriods(dtype, seconds, mark), OfPeriods(dtype, seconds, mark, factor)
-    known = run_original(call, right, checked)
-    assert known.ways == (THROUGHOUT,)
-    proof = ParityChecker(known, bounds(known, 4.0))
+    reference = run_original(call, right, checked)
+    assert reference.variations == (THROUGHOUT,)
+    proof = ParityChecker(reference, measure_tolerances(reference, 4.0))
     assert proof.check("right", lambda batch: call(right, dict(batch))).passed
     assert not proof.check("wrong", lambda batch: call(wrong, dict(batch))).passed
 
 
 def test_a_wrong_wave_is_still_found() -> None:
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 400)})]
-    known = run_original(call, Sinusoids(), checked)
-    proof = ParityChecker(known, bounds(known, 4.0))
+    reference = run_original(call, Sinusoids(), checked)
+    proof = ParityChecker(reference, measure_tolerances(reference, 4.0))
     assert not proof.check("here", lambda batch: call(Sinusoids(1.01e4), dict(batch))).passed
 
 
@@ -212,7 +214,7 @@ def test_large_integer_steps_do_not_fail_the_file(tmp_path: Path) -> None:
 
 def test_a_model_without_float32_casts_is_not_run_again() -> None:
     model, cases = network()
-    assert THROUGHOUT not in run_original(call, model, cases).ways
+    assert THROUGHOUT not in run_original(call, model, cases).variations
 
 
 class MaskedInFloat32(nn.Module):
@@ -226,9 +228,9 @@ class MaskedInFloat32(nn.Module):
 
 def test_an_attention_mask_unusable_in_float64_keeps_a_floor() -> None:
     cases = [Case(name, {"x": torch.randn(2, 4, 33, 16)}) for name in ("traced", "other")]
-    known = run_original(call, MaskedInFloat32(), cases)
-    assert known.fallback is None
-    assert 0 < bounds(known, 4.0)["y"].floor < 8 * EPS
+    reference = run_original(call, MaskedInFloat32(), cases)
+    assert reference.fallback is None
+    assert 0 < measure_tolerances(reference, 4.0)["y"].floor < 8 * EPS
 
 
 class Unsteady(nn.Module):
@@ -236,15 +238,15 @@ class Unsteady(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.float().dtype != torch.float32:
-            raise TypeError("this is no float32")
+            raise TypeError("expected float32")
         return x if x.dtype == torch.float32 else -x
 
 
 def test_a_model_different_in_float64_is_refused() -> None:
-    known = run_original(call, randomise(Unsteady()), [Case("only", {"x": torch.ones(2, 6)})])
-    assert known.fallback is None
-    with pytest.raises(ParityError, match="nothing can be proven"):
-        bounds(known, 4.0)
+    reference = run_original(call, randomise(Unsteady()), [Case("only", {"x": torch.ones(2, 6)})])
+    assert reference.fallback is None
+    with pytest.raises(ParityError, match="cannot be checked"):
+        measure_tolerances(reference, 4.0)
 
 
 class Coarse(nn.Module):
@@ -255,14 +257,14 @@ class Coarse(nn.Module):
 
 
 def test_the_hint_names_a_smaller_multiple_if_one_is_enough() -> None:
-    known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
-    with pytest.raises(ParityError, match="nothing can be proven") as told:
-        bounds(known, 4.0)
-    named = re.match(r"Set parity.noise_multiple to ([\d.]+), or", told.value.hint or "")
+    reference = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
+    with pytest.raises(ParityError, match="cannot be checked") as caught:
+        measure_tolerances(reference, 4.0)
+    named = re.match(r"Set parity.noise_multiple to ([\d.]+), or", caught.value.hint or "")
     assert named is not None
-    assert bounds(known, float(named[1]))["y"].limit <= 0.1
+    assert measure_tolerances(reference, float(named[1]))["y"].limit <= 0.1
     with pytest.raises(ParityError):
-        bounds(known, float(named[1]) + 0.1)
+        measure_tolerances(reference, float(named[1]) + 0.1)
 
 
 class Cancels(nn.Module):
@@ -276,8 +278,8 @@ class Cancels(nn.Module):
 def test_uneven_noise_is_the_floor_if_half_the_digits_remain(size: float, guided: bool) -> None:
     model = randomise(Cancels())
     cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
-    known = run_original(call, model, cases)
-    assert known.unguided == (() if guided else (f"y at of {size}",))
+    reference = run_original(call, model, cases)
+    assert reference.float64_mismatches == (() if guided else (f"y at of {size}",))
 
 
 def test_an_integer_model_needs_no_float64() -> None:
@@ -285,9 +287,9 @@ def test_an_integer_model_needs_no_float64() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1
 
-    known = run_original(call, Shift(), [Case("only", {"x": torch.arange(3)})])
-    assert known.fallback is None
-    assert torch.equal(known.exact[0]["y"], torch.tensor([1, 2, 3]))
+    reference = run_original(call, Shift(), [Case("only", {"x": torch.arange(3)})])
+    assert reference.fallback is None
+    assert torch.equal(reference.exact[0]["y"], torch.tensor([1, 2, 3]))
 
 
 class Rows(nn.Module):
@@ -305,31 +307,31 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("mix", [False, True])
 def test_half_batches_add_to_the_floor_if_rows_are_independent(mix: bool) -> None:
     model = randomise(Rows(mix=mix))
-    known = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
-    assert known.ways == (() if mix else ("half the rows at a time",))
-    whole = float((known.outputs[0]["y"] - known.exact[0]["y"]).abs().max())
-    assert known.noise[0]["y"] >= whole
+    reference = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
+    assert reference.variations == (() if mix else ("half the rows at a time",))
+    together = float((reference.outputs[0]["y"] - reference.exact[0]["y"]).abs().max())
+    assert reference.noise[0]["y"] >= together
     if mix:
-        assert known.noise[0]["y"] == whole
-    assert bounds(known, 4.0)["y"].floor == known.noise[0]["y"]
+        assert reference.noise[0]["y"] == together
+    assert measure_tolerances(reference, 4.0)["y"].floor == reference.noise[0]["y"]
 
 
 def test_the_original_also_runs_on_one_thread() -> None:
     model, cases = network()
-    before, seen = torch.get_num_threads(), []
+    before, thread_counts = torch.get_num_threads(), []
 
     def watched(model: nn.Module, batch: Batch) -> Tensors:
-        seen.append(torch.get_num_threads())
+        thread_counts.append(torch.get_num_threads())
         return call(model, batch)
 
     try:
         torch.set_num_threads(2)
-        known = run_original(watched, model, cases)
+        reference = run_original(watched, model, cases)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert known.ways == ("with one thread",)
-    assert seen.count(1) == len(cases)
+    assert reference.variations == ("with one thread",)
+    assert thread_counts.count(1) == len(cases)
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells how much memory is free")
@@ -342,9 +344,9 @@ def test_a_model_too_large_for_float64_falls_back_with_a_reason() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 + self.far_too_much[0]
 
-    known = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
-    assert known.fallback is not None
-    assert known.fallback.startswith("its weights take 281475.0 GB in float64")
+    reference = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
+    assert reference.fallback is not None
+    assert reference.fallback.startswith("the weights need 281475.0 GB in float64")
 
 
 def test_half_batches_are_skipped_if_the_model_refuses_them() -> None:
@@ -354,5 +356,5 @@ def test_half_batches_are_skipped_if_the_model_refuses_them() -> None:
                 raise ValueError("it needs three rows")
             return x * 0.3
 
-    known = run_original(call, Three(), [Case("traced", {"x": torch.randn(3, 4)})], batched=["x"])
-    assert known.ways == ()
+    reference = run_original(call, Three(), [Case("traced", {"x": torch.randn(3, 4)})], batched=["x"])
+    assert reference.variations == ()

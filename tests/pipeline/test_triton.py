@@ -25,7 +25,7 @@ from optexport.bundle import digests
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError, ExportError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.reference import HALVES, Reference
 from optexport.parity.verify import verify
 from optexport.pipeline import triton

@@ -12,10 +12,10 @@ from hypothesis import given
 
 from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError, ParityError
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
-from optexport.parity.noise_floor import bounds
+from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference import Reference
 from optexport.quantization.sensitivity import Choice, choose, harm, layers_in, units_of, within
 from optexport.runtime.runners import Run
@@ -27,7 +27,7 @@ _ROOM = math.acos(_GATE)
 def _proof() -> ParityChecker:
     y = torch.tensor([[1.0, 0.0]])
     reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
-    known = bounds(reference, 4.0)
+    known = measure_tolerances(reference, 4.0)
     return ParityChecker(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
 
 

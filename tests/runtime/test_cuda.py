@@ -20,7 +20,7 @@ from optexport.result import Result
 from optexport.runtime import devices, placement, runners
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports
-from tests.parity.measuring import call, network
+from tests.parity.network import call, network
 
 pytestmark = [
     pytest.mark.gpu,

@@ -143,7 +143,7 @@ def test_bound_inputs_give_the_same_results() -> None:
 def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     result = exports.exported()
     proof = verify(result.output)
-    (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.bounds))
+    (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.tolerances))
     run = pt2[1]()
     proof.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
     found = blame_files(None, result.files, proof, "cuda")

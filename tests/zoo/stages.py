@@ -21,8 +21,8 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.loading.loader import Loaded
 from optexport.parity.candidate_check import CandidateChecker
+from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.reference import graph_runner
-from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline.run import make_checker
 from optexport.pipeline.steps import run_reference, trace_original
 from optexport.runtime import runners

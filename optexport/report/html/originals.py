@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optexport.bundle.manifest import Manifest
 
 if TYPE_CHECKING:
-    from optexport.parity.cases import Case
+    from optexport.parity.cases.case import Case
     from optexport.parity.reference import Reference
 
 
@@ -51,7 +51,9 @@ def compare(folder_a: Path, a: Manifest, folder_b: Path, b: Manifest) -> Referen
         shared += 1
         for name, result_a in reference_a.exact[number_a].items():
             result_b = reference_b.exact[number_b][name]
-            problem = distances.why_incomparable(result_b, result_a) or distances.why_incomparable(result_a, result_b)
+            problem = distances.find_comparison_problem(result_b, result_a) or distances.find_comparison_problem(
+                result_a, result_b
+            )
             if problem:
                 return ReferenceComparison(shared, f"the originals' {name} at {case.name}: {problem}")
             distance = distances.largest(distances.distance(result_b, result_a))

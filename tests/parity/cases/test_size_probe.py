@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from optexport.errors import ParityError
-from optexport.parity.size_probe import parting_sizes
+from optexport.parity.cases.size_probe import find_differing_sizes
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
 from optexport.transformations import Match, Rule
@@ -87,7 +87,7 @@ def test_a_branch_visible_only_under_padding_fails_parity(tmp_path: Path) -> Non
         quick(Pads(), inputs, tmp_path / "bundle", dynamic=dynamic)
 
 
-def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[list[dict[str, int]], list[torch.Size]]:
+def searched(model: nn.Module, skipped: Sequence[dict[str, int]] = ()) -> tuple[list[dict[str, int]], list[torch.Size]]:
     """Returns the sizes found and the shapes tried."""
     traced = trace(model.eval(), {"x": X}, DYNAMIC)
     tried = []
@@ -99,16 +99,16 @@ def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[li
     def graph(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": traced.graph_module(**batch)}
 
-    return parting_sizes(original, graph, {"x": X}, traced.signature, known), tried
+    return find_differing_sizes(original, graph, {"x": X}, traced.signature, skipped), tried
 
 
 @pytest.mark.slow
 def test_a_model_without_branches_passes_at_many_sizes() -> None:
-    found, tried = searched(Program(lambda m, x: m.linear(x.mean(-1, keepdim=True)), linear=nn.Linear(1, 4)))
-    assert found == []
+    differing, tried = searched(Program(lambda m, x: m.linear(x.mean(-1, keepdim=True)), linear=nn.Linear(1, 4)))
+    assert differing == []
     assert len(tried) == len(set(tried)) > 200
     assert {shape[2] for shape in tried} == set(range(1, 33))
-    assert all(1 <= size <= most for shape in tried for size, most in zip(shape, (8, 32, 32), strict=True))
+    assert all(1 <= size <= maximum for shape in tried for size, maximum in zip(shape, (8, 32, 32), strict=True))
 
 
 @pytest.mark.slow
@@ -128,14 +128,14 @@ def test_a_size_counts_only_if_the_model_accepts_it() -> None:
     def fails(batch: Any) -> dict[str, torch.Tensor]:
         raise ValueError(batch)
 
-    assert parting_sizes(fails, graph, {"x": X}, traced.signature) == []
-    assert len(parting_sizes(graph, fails, {"x": X}, traced.signature)) == 4
+    assert find_differing_sizes(fails, graph, {"x": X}, traced.signature) == []
+    assert len(find_differing_sizes(graph, fails, {"x": X}, traced.signature)) == 4
 
 
 def test_known_sizes_are_skipped_and_others_are_still_found() -> None:
     model = Program(lambda m, x: x * {"7": 2, "12": 3}.get(str(x.shape[2]), 1))
-    found, tried = searched(model, [{"columns": 7}])
-    assert {sizes["columns"] for sizes in found} == {12}
+    differing, tried = searched(model, [{"columns": 7}])
+    assert {sizes["columns"] for sizes in differing} == {12}
     assert 7 not in {shape[2] for shape in tried}
 
 
@@ -150,9 +150,12 @@ class SumsInBlocks(Rule):
         x, call = node.args[0], graph_module.graph.call_function
         with graph_module.graph.inserting_before(node):
             size = call(torch.ops.aten.sym_size.int, (x, 2))
-            whole = call(operator.sub, (size, call(operator.mod, (size, 8))))
+            multiple_of_eight = call(operator.sub, (size, call(operator.mod, (size, 8))))
             start = call(operator.neg, (call(operator.mod, (size, 8)),))
-            parts = [call(torch.ops.aten.slice.Tensor, (x, 2, *ends)) for ends in ((0, whole), (start, 2**63 - 1))]
+            parts = [
+                call(torch.ops.aten.slice.Tensor, (x, 2, *ends))
+                for ends in ((0, multiple_of_eight), (start, 2**63 - 1))
+            ]
             total = call(operator.add, tuple(call(torch.ops.aten.sum.dim_IntList, (part, [2])) for part in parts))
         node.replace_all_uses_with(total)
         graph_module.graph.erase_node(node)
@@ -213,7 +216,7 @@ def test_integers_decided_by_rounding_are_not_a_difference() -> None:
     def tie(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": ((torch.arange(100) == 99) & (batch["x"].flatten()[0] == X[0, 0, 0])).long()}
 
-    for candidate, found, strictly in ((tie, 0, 4), (one, 4, 4), (others, 4, 4), (graph, 4, 4)):
-        for rounded_anew, expected in ((True, found), (False, strictly)):
-            parted = parting_sizes(original, candidate, {"x": X}, traced.signature, rounded_anew=rounded_anew)
+    for candidate, differing, strictly in ((tie, 0, 4), (one, 4, 4), (others, 4, 4), (graph, 4, 4)):
+        for rounded_anew, expected in ((True, differing), (False, strictly)):
+            parted = find_differing_sizes(original, candidate, {"x": X}, traced.signature, reordered=rounded_anew)
             assert len(parted) == expected

@@ -19,11 +19,13 @@ from torch import nn
 from optexport._utils import signals
 from optexport._utils.module_state import buffers_kept
 from optexport.parity import distances
-from optexport.parity.cases import Case, cut_to, is_padding_mask, with_padding
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.padding import is_padding_mask, with_padding
+from optexport.parity.cases.untraced_sizes import cut_to
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
-from optexport.parity.reference_run import in_double
+from optexport.parity.reference_run import to_float64
 from optexport.runtime.runners import Run
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Signature
@@ -40,7 +42,7 @@ _EXAMPLES = 200
 # Limits per input: number of distinct integers that are tried as constants, and number of random tensors.
 _CONSTANTS = 32
 _SEEDS = 8
-_GIVEN = "as given"
+_AS_GIVEN = "as given"
 
 
 def smallest_failing(
@@ -70,14 +72,14 @@ def smallest_failing(
     choices = {name: _choices(name, tensor, vocabularies) for name, tensor in failing.batch.items()}
     space = _Space(failing, signature, ranges, choices)
     check = _Check(fails, space, seconds)
-    given = (tuple(sizes[name] for name in ranges), (_GIVEN,) * len(choices))
-    if not check(given):
+    start = (tuple(sizes[name] for name in ranges), (_AS_GIVEN,) * len(choices))
+    if not check(start):
         return None
-    found = _with_smaller_sizes(check, given)
+    smallest = _with_smaller_sizes(check, start)
     if values:
-        found = _with_simpler_values(check, found)
-        found = _with_smaller_sizes(check, found)
-    return None if found == given else space.case(found)
+        smallest = _with_simpler_values(check, smallest)
+        smallest = _with_smaller_sizes(check, smallest)
+    return None if smallest == start else space.case(smallest)
 
 
 def find_failing(
@@ -88,7 +90,7 @@ def find_failing(
     *,
     seed: int = 0,
     examples: int = _EXAMPLES,
-    most_numbers: int = 8192,
+    max_elements: int = 8192,
 ) -> Case | None:
     """Searches declared sizes and several kinds of values for an input that fails.
 
@@ -99,7 +101,7 @@ def find_failing(
         example: The traced batch.
         vocabularies: Number of valid ids per input, for inputs that index an embedding.
         examples: Number of inputs to try.
-        most_numbers: Maximum number of elements of one batch; larger sizes are reduced.
+        max_elements: Maximum number of elements of one batch; larger sizes are reduced.
 
     Returns:
         The reduced case; None if no input fails.
@@ -110,16 +112,16 @@ def find_failing(
     choices = {name: (*_choices(name, tensor, vocabularies), *seeds) for name, tensor in example.items()}
     from hypothesis import strategies as st
 
-    space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, most_numbers)
+    space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, max_elements)
     check = _Check(fails, space, math.inf)
     sizes = st.tuples(*(st.integers(low, high) for low, high in ranges.values()))
     kinds = st.tuples(*(st.sampled_from(kinds) for kinds in choices.values()))
-    found = _find(check, st.tuples(sizes, kinds), examples, seed)
-    return None if found is None else space.case(found)
+    choice = _find(check, st.tuples(sizes, kinds), examples, seed)
+    return None if choice is None else space.case(choice)
 
 
-def measurer(
-    run: Call, model: nn.Module, bounds: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
+def make_measure(
+    run: Call, model: nn.Module, tolerances: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
 ) -> Measure:
     """Returns a function that computes the reference and the tolerance of one case.
 
@@ -130,7 +132,7 @@ def measurer(
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original model. float64 uses one copy.
-        bounds: Tolerance of the outputs to compare, from the cases of the run.
+        tolerances: Tolerance of the outputs to compare, from the cases of the run.
         multiple: Noise multiple.
         fallback: True if float64 is not available.
     """
@@ -144,14 +146,16 @@ def measurer(
         with torch.no_grad(), buffers_kept(model):
             try:
                 outputs = run(model, case.batch)
-                exact = outputs if double is None else run(double, in_double(case.batch))
+                exact = outputs if double is None else run(double, to_float64(case.batch))
             except Exception:  # model code may raise anything
                 return None
-        if not all(bool(torch.isfinite(outputs[name]).all()) for name in bounds):
+        if not all(bool(torch.isfinite(outputs[name]).all()) for name in tolerances):
             return None
         reference = Reference((case,), (outputs,), (exact,))
         noise = reference.noise[0]
-        return reference, {name: _own(bound, outputs[name], noise[name], multiple) for name, bound in bounds.items()}
+        return reference, {
+            name: _tolerance_of_case(bound, outputs[name], noise[name], multiple) for name, bound in tolerances.items()
+        }
 
     return measure
 
@@ -160,7 +164,7 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
     """Returns a function that checks if a target fails on a batch.
 
     Args:
-        measure: Computes the reference and the tolerance of a case; see `measurer`.
+        measure: Computes the reference and the tolerance of a case; see `make_measure`.
         candidate: Runs the target on a batch.
     """
 
@@ -171,13 +175,13 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
     return fails
 
 
-def _own(bound: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
-    if bound.fixed or not original.is_floating_point():
-        return bound
+def _tolerance_of_case(tolerance: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
+    if tolerance.fixed or not original.is_floating_point():
+        return tolerance
     scale = distances.largest(distances.finite(original).abs())
-    limit = max(bound.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
-    drowned = limit > LARGEST_LIMIT * scale and limit > bound.limit
-    return replace(bound, limit=math.inf if drowned else limit, extremes={})
+    limit = max(tolerance.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
+    drowned = limit > LARGEST_LIMIT * scale and limit > tolerance.limit
+    return replace(tolerance, limit=math.inf if drowned else limit, extremes={})
 
 
 # Size of each dimension, and kind of values of each input.
@@ -188,27 +192,29 @@ _Choice = tuple[tuple[int, ...], tuple[str, ...]]
 class _Space:
     """Search space: a range of sizes per dimension and several kinds of values per input."""
 
-    given: Case
+    template: Case
     signature: Signature
     ranges: Mapping[str, tuple[int, int]]
     choices: Mapping[str, Sequence[str]]
     vocabularies: Mapping[str, int] | None = None
-    most_numbers: float = math.inf
+    max_elements: float = math.inf
 
     def batch(self, choice: _Choice) -> Batch:
-        resized = resize(self.given.batch, self.signature, self._sizes(choice))
+        resized = resize(self.template.batch, self.signature, self._sizes(choice))
         values = zip(resized.items(), choice[1], strict=True)
         return {name: self._values(name, tensor, kind) for (name, tensor), kind in values}
 
     def case(self, choice: _Choice) -> Case:
         sizes = [", ".join(f"{name} {size}" for name, size in self._sizes(choice).items())]
-        kinds = [f"{name} {kind}" for name, kind in zip(self.given.batch, choice[1], strict=True) if kind != _GIVEN]
-        like = [f"else as at {self.given.name}"] if len(kinds) < len(choice[1]) else []
+        kinds = [
+            f"{name} {kind}" for name, kind in zip(self.template.batch, choice[1], strict=True) if kind != _AS_GIVEN
+        ]
+        like = [f"else as at {self.template.name}"] if len(kinds) < len(choice[1]) else []
         return Case("; ".join(part for part in (*sizes, *kinds, *like) if part), self.batch(choice))
 
     def _sizes(self, choice: _Choice) -> dict[str, int]:
         sizes = dict(zip(self.ranges, choice[0], strict=True))
-        return cut_to(self.most_numbers, self.given.batch, self.signature, sizes)
+        return cut_to(self.max_elements, self.template.batch, self.signature, sizes)
 
     def _values(self, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
         word, _, number = kind.partition(" ")
@@ -225,14 +231,14 @@ class _Space:
 def _choices(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the kinds of values of an input, simplest first."""
     if is_padding_mask(name, tensor):
-        return ("all 1", "padded right", "padded left", "all 0", _GIVEN)
+        return ("all 1", "padded right", "padded left", "all 0", _AS_GIVEN)
     if tensor.is_floating_point():
-        return ("all 0", "all 1", _GIVEN)
+        return ("all 0", "all 1", _AS_GIVEN)
     if tensor.dtype is torch.bool:
-        return ("all 0", "all 1", _GIVEN)
+        return ("all 0", "all 1", _AS_GIVEN)
     ends = [0, vocabularies[name] - 1] if name in vocabularies else []
     constants = sorted({*tensor.unique().tolist()[:_CONSTANTS], *ends})
-    return (*(f"all {number}" for number in constants), _GIVEN)
+    return (*(f"all {number}" for number in constants), _AS_GIVEN)
 
 
 def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
@@ -241,8 +247,8 @@ def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
     if tensor.is_floating_point():
         size = max(float(distances.finite(tensor).abs().double().mean()), 1e-6)
         return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size).to(tensor.dtype)
-    known = tensor.flatten() if count is None else torch.arange(count)
-    return known[torch.randint(len(known), tensor.shape, generator=generator)].to(tensor.dtype)
+    pool = tensor.flatten() if count is None else torch.arange(count)
+    return pool[torch.randint(len(pool), tensor.shape, generator=generator)].to(tensor.dtype)
 
 
 class _Check:
@@ -250,14 +256,14 @@ class _Check:
 
     def __init__(self, fails: Fails, space: _Space, seconds: float) -> None:
         self.fails, self.space, self.end = fails, space, time.monotonic() + seconds
-        self.known: dict[_Choice, bool] = {}
+        self.results: dict[_Choice, bool] = {}
 
     def __call__(self, choice: _Choice) -> bool:
-        if choice not in self.known:
+        if choice not in self.results:
             if time.monotonic() > self.end:
                 return False
-            self.known[choice] = self.fails(self.space.batch(choice))
-        return self.known[choice]
+            self.results[choice] = self.fails(self.space.batch(choice))
+        return self.results[choice]
 
 
 def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
@@ -267,8 +273,8 @@ def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
     # Most draws are the largest size, which fails, so that hypothesis soon has a failure to shrink.
     limits = [(low, size) for (low, _), size in zip(check.space.ranges.values(), choice[0], strict=True)]
     sizes = (st.integers(low, size + 3 * (size - low + 1)).map(partial(min, size)) for low, size in limits)
-    found = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
-    return choice if found is None else found
+    smallest = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
+    return choice if smallest is None else smallest
 
 
 def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
@@ -293,10 +299,10 @@ def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: 
     )
     with _no_files():
         try:
-            found: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
+            choice: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
         except (hypothesis.errors.NoSuchExample, hypothesis.errors.FailedHealthCheck):
             return None  # FailedHealthCheck occurs if a hypothesis test calls this function, because tests cannot nest
-    return found
+    return choice
 
 
 @contextmanager

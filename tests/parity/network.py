@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optexport.parity.cases import Case
+from optexport.parity.cases.case import Case
 from optexport.signature.signature import Batch
 from tests._helpers.models import randomise
 

@@ -13,7 +13,8 @@ from types import MappingProxyType
 import torch
 
 from optexport.config.schema import Effort, TensorConfig
-from optexport.parity.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.padding import LESS_PADDING, PADDINGS, is_mask, with_padding
 from optexport.signature.signature import Batch
 
 # Normal values times 64 reach 200: beyond the range of exp in float32 and beyond the clamps of common activations.
@@ -33,7 +34,7 @@ def special_cases(
     *,
     declared: Mapping[str, TensorConfig] = MappingProxyType({}),
     attention_masks: Collection[str] = (),
-    sized_by_values: bool = False,
+    has_value_dependent_sizes: bool = False,
 ) -> list[Case]:
     """Returns the cases of special values at the traced sizes.
 
@@ -44,55 +45,57 @@ def special_cases(
         seed: Seed of the random values.
         declared: Tables of inputs with generated values; their range limits the integers.
         attention_masks: Inputs that are added to attention scores, so that a 1 hides nothing.
-        sized_by_values: True if the size of results depends on input values. Generated integers are then skipped,
-            because they could exhaust the memory.
+        has_value_dependent_sizes: True if the size of results depends on input values. Generated integers are then
+            skipped, because they could exhaust the memory.
     """
-    found = _padded(example)
+    cases = _padded_cases(example)
     if effort == "quick":
-        return found
+        return cases
     if vocabularies:
         ids = {name: _with_boundary_ids(example[name], count) for name, count in vocabularies.items()}
-        found.append(Case("boundary ids", {**example, **ids}, optional=True))
-    if values := {name: tensor for name, tensor in example.items() if _holds_values(name, tensor)}:
+        cases.append(Case("boundary ids", {**example, **ids}, optional=True))
+    if values := {name: tensor for name, tensor in example.items() if _has_real_values(name, tensor)}:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
-        large = {name: tensor * _times(tensor.dtype) for name, tensor in values.items()}
-        times = max(_times(tensor.dtype) for tensor in values.values())
-        found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
-        found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
+        large = {name: tensor * _scale_factor(tensor.dtype) for name, tensor in values.items()}
+        times = max(_scale_factor(tensor.dtype) for tensor in values.values())
+        cases.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
+        cases.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
     for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may reject one
-        found.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
+        cases.append(
+            Case(f"noise as {name}", {**example, name: _draw_near_constant(example[name], seed)}, optional=True)
+        )
     for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
-        if all(torch.equal(case.batch[name], example[name]) for case in found):
-            found += _turned(example, name, is_added=name in attention_masks)
-    if not sized_by_values:
-        for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
-            found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
+        if all(torch.equal(case.batch[name], example[name]) for case in cases):
+            cases += _flipped_masks(example, name, is_added=name in attention_masks)
+    if not has_value_dependent_sizes:
+        for name in [name for name, tensor in example.items() if _has_free_integers(name, tensor, vocabularies)]:
+            cases += _integer_cases(example, name, effort, _integer_range(example[name].dtype, declared.get(name)))
     for name in [name for name, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel()]:
-        found += _truths(example, name)
+        cases += _boolean_cases(example, name)
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
-        drawn = _random(example, [*values], vocabularies, seed + turn)
-        found.append(Case(f"random values {turn}", drawn, optional=True))
-    return found
+        drawn = _draw_values(example, [*values], vocabularies, seed + turn)
+        cases.append(Case(f"random values {turn}", drawn, optional=True))
+    return cases
 
 
-def _padded(example: Batch) -> list[Case]:
+def _padded_cases(example: Batch) -> list[Case]:
     """Returns the traced batch with every kind of padding, as one case or several.
 
     Fewer rows than kinds need several cases. With several masks, each mask gets every kind in another order, and no
     padding once.
     """
-    found: list[Case] = []
+    cases: list[Case] = []
     rows = max(1, next((tensor.shape[0] for tensor in example.values() if tensor.dim()), 1))
-    turns = (*PADDINGS, "none")
-    several = sum(is_mask(name, tensor) for name, tensor in example.items()) > 1
-    for start in range(0, len(turns) if several else len(PADDINGS), rows):
-        kinds = (*turns[start:], *turns[:start])
+    all_kinds = (*PADDINGS, "none")
+    several_masks = sum(is_mask(name, tensor) for name, tensor in example.items()) > 1
+    for start in range(0, len(all_kinds) if several_masks else len(PADDINGS), rows):
+        kinds = (*all_kinds[start:], *all_kinds[:start])
         padded = with_padding(example, kinds, is_mask)
         if any(is_mask(name, tensor) and not torch.equal(padded[name], tensor) for name, tensor in example.items()):
-            told = ", ".join(kinds[:rows]).removesuffix(", none")
-            less = with_padding(example, LESS_PADDING, is_mask)
-            found.append(Case(f"padded {told}", padded, optional=True, otherwise=(less,)))
-    return found
+            row_kinds = ", ".join(kinds[:rows]).removesuffix(", none")
+            less_padded = with_padding(example, LESS_PADDING, is_mask)
+            cases.append(Case(f"padded {row_kinds}", padded, optional=True, fallbacks=(less_padded,)))
+    return cases
 
 
 def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -102,16 +105,16 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     """
     boundary = torch.tensor(sorted({0, min(1, count - 1), max(0, count - 2), count - 1}), dtype=ids.dtype)
     length = ids.shape[-1] if ids.dim() else 1
-    targets = torch.arange(ids.numel())
-    row, column = targets // max(1, length), targets % max(1, length)
+    positions = torch.arange(ids.numel())
+    row, column = positions // max(1, length), positions % max(1, length)
     rows = ids.numel() // max(1, length)
     every_second = length >= 2 * len(boundary) or (length > 1 and rows >= len(boundary))
-    chosen = boundary[(column // 2 + row if every_second else targets) % len(boundary)]
-    kept = (column % 2 == 0) if every_second else torch.zeros_like(targets, dtype=torch.bool)
-    return torch.where(kept, ids.flatten(), chosen).reshape(ids.shape)
+    chosen = boundary[(column // 2 + row if every_second else positions) % len(boundary)]
+    is_unchanged = (column % 2 == 0) if every_second else torch.zeros_like(positions, dtype=torch.bool)
+    return torch.where(is_unchanged, ids.flatten(), chosen).reshape(ids.shape)
 
 
-def _holds_values(name: str, tensor: torch.Tensor) -> bool:
+def _has_real_values(name: str, tensor: torch.Tensor) -> bool:
     """Checks if an input contains real values, unlike a mask with marks such as 0."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
 
@@ -120,7 +123,7 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
+def _flipped_masks(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     """Returns cases of a mask that padding cannot change, with other values in it.
 
     A mask of zeros and ones has every second value flipped. Zeros in floating point may also be added to attention
@@ -129,95 +132,97 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     other masks, mostly added ones, are shifted by one position.
     """
     mask = example[name]
-    targets = sum(
+    positions = sum(
         torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape)
     )
-    turns = torch.as_tensor(targets).expand(mask.shape) % 2 == (mask.numel() > 1)
-    made: dict[str, torch.Tensor] = {}
+    every_second = torch.as_tensor(positions).expand(mask.shape) % 2 == (mask.numel() > 1)
+    variants: dict[str, torch.Tensor] = {}
     if bool(((mask == 0) | (mask == 1)).all()):
         # Boolean inputs have a case with every second value anyway.
         if not is_added and (mask.dtype is not torch.bool or mask.numel() == 1):
-            made["turned at every second place"] = torch.where(turns, 1 - mask.to(torch.int8), mask).to(mask.dtype)
+            variants["flipped at every second position"] = torch.where(every_second, 1 - mask.to(torch.int8), mask).to(
+                mask.dtype
+            )
         if mask.is_floating_point() and not mask.any():
-            made["hiding every second place"] = mask.masked_fill(turns, torch.finfo(mask.dtype).min)
+            variants["hiding every second position"] = mask.masked_fill(every_second, torch.finfo(mask.dtype).min)
     elif _is_constant(mask):
-        made["turned at every second place"] = mask.masked_fill(turns, 0)
+        variants["flipped at every second position"] = mask.masked_fill(every_second, 0)
     elif mask.dim():
-        made["moved by one place"] = mask.roll(1, -1)
+        variants["shifted by one position"] = mask.roll(1, -1)
     return [
-        Case(f"{name} {how}", {**example, name: values}, extreme=True, optional=True)
-        for how, values in made.items()
+        Case(f"{name} {change}", {**example, name: values}, extreme=True, optional=True)
+        for change, values in variants.items()
         if not torch.equal(values, mask)
     ]
 
 
-def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def _draw_near_constant(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Returns values near a constant with its sign, or in [0, 1) for a constant of 0."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
     return torch.where(tensor == 0, drawn, tensor.double() * (drawn + 0.5)).to(tensor.dtype)
 
 
-def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
+def _has_free_integers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
     """Checks if an input contains free integers: neither ids nor the marks of a mask."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_whole and name not in vocabularies and "mask" not in name
 
 
-def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
+def _integer_range(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
     """Returns the smallest and largest integer, limited by the dtype and the declared range."""
-    ends = torch.iinfo(dtype)
+    limits = torch.iinfo(dtype)
     low, high = (None, None) if declared is None else (declared.low, declared.high)
-    least = ends.min if low is None else max(ends.min, math.ceil(low))
-    return least, ends.max if high is None else min(ends.max, math.ceil(high) - 1)
+    minimum = limits.min if low is None else max(limits.min, math.ceil(low))
+    return minimum, limits.max if high is None else min(limits.max, math.ceil(high) - 1)
 
 
-def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, int]) -> list[Case]:
+def _integer_cases(example: Batch, name: str, effort: Effort, limits: tuple[int, int]) -> list[Case]:
     """Returns cases of one input only, because a model may reject any, such as an index."""
-    tensor, (least, most) = example[name], ends
+    tensor, (minimum, maximum) = example[name], limits
     steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
-    start = max(least, min(_BEYOND_FLOAT32, most - _KINDS + 1))
-    made = {f"from {start:,}": start + steps}
-    if least <= 0 <= most:
-        made["zero"] = torch.zeros_like(steps)
-    if effort == "exhaustive" and least < 0:
-        made["below zero"] = (-1 - steps).clamp(min=least)
-    inside = {kind: values.clamp(max=most).to(tensor.dtype) for kind, values in made.items()}
+    start = max(minimum, min(_BEYOND_FLOAT32, maximum - _KINDS + 1))
+    variants = {f"from {start:,}": start + steps}
+    if minimum <= 0 <= maximum:
+        variants["zero"] = torch.zeros_like(steps)
+    if effort == "exhaustive" and minimum < 0:
+        variants["below zero"] = (-1 - steps).clamp(min=minimum)
+    inside = {kind: values.clamp(max=maximum).to(tensor.dtype) for kind, values in variants.items()}
     return [
         Case(f"{name} {kind}", {**example, name: values}, extreme=True, optional=True)
         for kind, values in inside.items()
     ]
 
 
-def _truths(example: Batch, name: str) -> list[Case]:
+def _boolean_cases(example: Batch, name: str) -> list[Case]:
     """Returns cases of one boolean input.
 
     All-false is not a case: a selection without elements is arbitrary, as a softmax over scores of minus infinity.
     """
     tensor = example[name]
-    targets = torch.arange(tensor.numel()).reshape(tensor.shape)
-    made = {"every second": targets % 2 == 0}
+    positions = torch.arange(tensor.numel()).reshape(tensor.shape)
+    variants = {"every second true": positions % 2 == 0}
     if "mask" not in name:
-        made["all true"] = torch.ones_like(tensor)
+        variants["all true"] = torch.ones_like(tensor)
     return [
         Case(f"{name} {kind}", {**example, name: values}, optional=True)
-        for kind, values in made.items()
+        for kind, values in variants.items()
         if not torch.equal(values, tensor)
     ]
 
 
-def _times(dtype: torch.dtype) -> int:
+def _scale_factor(dtype: torch.dtype) -> int:
     return _LARGE_TIMES_IN_HALF if dtype is torch.float16 else _LARGE_TIMES
 
 
-def _random(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
+def _draw_values(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
     """Draws ids from the vocabulary, and normal values with the example's mean and deviation."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     drawn = dict(example)
     for name, count in vocabularies.items():
         drawn[name] = torch.randint(0, count, example[name].shape, generator=generator).to(example[name].dtype)
     for name in values:
-        known = example[name].double()
-        noise = torch.randn(known.shape, generator=generator, dtype=torch.float64)
-        drawn[name] = (known.mean() + noise * known.std(correction=0)).to(example[name].dtype)
+        values_before = example[name].double()
+        noise = torch.randn(values_before.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = (values_before.mean() + noise * values_before.std(correction=0)).to(example[name].dtype)
     return drawn

@@ -14,11 +14,11 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import ParityError
-from optexport.parity.cases import Case
-from optexport.parity.noise_floor import bounds
+from optexport.parity.cases.case import Case
+from optexport.parity.input_search import failure_test, find_failing, make_measure, smallest_failing
+from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference import Outputs
 from optexport.parity.reference_run import run_original
-from optexport.parity.search import failure_test, find_failing, measurer, smallest_failing
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from optexport.transformations import Transformation
 from tests._helpers import exports
@@ -43,76 +43,76 @@ def batch(rows: int = 4, columns: int = 9) -> Batch:
 def test_a_failing_input_is_made_as_small_as_the_fault_allows(rows: int, columns: int) -> None:
     """The fault needs a minimum number of rows and columns, and no particular values."""
 
-    def fails(made: Batch) -> bool:
-        return made["ids"].shape[0] >= rows and made["ids"].shape[1] >= columns
+    def fails(inputs: Batch) -> bool:
+        return inputs["ids"].shape[0] >= rows and inputs["ids"].shape[1] >= columns
 
-    found = smallest_failing(fails, Case("traced", batch(8, 12)), SIGNATURE, {"ids": IDS})
-    if (rows, columns) == (8, 12) and found is None:
+    smallest = smallest_failing(fails, Case("traced", batch(8, 12)), SIGNATURE, {"ids": IDS})
+    if (rows, columns) == (8, 12) and smallest is None:
         return
-    assert found is not None
-    assert list(found.batch["ids"].shape) == [rows, columns]
-    assert found.name.startswith(f"batch {rows}, sequence {columns}")
+    assert smallest is not None
+    assert list(smallest.batch["ids"].shape) == [rows, columns]
+    assert smallest.name.startswith(f"batch {rows}, sequence {columns}")
 
 
 @pytest.mark.parametrize(
     ("fails", "part"),
     [
-        (lambda made: bool((made["ids"] == 17).any()), "ids all 17"),
-        (lambda made: bool((made["ids"] == IDS - 1).any()), f"ids all {IDS - 1}"),
-        (lambda made: not made["mask"].any(1).all(), "mask all 0"),
-        (lambda made: any(row[0] == 0 and row.any() for row in made["mask"][:, :3]), "mask padded left"),
+        (lambda inputs: bool((inputs["ids"] == 17).any()), "ids all 17"),
+        (lambda inputs: bool((inputs["ids"] == IDS - 1).any()), f"ids all {IDS - 1}"),
+        (lambda inputs: not inputs["mask"].any(1).all(), "mask all 0"),
+        (lambda inputs: any(row[0] == 0 and row.any() for row in inputs["mask"][:, :3]), "mask padded left"),
     ],
 )
 def test_the_simplest_failing_values_are_named(fails: Callable[[Batch], bool], part: str) -> None:
-    given = batch()
-    given["ids"][1, 2] = IDS - 1
-    given["mask"][2] = 0
-    given["mask"][3, :2] = 0
-    found = smallest_failing(fails, Case("data", given), SIGNATURE, {"ids": IDS})
-    assert found is not None
-    assert fails(found.batch)
-    assert part in found.name
-    assert found.name.startswith("batch 1, ")
+    inputs = batch()
+    inputs["ids"][1, 2] = IDS - 1
+    inputs["mask"][2] = 0
+    inputs["mask"][3, :2] = 0
+    smallest = smallest_failing(fails, Case("data", inputs), SIGNATURE, {"ids": IDS})
+    assert smallest is not None
+    assert fails(smallest.batch)
+    assert part in smallest.name
+    assert smallest.name.startswith("batch 1, ")
 
 
 def test_values_stay_if_only_sizes_may_change() -> None:
-    given = batch()
-    found = smallest_failing(lambda made: True, Case("data", given), SIGNATURE, {"ids": IDS}, values=False)
-    assert found is not None
-    assert torch.equal(found.batch["ids"], given["ids"][:1, :2])
-    assert found.name == "batch 1, sequence 2; else as at data"
+    inputs = batch()
+    smallest = smallest_failing(lambda inputs: True, Case("data", inputs), SIGNATURE, {"ids": IDS}, values=False)
+    assert smallest is not None
+    assert torch.equal(smallest.batch["ids"], inputs["ids"][:1, :2])
+    assert smallest.name == "batch 1, sequence 2; else as at data"
 
 
 def test_no_input_is_named_if_no_smaller_one_fails() -> None:
-    given = batch(3, 7)
-    assert smallest_failing(lambda made: False, Case("data", given), SIGNATURE, {}) is None
+    inputs = batch(3, 7)
+    assert smallest_failing(lambda inputs: False, Case("data", inputs), SIGNATURE, {}) is None
     assert smallest_failing(
-        lambda made: made["ids"].shape == (3, 7) and torch.equal(made["ids"], given["ids"]),
-        Case("data", given), SIGNATURE, {}, values=False,
+        lambda inputs: inputs["ids"].shape == (3, 7) and torch.equal(inputs["ids"], inputs["ids"]),
+        Case("data", inputs), SIGNATURE, {}, values=False,
     ) is None  # fmt: skip
 
 
 def test_a_search_ends_in_time_with_its_smallest_input(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def fails(made: Batch) -> bool:
+    def fails(inputs: Batch) -> bool:
         nonlocal calls
         calls += 1
-        return made["ids"].numel() > 6
+        return inputs["ids"].numel() > 6
 
     # A fake clock, because real time depends on the load of the machine: 20 calls take one second.
-    monkeypatch.setattr("optexport.parity.search.time", SimpleNamespace(monotonic=lambda: 0.05 * calls))
-    found = smallest_failing(fails, Case("data", batch(30, 60)), SIGNATURE, {}, seconds=1.0)
+    monkeypatch.setattr("optexport.parity.input_search.time", SimpleNamespace(monotonic=lambda: 0.05 * calls))
+    smallest = smallest_failing(fails, Case("data", batch(30, 60)), SIGNATURE, {}, seconds=1.0)
     assert calls <= 21
-    assert found is not None
-    assert fails(found.batch)
+    assert smallest is not None
+    assert fails(smallest.batch)
 
 
 def test_a_search_is_deterministic_and_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def fails(made: Batch) -> bool:
-        return made["ids"].shape[1] % 8 == 5 and made["ids"].shape[0] > 1
+    def fails(inputs: Batch) -> bool:
+        return inputs["ids"].shape[1] % 8 == 5 and inputs["ids"].shape[0] > 1
 
     first, second = (find_failing(fails, batch(), SIGNATURE, {"ids": IDS}) for _ in range(2))
     assert first is not None
@@ -124,21 +124,21 @@ def test_a_search_is_deterministic_and_writes_no_file(tmp_path: Path, monkeypatc
 
 @settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**62), st.integers(100, 3000))
-def test_a_search_respects_sizes_vocabulary_and_budget(seed: int, most: int) -> None:
+def test_a_search_respects_sizes_vocabulary_and_budget(seed: int, limit: int) -> None:
     tried: list[Batch] = []
 
-    def fails(made: Batch) -> bool:
-        tried.append(made)
+    def fails(inputs: Batch) -> bool:
+        tried.append(inputs)
         return False
 
-    assert find_failing(fails, batch(), SIGNATURE, {"ids": IDS}, seed=seed, examples=40, most_numbers=most) is None
-    for made in tried:
-        assert 1 <= made["ids"].shape[0] <= 32
-        assert 2 <= made["ids"].shape[1] <= 64
-        assert sum(tensor.numel() for tensor in made.values()) <= most
-        assert 0 <= int(made["ids"].min()) <= int(made["ids"].max()) < IDS
-        assert set(made["mask"].flatten().tolist()) <= {0, 1}
-    assert len({made["ids"].shape for made in tried}) > 5
+    assert find_failing(fails, batch(), SIGNATURE, {"ids": IDS}, seed=seed, examples=40, max_elements=limit) is None
+    for inputs in tried:
+        assert 1 <= inputs["ids"].shape[0] <= 32
+        assert 2 <= inputs["ids"].shape[1] <= 64
+        assert sum(tensor.numel() for tensor in inputs.values()) <= limit
+        assert 0 <= int(inputs["ids"].min()) <= int(inputs["ids"].max()) < IDS
+        assert set(inputs["mask"].flatten().tolist()) <= {0, 1}
+    assert len({inputs["ids"].shape for inputs in tried}) > 5
 
 
 class Sums(nn.Module):
@@ -150,8 +150,8 @@ class Sums(nn.Module):
         return (self.words(ids) * mask[..., None]).sum(1)
 
 
-def call(model: nn.Module, made: Batch) -> Outputs:
-    return {"y": model(**made)}
+def call(model: nn.Module, inputs: Batch) -> Outputs:
+    return {"y": model(**inputs)}
 
 
 @pytest.mark.slow
@@ -159,15 +159,15 @@ def test_the_failure_test_is_right_on_new_inputs() -> None:
     model, wrong = randomise(Sums()), randomise(Sums())
     with torch.no_grad():
         wrong.words.weight[7] += 1e-3
-    limits = bounds(run_original(call, model, [Case("traced", batch())]), 4.0)
-    measure = measurer(call, model, limits, 4.0)
-    right = failure_test(measure, lambda made: call(model, dict(made)))
-    fails = failure_test(measure, lambda made: call(wrong, dict(made)))
+    tolerances = measure_tolerances(run_original(call, model, [Case("traced", batch())]), 4.0)
+    measure = make_measure(call, model, tolerances, 4.0)
+    right = failure_test(measure, lambda inputs: call(model, dict(inputs)))
+    fails = failure_test(measure, lambda inputs: call(wrong, dict(inputs)))
     assert find_failing(right, batch(), SIGNATURE, {"ids": IDS}, examples=60) is None
     assert not fails({"ids": torch.full((2, 3), 6), "mask": torch.ones(2, 3, dtype=torch.int64)})
-    found = smallest_failing(fails, Case("traced", batch()), SIGNATURE, {"ids": IDS})
-    assert found is not None
-    assert found.name == "batch 1, sequence 2; ids all 7; mask all 1"
+    smallest = smallest_failing(fails, Case("traced", batch()), SIGNATURE, {"ids": IDS})
+    assert smallest is not None
+    assert smallest.name == "batch 1, sequence 2; ids all 7; mask all 1"
 
 
 def test_an_input_refused_by_the_original_is_not_a_failure() -> None:
@@ -175,8 +175,8 @@ def test_an_input_refused_by_the_original_is_not_a_failure() -> None:
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             raise ValueError("no")
 
-    limits = bounds(run_original(call, randomise(Sums()), [Case("traced", batch())]), 4.0)
-    assert not failure_test(measurer(call, Refuses(), limits, 4.0), lambda made: {})(batch())
+    tolerances = measure_tolerances(run_original(call, randomise(Sums()), [Case("traced", batch())]), 4.0)
+    assert not failure_test(make_measure(call, Refuses(), tolerances, 4.0), lambda inputs: {})(batch())
 
 
 class WrongAtSomeLengths(Transformation):

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optexport.config.schema import Effort
-from optexport.parity.cases import cases
-from optexport.parity.special_values import special_cases
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.signature.signature import Dim
 from tests._helpers.exports import quick
-from tests.parity.test_special_values import EFFORTS, IDS, signature, text
+from tests.parity.cases.test_special_values import EFFORTS, IDS, signature, text
 from tests.tiers import examples
 
 
 def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
-    found = set()
+    special = set()
     for row in (row for mask in masks for row in mask):
         if not row.any():
-            found.add("whole")
+            special.add("whole")
         elif row[0] == 1 and row[-1] == 0:
-            found.add("right")
+            special.add("right")
         elif row[0] == 0 and row[-1] == 1:
-            found.add("left")
-    return found
+            special.add("left")
+    return special
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -39,22 +39,22 @@ def test_every_kind_of_padding_is_checked_at_the_traced_size(
     effort: Effort, decoder: bool, rows: int, columns: int
 ) -> None:
     example = text(rows, columns, decoder=decoder)
-    found = special_cases(example, {}, effort, 0)
+    special = special_cases(example, {}, effort, 0)
     for name in [name for name in example if "mask" in name]:
-        assert all(case.batch[name].shape == example[name].shape for case in found)
-        assert kinds_of_padding([case.batch[name] for case in found]) == {"right", "left", "whole"}
+        assert all(case.batch[name].shape == example[name].shape for case in special)
+        assert kinds_of_padding([case.batch[name] for case in special]) == {"right", "left", "whole"}
 
 
 @given(st.sampled_from([torch.int64, torch.float32, torch.bool]), st.sampled_from([(3, 6), (2, 4, 5), (2, 3, 4, 4)]))
 def test_masks_of_any_name_are_padded_and_images_only_partly(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """A ``padding_mask`` was never padded, so a graph that ignored it passed."""
     example = {"x": torch.ones(2, 3), "key_padding_mask": torch.ones(shape, dtype=dtype)}
-    made = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
-    assert made
-    assert all(mask.dtype is dtype for mask in made)
-    assert any(not mask.all() for mask in made)
+    masks = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
+    assert masks
+    assert all(mask.dtype is dtype for mask in masks)
+    assert any(not mask.all() for mask in masks)
     if len(shape) > 2:
-        assert all(mask.any(-1).all() for mask in made)
+        assert all(mask.any(-1).all() for mask in masks)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -69,8 +69,8 @@ def test_two_masks_are_never_padded_alike(rows: int) -> None:
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_every_kind_of_padding_is_checked_at_untraced_sizes(effort: Effort) -> None:
     example = text(4, 9)
-    found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
-    masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
+    special = make_cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
+    masks = [case.batch["attention_mask"] for case in special if case.batch["input_ids"].shape != (4, 9)]
     assert kinds_of_padding(masks) == {"right", "left", "whole"}
 
 
@@ -114,10 +114,10 @@ LEAST = torch.finfo(torch.float32).min
 )
 def test_a_mask_unchanged_by_padding_is_tried_with_other_values(mask: torch.Tensor, tried: list[set[float]]) -> None:
     """Rules that dropped or swapped such masks passed, because no case changed their values."""
-    found = special_cases({"any_mask": mask}, {}, "standard", 0)
-    made = [case.batch["any_mask"] for case in found if not torch.equal(case.batch["any_mask"], mask)]
-    assert [set(values.flatten().tolist()) for values in made] == [{float(torch.tensor(v)) for v in t} for t in tried]
-    for values in made:
+    special = special_cases({"any_mask": mask}, {}, "standard", 0)
+    masks = [case.batch["any_mask"] for case in special if not torch.equal(case.batch["any_mask"], mask)]
+    assert [set(values.flatten().tolist()) for values in masks] == [{float(torch.tensor(v)) for v in t} for t in tried]
+    for values in masks:
         assert (values.dtype, values.shape) == (mask.dtype, mask.shape)
         assert bool((values != mask).any())
 
@@ -139,6 +139,6 @@ def test_padding_refused_by_the_model_is_skipped_and_reported(tmp_path: Path) ->
     inputs = {"x": torch.randn(4, 7), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}
     dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 32)} for name in inputs}
     result = quick(Positions(), inputs, tmp_path / "out", dynamic=dynamic)
-    told = [what for what in result.manifest.parity.left_out if "the model itself fails as it is padded" in what]
-    assert any(what.startswith("batch 1, sequence 2") or "sequence" in what for what in told)
+    notes = [note for note in result.manifest.parity.left_out if "the original model fails with this padding" in note]
+    assert any(note.startswith("batch 1, sequence 2") or "sequence" in note for note in notes)
     assert {"batch 8, sequence 2", "padded right, left, whole"} <= set(result.manifest.parity.cases)

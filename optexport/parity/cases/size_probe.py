@@ -18,27 +18,28 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from optexport.parity import distances
-from optexport.parity.cases import is_padding_mask, shapes_at, with_padding
+from optexport.parity.cases.padding import is_padding_mask, with_padding
+from optexport.parity.cases.untraced_sizes import shapes_at
 from optexport.runtime.runners import Run
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature
 
 # Cost limits: number of runs, and number of arithmetic operations. Operator calls and written elements are converted to
 # operations by the time they take.
-_MOST_RUNS = 1024
-_MOST_OPERATIONS = 4e10
+_MAX_RUNS = 1024
+_MAX_OPERATIONS = 4e10
 _OPERATIONS_PER_CALL = 2e5
 _OPERATIONS_PER_ELEMENT = 20
 _TIMES_HALF = 4
 # A run that takes more than this share of the limit is skipped.
-_MOST_OF_ONE = 1 / 16
+_MAX_SHARE_OF_ONE = 1 / 16
 # Limits of the range of one dimension: number of sizes, and multiple of the traced size if the range has no end.
-_MOST_SIZES = 512
+_MAX_SIZES = 512
 _TIMES_TRACED = 4
 _DRAWN = 64
 # Number of sizes to return, largest difference first. One set of sizes shows a difference, and a few show that there
 # are several. In half precision rounding causes more differences, so the largest are the most reliable.
-_ENOUGH = 4
+_MAX_RESULTS = 4
 # Relative tolerance: equal operators give nearly equal results, and the parity check measures the exact difference.
 # `_TIES`: share of integers that may differ by a last bit if a rule changes the order of operations; these sizes run
 # again with other values. `_SMALL`: a value that cancels to near zero is rounded like one at the smallest quarter. A
@@ -50,15 +51,15 @@ _ULPS = 4
 _PADDING = ("right", "none", "left")
 
 
-def parting_sizes(
+def find_differing_sizes(
     original: Run,
     graph: Run,
     example: Batch,
     signature: Signature,
-    known: Sequence[Mapping[str, int]] = (),
+    skipped: Sequence[Mapping[str, int]] = (),
     times: int = 1,
     *,
-    rounded_anew: bool = False,
+    reordered: bool = False,
 ) -> list[dict[str, int]]:
     """Returns a few sizes at which a graph differs from the original, or raises.
 
@@ -66,65 +67,70 @@ def parting_sizes(
 
     Args:
         original, graph: Runners of the model and of the graph.
-        known: Sizes of some dimensions that are checked anyway, and skipped here.
+        skipped: Sizes of some dimensions that are checked anyway.
         times: Factor on the cost limits.
-        rounded_anew: True if the graph computes in another order than the model.
+        reordered: True if the graph computes in another order than the model.
     """
-    found: list[tuple[float, dict[str, int]]] = []
-    left, cost, before = _MOST_OPERATIONS * times, 0.0, math.inf
-    to_try = itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times)
-    numbers = {tuple(sizes.items()): _numbers(example, signature, sizes) for sizes in to_try}
-    for items in sorted(numbers, key=numbers.__getitem__):  # cheapest first, so that most sizes fit into the cost limit
+    differences: list[tuple[float, dict[str, int]]] = []
+    budget, cost, elements_before = _MAX_OPERATIONS * times, 0.0, math.inf
+    to_try = itertools.islice(_list_sizes(signature.dims, signature.sizes(example)), _MAX_RUNS * times)
+    elements = {tuple(sizes.items()): _largest_input(example, signature, sizes) for sizes in to_try}
+    for items in sorted(
+        elements, key=elements.__getitem__
+    ):  # cheapest first, so that most sizes fit into the cost limit
         sizes = dict(items)
-        if any(doubt.items() <= sizes.items() for doubt in known):
+        if any(skipped_sizes.items() <= sizes.items() for skipped_sizes in skipped):
             continue
-        if cost * numbers[items] / before > _MOST_OF_ONE * _MOST_OPERATIONS:
+        if cost * elements[items] / elements_before > _MAX_SHARE_OF_ONE * _MAX_OPERATIONS:
             break  # cost grows with size, so that every further size exceeds the limit too
         batch = with_padding(resize(example, signature, sizes), _PADDING)
-        want = _outcome(original, batch)
-        with _Counter() as counted:
-            got = _outcome(graph, batch)
-        apart = _apart(got, want)
-        if 0 < apart <= 1 and rounded_anew:  # with other values, other integers depend on a last bit
+        expected = _outcome(original, batch)
+        with _Counter() as counter:
+            outputs = _outcome(graph, batch)
+        difference = _difference(outputs, expected)
+        if 0 < difference <= 1 and reordered:  # with other values, other integers depend on a last bit
             batch = _other_values(batch)
-            apart *= _apart(_outcome(graph, batch), _outcome(original, batch)) > 0
-        if apart:
-            found.append((apart, sizes))
-        cost, before = counted.operations, max(1, numbers[items])
-        left -= 2 * (counted.operations + _OPERATIONS_PER_CALL * counted.calls)
-        if left < 0:
+            difference *= _difference(_outcome(graph, batch), _outcome(original, batch)) > 0
+        if difference:
+            differences.append((difference, sizes))
+        cost, elements_before = counter.operations, max(1, elements[items])
+        budget -= 2 * (counter.operations + _OPERATIONS_PER_CALL * counter.calls)
+        if budget < 0:
             break
-    return [sizes for _, sizes in sorted(found, key=lambda each: each[0], reverse=True)[:_ENOUGH]]
+    return [sizes for _, sizes in sorted(differences, key=lambda entry: entry[0], reverse=True)[:_MAX_RESULTS]]
 
 
-def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _list_sizes(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yields sizes to try: one dimension varied, all equal, few small ones, random ones."""
     if not traced:
         return
     ranges = {name: _range(dims[name], size) for name, size in traced.items()}
-    least = {name: sizes[0] for name, sizes in ranges.items()}
-    alone = [
-        [{**others, name: size} for size in ranges[name]]
-        for others in (least, traced)
-        for name in (ranges if len(ranges) > 1 or others is least else ())
+    minima = {name: sizes[0] for name, sizes in ranges.items()}
+    one_varied = [
+        [{**fixed, name: size} for size in ranges[name]]
+        for fixed in (minima, traced)
+        for name in (ranges if len(ranges) > 1 or fixed is minima else ())
     ]
-    alike = [
+    all_equal = [
         {name: min(max(size, sizes[0]), sizes[-1]) for name, sizes in ranges.items()}
         for size in sorted(set().union(*ranges.values()))
     ]
-    few = [dict(zip(ranges, each, strict=True)) for each in itertools.product(*(s[:3] for s in ranges.values()))]
-    drawn = random.Random(0)  # noqa: S311
-    any_of = [{name: drawn.choice(sizes) for name, sizes in ranges.items()} for _ in range(_DRAWN)]
-    seen = {tuple(traced.values())}
-    for sizes in itertools.chain.from_iterable(itertools.zip_longest(*alone, alike, few, any_of)):
-        if sizes is not None and (key := tuple(sizes.values())) not in seen:
-            seen.add(key)
+    smallest = [
+        dict(zip(ranges, combination, strict=True))
+        for combination in itertools.product(*(s[:3] for s in ranges.values()))
+    ]
+    generator = random.Random(0)  # noqa: S311
+    random_sizes = [{name: generator.choice(sizes) for name, sizes in ranges.items()} for _ in range(_DRAWN)]
+    yielded = {tuple(traced.values())}
+    for sizes in itertools.chain.from_iterable(itertools.zip_longest(*one_varied, all_equal, smallest, random_sizes)):
+        if sizes is not None and (key := tuple(sizes.values())) not in yielded:
+            yielded.add(key)
             yield sizes
 
 
 def _range(dim: Dim, traced: int) -> Sequence[int]:
-    most = max(dim.max or _TIMES_TRACED * traced, traced)
-    return range(max(dim.min, 1), min(most, _MOST_SIZES) + 1) or [traced]
+    maximum = max(dim.max or _TIMES_TRACED * traced, traced)
+    return range(max(dim.min, 1), min(maximum, _MAX_SIZES) + 1) or [traced]
 
 
 class _Counter(TorchDispatchMode):
@@ -138,9 +144,9 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        elements = sum(value.numel() for value in made)
-        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in made)
+        tensors = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        elements = sum(value.numel() for value in tensors)
+        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in tensors)
         self.calls += 1
         operations = _OPERATIONS_PER_ELEMENT * elements
         if (count := flop_registry.get(func._overloadpacket)) is not None:
@@ -157,42 +163,45 @@ def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:
         return None
 
 
-def _apart(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor] | None) -> float:
+def _difference(outputs: Mapping[str, torch.Tensor] | None, expected: Mapping[str, torch.Tensor] | None) -> float:
     """Returns the difference of two results as a multiple of the expected rounding.
 
     0 means equal, and up to 1 means that ties can explain it. Any result is acceptable if the original raises.
     """
-    if want is None:
+    if expected is None:
         return 0.0
-    return math.inf if got is None else max((_times(got[name], each) for name, each in want.items()), default=0.0)
-
-
-def _times(one: torch.Tensor, other: torch.Tensor) -> float:
-    if distances.why_incomparable(one, other) is not None:
+    if outputs is None:
         return math.inf
-    apart, magnitude = distances.distance(one, other), distances.finite(other).abs()
-    if not other.is_floating_point() or not other.numel():
-        return float(apart.count_nonzero()) / (_TIES * max(1, apart.numel()))
-    tolerance = max(_TOLERANCE, _ULPS * torch.finfo(other.dtype).eps)
-    results = magnitude[~distances.marks(other, other)]
+    return max((_relative_difference(outputs[name], tensor) for name, tensor in expected.items()), default=0.0)
+
+
+def _relative_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    if distances.find_comparison_problem(output, expected) is not None:
+        return math.inf
+    distance, magnitude = distances.distance(output, expected), distances.finite(expected).abs()
+    if not expected.is_floating_point() or not expected.numel():
+        return float(distance.count_nonzero()) / (_TIES * max(1, distance.numel()))
+    tolerance = max(_TOLERANCE, _ULPS * torch.finfo(expected.dtype).eps)
+    results = magnitude[~distances.is_mask_value(expected, expected)]
     small = results.kthvalue(1 + results.numel() // _SMALL).values if results.numel() else 0.0
-    times = distances.largest(torch.where(apart > 0, apart / (tolerance * (magnitude + small)), 0.0))
+    times = distances.largest(torch.where(distance > 0, distance / (tolerance * (magnitude + small)), 0.0))
     return times if times > 1 else 0.0
 
 
 def _other_values(batch: Batch) -> Batch:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: tensor if is_padding_mask(name, tensor) else _others(tensor, generator) for name, tensor in batch.items()
+        name: tensor if is_padding_mask(name, tensor) else _draw_other_values(tensor, generator)
+        for name, tensor in batch.items()
     }
 
 
-def _others(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw_other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if tensor.is_floating_point():
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         return tensor + noise * distances.finite(tensor).abs().mean()
     return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
 
 
-def _numbers(example: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
+def _largest_input(example: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
     return max(map(math.prod, shapes_at(example, signature, sizes).values()), default=0)

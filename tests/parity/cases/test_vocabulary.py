@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.parity.vocabulary import attention_masks, sized_by_values, vocabularies
+from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
 from optexport.tracing.trace import trace
 from tests._helpers import models
 from tests._helpers.exports import quick
@@ -27,20 +27,20 @@ class Looks(nn.Module):
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         match self.way:
             case "as they are":
-                found = self.large(ids)
+                embedded = self.large(ids)
             case "reshaped":
-                found = self.large(ids.reshape(-1, ids.shape[-1]).unsqueeze(0)[0])
+                embedded = self.large(ids.reshape(-1, ids.shape[-1]).unsqueeze(0)[0])
             case "cast":
-                found = self.large(ids.long())
+                embedded = self.large(ids.long())
             case "twice":
-                found = self.large(ids) + self.small(ids[:, :1])
+                embedded = self.large(ids) + self.small(ids[:, :1])
             case "of one column":
-                found = self.small(ids[:, 0])[:, None]
+                embedded = self.small(ids[:, 0])[:, None]
             case "changed":
-                found = self.large(ids + 2)
+                embedded = self.large(ids + 2)
             case _:
-                found = ids[..., None].float()
-        return found + x[..., None]
+                embedded = ids[..., None].float()
+        return embedded + x[..., None]
 
 
 @pytest.mark.sample(2)
@@ -91,7 +91,7 @@ class Repeats(nn.Module):
 def test_output_sizes_set_by_input_values_are_detected(by_values: bool) -> None:
     """Repeating by a made-up number would need more memory than is available."""
     traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
-    assert sized_by_values(traced.graph_module) is by_values
+    assert has_value_dependent_sizes(traced.graph_module) is by_values
 
 
 @pytest.mark.sample(2)
@@ -112,8 +112,8 @@ def test_an_attention_mask_is_detected(body: Any, is_one: bool) -> None:
             self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = body(SimpleNamespace(encoder=self.encoder, mask=mask), x)
-            return made
+            output: torch.Tensor = body(SimpleNamespace(encoder=self.encoder, mask=mask), x)
+            return output
 
     traced = trace(Masked().eval(), {"x": torch.randn(2, 5, 8), "mask": torch.zeros(5, 5)})
     assert attention_masks(traced.graph_module, traced.signature) == ({"mask"} if is_one else set())
@@ -124,4 +124,4 @@ def test_an_additive_encoder_mask_is_not_tried_with_ones(tmp_path: Path) -> None
     """Torch treats a 1 as a hidden position in eval mode, but its graph adds it."""
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     result = quick(layer, {"src": torch.randn(2, 5, 8), "src_mask": torch.zeros(5, 5)}, tmp_path / "out")
-    assert "src_mask hiding every second place" in result.manifest.parity.cases
+    assert "src_mask hiding every second position" in result.manifest.parity.cases

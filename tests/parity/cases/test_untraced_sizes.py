@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optexport.config.schema import Effort
-from optexport.errors import ConfigError
-from optexport.parity.cases import cases, cut_to, traceable
+from optexport.parity.cases.untraced_sizes import cut_to, make_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests.tiers import examples
 
@@ -41,9 +40,9 @@ def signature_of(batch: Batch, axes: dict[str, dict[int, str]], dims: dict[str, 
 def texts(rows: int, columns: int, *dims: Dim) -> tuple[Batch, Signature]:
     """Returns distinct token ids with their mask, and a signature with these dynamic dimensions."""
     ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns)
-    made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     axes = {axis: dim.name for axis, dim in enumerate(dims)}
-    return made, signature_of(made, dict.fromkeys(made, axes), {dim.name: dim for dim in dims})
+    return batch, signature_of(batch, dict.fromkeys(batch, axes), {dim.name: dim for dim in dims})
 
 
 @st.composite
@@ -64,16 +63,18 @@ def checked(draw: st.DrawFn) -> Checks:
     return batch, draw(st.sampled_from([[], [batch]])), signature
 
 
-def with_data(made: tuple[Batch, Signature]) -> Checks:
-    return made[0], [made[0]], made[1]
+def with_data(example: tuple[Batch, Signature]) -> Checks:
+    return example[0], [example[0]], example[1]
 
 
-def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
+def untraced(example: Batch, signature: Signature, count: int = 3) -> int:
     """Counts the declared sizes that were not traced, up to ``wanted``."""
     traced = signature.sizes(example)
-    choices = [range(dim.min, (dim.max or traced[name] + wanted) + 1) for name, dim in signature.dims.items()]
-    others = (sizes for sizes in itertools.product(*choices) if sizes != tuple(traced[name] for name in signature.dims))
-    return sum(1 for _ in itertools.islice(others, wanted))
+    choices = [range(dim.min, (dim.max or traced[name] + count) + 1) for name, dim in signature.dims.items()]
+    other_sizes = (
+        sizes for sizes in itertools.product(*choices) if sizes != tuple(traced[name] for name in signature.dims)
+    )
+    return sum(1 for _ in itertools.islice(other_sizes, count))
 
 
 @given(checked(), st.sampled_from(EFFORTS))
@@ -82,13 +83,13 @@ def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
 @example(with_data(texts(2, 5, Dim("batch", 1, 4))), "quick")
 def test_at_least_three_untraced_sizes_are_checked_if_possible(checks: Checks, effort: Effort) -> None:
     batch, real, signature = checks
-    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature, effort=effort)]
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in make_cases(batch, real, signature, effort=effort)]
     assert len(set(sizes) - {tuple(signature.sizes(batch).items())}) >= untraced(batch, signature)
 
 
 @given(checked(), st.sampled_from(EFFORTS))
 def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort) -> None:
-    for case in cases(*checks, effort=effort):
+    for case in make_cases(*checks, effort=effort):
         for name, size in checks[2].sizes(case.batch).items():
             dim = checks[2].dims[name]
             assert dim.min <= size <= (dim.max or size)
@@ -100,9 +101,9 @@ def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort)
 def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
     """Most errors in a range show at its ends."""
     signature = checks[2]
-    found = [signature.sizes(case.batch) for case in cases(*checks)]
+    tried_sizes = [signature.sizes(case.batch) for case in make_cases(*checks)]
     for name, dim in signature.dims.items():
-        sizes = {size[name] for size in found}
+        sizes = {size[name] for size in tried_sizes}
         assert dim.min in sizes
         assert dim.max is None or dim.max in sizes
 
@@ -113,24 +114,24 @@ def test_each_end_is_checked_alone_if_all_at_once_are_too_large() -> None:
     batch = {"x": torch.randn(2, 3, 32, 48)}
     spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
     signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
-    found = {tuple(case.batch["x"].shape) for case in cases(batch, [], signature)}
-    assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= found
+    tried_sizes = {tuple(case.batch["x"].shape) for case in make_cases(batch, [], signature)}
+    assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= tried_sizes
 
 
 @pytest.mark.slow
 @given(checked())
 def test_inputs_sharing_a_dimension_have_the_same_size(checks: Checks) -> None:
-    for case in cases(*checks):
+    for case in make_cases(*checks):
         sizes: dict[str, set[int]] = {}
         for name, axis, dim in checks[2].axes():
             sizes.setdefault(dim.name, set()).add(case.batch[name].shape[axis])
-        assert all(len(found) == 1 for found in sizes.values())
+        assert all(len(tried_sizes) == 1 for tried_sizes in sizes.values())
 
 
 @pytest.mark.slow
 @given(checked())
 def test_a_static_axis_keeps_its_size(checks: Checks) -> None:
-    for case in cases(*checks):
+    for case in make_cases(*checks):
         for spec in checks[2].inputs:
             fixed = [(axis, size) for axis, size in enumerate(spec.shape) if isinstance(size, int)]
             assert all(case.batch[spec.name].shape[axis] == size for axis, size in fixed)
@@ -140,7 +141,7 @@ def test_a_static_axis_keeps_its_size(checks: Checks) -> None:
 @given(checked())
 def test_integers_come_from_the_example_input(checks: Checks) -> None:
     batch, real, signature = checks
-    for case in cases(batch, real, signature):
+    for case in make_cases(batch, real, signature):
         if "input_ids" in batch:
             assert set(case.batch["input_ids"].flatten().tolist()) <= set(batch["input_ids"].flatten().tolist())
             assert set(case.batch["attention_mask"].flatten().tolist()) <= {0, 1}
@@ -152,24 +153,24 @@ def test_cases_are_deterministic_and_leave_inputs_unchanged(
     checks: Checks,
 ) -> None:
     batch, real, signature = checks
-    kept = {name: tensor.clone() for name, tensor in batch.items()}
-    first, second = cases(batch, real, signature), cases(batch, real, signature)
+    copies = {name: tensor.clone() for name, tensor in batch.items()}
+    first, second = make_cases(batch, real, signature), make_cases(batch, real, signature)
     assert [case.name for case in first] == [case.name for case in second]
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one.batch[name], other.batch[name]) for name in batch)
-    assert all(torch.equal(batch[name], kept[name]) for name in batch)
+    for case, repeated in zip(first, second, strict=True):
+        assert all(torch.equal(case.batch[name], repeated.batch[name]) for name in batch)
+    assert all(torch.equal(batch[name], copies[name]) for name in batch)
     assert first[0].batch is batch
     data = [case.batch for case in first if case.data]
-    assert all(any(all(torch.equal(row[name], one[name]) for name in row) for one in data) for row in real)
+    assert all(any(all(torch.equal(row[name], case[name]) for name in row) for case in data) for row in real)
 
 
 @pytest.mark.slow
 @given(checked())
 def test_case_names_and_sizes_are_unique(checks: Checks) -> None:
     batch, real, signature = checks
-    made = cases(batch, real, signature)
-    assert len({case.name for case in made}) == len(made)
-    sizes = [tuple(signature.sizes(case.batch).items()) for case in made[1:] if not case.data]
+    cases = make_cases(batch, real, signature)
+    assert len({case.name for case in cases}) == len(cases)
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases[1:] if not case.data]
     assert len(set(sizes)) == len(sizes)
 
 
@@ -177,43 +178,43 @@ def test_case_names_and_sizes_are_unique(checks: Checks) -> None:
 @settings(max_examples=examples(30))
 @given(st.integers(2, 9), st.integers(2, 300), st.integers(1, 2), st.integers(300, 5000))
 def test_case_size_stays_within_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
-    made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
-    most = max(BUDGET, 4 * 2 * batch * sequence)
-    for case in cases(made, [], signature, effort="quick"):
-        assert sum(tensor.numel() for tensor in case.batch.values()) <= most
-    for case in cases(made, [], signature):
+    example, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
+    limit = max(BUDGET, 4 * 2 * batch * sequence)
+    for case in make_cases(example, [], signature, effort="quick"):
+        assert sum(tensor.numel() for tensor in case.batch.values()) <= limit
+    for case in make_cases(example, [], signature):
         at_an_end = any(tensor.shape[axis] in (1, 2) for tensor in case.batch.values() for axis in (0, 1))
-        assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else most)
+        assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else limit)
 
 
 def test_exhaustive_effort_does_not_cut_sizes() -> None:
-    made, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
-    found = [signature.sizes(case.batch) for case in cases(made, [], signature, effort="exhaustive")]
-    assert {"batch": 40, "sequence": 300} in found
-    assert {1, 2, 15, 16, 17, 31, 32, 33, 40} <= {sizes["batch"] for sizes in found}
-    assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in found}
+    example, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
+    tried_sizes = [signature.sizes(case.batch) for case in make_cases(example, [], signature, effort="exhaustive")]
+    assert {"batch": 40, "sequence": 300} in tried_sizes
+    assert {1, 2, 15, 16, 17, 31, 32, 33, 40} <= {sizes["batch"] for sizes in tried_sizes}
+    assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in tried_sizes}
 
 
 @pytest.mark.slow
 @given(checked())
 def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
     batch, real, signature = checks
-    quick, standard, exhaustive = (len(cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
+    quick, standard, exhaustive = (len(make_cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
     assert quick <= standard <= exhaustive
 
 
 def test_a_static_model_is_checked_on_example_and_data_only() -> None:
     batch = {"x": torch.ones(2, 3)}
     signature = signature_of(batch, {}, {})
-    assert [case.name for case in cases(batch, [], signature)] == ["traced"]
-    other = {name: tensor.clone() for name, tensor in batch.items()}
-    next(iter(other.values())).flatten()[0] += 1
-    assert [case.name for case in cases(batch, [other, other], signature)] == ["traced", "data 0", "data 1"]
+    assert [case.name for case in make_cases(batch, [], signature)] == ["traced"]
+    data = {name: tensor.clone() for name, tensor in batch.items()}
+    next(iter(data.values())).flatten()[0] += 1
+    assert [case.name for case in make_cases(batch, [data, data], signature)] == ["traced", "data 0", "data 1"]
 
 
 def test_masks_are_padded_right_left_and_over_whole_rows() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8), Dim("sequence", 1, 40))
-    rows = [row for case in cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
+    rows = [row for case in make_cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
     assert any(row[0] == 1 and row[-1] == 0 for row in rows)
     assert any(row[0] == 0 and row[-1] == 1 for row in rows)
     assert any(not row.any() for row in rows)
@@ -223,39 +224,19 @@ def test_masks_are_padded_right_left_and_over_whole_rows() -> None:
 def test_user_padding_stays_padding() -> None:
     batch, signature = texts(4, 9, Dim("batch", 1, 8))
     batch["attention_mask"][:, 7:] = 0
-    assert all(not case.batch["attention_mask"][:, 7:].any() for case in cases(batch, [], signature))
-
-
-@given(st.integers(1, 9), st.integers(1, 9), dim_ranges)
-def test_an_example_is_resized_for_tracing_within_its_range(rows: int, columns: int, limits: tuple[int, int]) -> None:
-    low, more = limits
-    dim = Dim("batch", low, None if more is None else low + more)
-    axes: dict[str, dict[int, str | Dim]] = {"x": {0: dim}, "mask": {0: dim, 1: "sequence"}}
-    made = traceable({"x": torch.ones(rows, 3), "mask": torch.ones(rows, columns)}, axes)
-    assert made["x"].shape[0] == made["mask"].shape[0]
-    assert dim.min <= made["x"].shape[0] <= (dim.max or 99)
-    assert made["x"].shape[0] >= 2 or dim.max == 1
-    assert made["x"].shape[1] == 3
-    assert made["mask"].shape[1] == max(columns, 2)
-    if dim.min <= rows and 2 <= rows <= (dim.max or rows):
-        assert made["x"].shape[0] == rows  # a valid size is not changed
+    assert all(not case.batch["attention_mask"][:, 7:].any() for case in make_cases(batch, [], signature))
 
 
 def test_data_equal_to_the_traced_batch_is_checked_once_as_data() -> None:
-    batch, other = {"x": torch.ones(2, 3)}, {"x": torch.zeros(2, 3)}
+    batch, data = {"x": torch.ones(2, 3)}, {"x": torch.zeros(2, 3)}
     signature = Signature((TensorSpec("x", "float32", (2, 3)),), (), {})
     copied = {"x": batch["x"].clone()}
     for effort in ("quick", "standard"):
-        first, *others = cases(batch, [copied, other], signature, effort=effort)
+        first, *rest = make_cases(batch, [copied, data], signature, effort=effort)
         assert (first.name, first.data) == ("traced", True)
-        assert [case.name for case in others] == ([] if effort == "quick" else ["data 1"])
-    (first, second) = cases(batch, [other], signature)
+        assert [case.name for case in rest] == ([] if effort == "quick" else ["data 1"])
+    (first, second) = make_cases(batch, [data], signature)
     assert (first.data, second.name, second.data) == (False, "data", True)
-
-
-def test_a_declared_axis_without_elements_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"inputs: x: axis 1 holds nothing"):
-        traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
 
 
 def test_a_dimension_at_its_minimum_does_not_stop_cutting_others() -> None:
@@ -263,5 +244,5 @@ def test_a_dimension_at_its_minimum_does_not_stop_cutting_others() -> None:
     x = torch.zeros(4, 8, 16)
     dims = {"a": Dim("a", 4, 8), "b": Dim("b", 1, 32), "n": Dim("n", 4, 1000)}
     signature = signature_of({"x": x}, {"x": {0: "a", 1: "b", 2: "n"}}, dims)
-    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, kept=["n"])
+    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, fixed=["n"])
     assert cut == {"a": 4, "b": 1, "n": 700}

@@ -1,9 +1,7 @@
-"""Tests that data rows are split into batches and that unchecked rows are counted."""
+"""Tests that data are repeated for tracing and split into batches, and that unchecked rows are counted."""
 
 from __future__ import annotations
 
-import resource
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optexport.errors import ConfigError
 from optexport.parity import native_run
-from optexport.parity.cases import Case
-from optexport.parity.data_batches import shards, why_unchecked
-from optexport.parity.memmap import spilled
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.data_batches import describe_unchecked_data, make_traceable, split_batch
 from optexport.pipeline import run as pipeline_run
 from optexport.result import Result
 from optexport.signature.signature import Dim
@@ -50,7 +48,7 @@ enabled = false
 def test_every_row_is_in_one_batch_of_a_declared_size(rows: int, low: int, more: int | None) -> None:
     dim = Dim("batch", low, None if more is None else low + more)
     batch = {"x": torch.arange(rows * 3).reshape(rows, 3), "ids": torch.arange(rows), "scale": torch.ones(4)}
-    cut = shards(batch, ["x", "ids"], dim)
+    cut = split_batch(batch, ["x", "ids"], dim)
     assert torch.cat([shard["ids"] for shard in cut]).tolist() == list(range(rows))
     assert all(torch.equal(shard["x"][:, 0], 3 * shard["ids"]) for shard in cut)
     assert all(torch.equal(shard["scale"], batch["scale"]) for shard in cut)
@@ -63,31 +61,33 @@ def test_every_row_is_in_one_batch_of_a_declared_size(rows: int, low: int, more:
 @settings(max_examples=examples(60))
 @given(st.integers(1, 300))
 def test_batches_of_an_undeclared_axis_have_one_size(rows: int) -> None:
-    cut = shards({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
+    cut = split_batch({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
     assert len({shard["ids"].shape for shard in cut}) == 1
-    kept = torch.cat([shard["ids"] for shard in cut]).tolist()
-    assert kept == list(range(len(kept)))
-    assert rows - len(kept) < 32
-    if len(kept) < rows:
+    ids = torch.cat([shard["ids"] for shard in cut]).tolist()
+    assert ids == list(range(len(ids)))
+    assert rows - len(ids) < 32
+    if len(ids) < rows:
         checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
-        assert why_unchecked(cut, rows, checked) == (f"data: {len(kept)} of {rows} rows are checked",)
+        assert describe_unchecked_data(cut, rows, checked) == (f"data: {len(ids)} of {rows} rows are checked",)
 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(3, 60), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 21]))
 def test_batch_size_stays_within_the_budget_or_two_rows(rows: int, numbers: int) -> None:
     batch = {"x": torch.zeros(1, numbers, dtype=torch.uint8).expand(rows, -1)}
-    cut = shards(batch, ["x"], Dim("batch"))
+    cut = split_batch(batch, ["x"], Dim("batch"))
     assert all(shard["x"].numel() <= max(1 << 20, 2 * numbers) for shard in cut)
 
 
 def test_unchecked_data_is_counted_in_rows_or_batches() -> None:
-    cut = shards({"x": torch.zeros(100, 3)}, ["x"], Dim("batch"))
+    cut = split_batch({"x": torch.zeros(100, 3)}, ["x"], Dim("batch"))
     checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
     assert len(cut) == 4
-    assert why_unchecked(cut, 100, checked) == ()
-    assert why_unchecked(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == ("data: 50 of 100 rows are checked",)
-    assert why_unchecked(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
+    assert describe_unchecked_data(cut, 100, checked) == ()
+    assert describe_unchecked_data(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == (
+        "data: 50 of 100 rows are checked",
+    )
+    assert describe_unchecked_data(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
 
 
 def run(folder: Path, effort: str, rows: int = 100) -> Result:
@@ -111,29 +111,26 @@ def test_all_rows_are_checked_except_with_quick_effort(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_with_results_too_large_for_disk_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_run, "_DATA_BYTES", 300)
-    found = run(tmp_path, "standard").manifest.parity
-    assert [case for case in found.cases if case.startswith("data")] == ["data 1"]
-    assert found.left_out == ["data: 50 of 100 rows are checked"]
+    parity = run(tmp_path, "standard").manifest.parity
+    assert [case for case in parity.cases if case.startswith("data")] == ["data 1"]
+    assert parity.left_out == ["data: 50 of 100 rows are checked"]
 
 
-def test_large_results_are_stored_in_unnamed_files() -> None:
-    large, small = torch.randn(1 << 18).reshape(512, -1).t(), torch.randn(3)
-    kept = spilled({"large": large, "small": small, "half": large.bfloat16().repeat(2, 1)})
-    assert torch.equal(kept["large"], large)
-    assert torch.equal(kept["half"], large.bfloat16().repeat(2, 1))
-    assert kept["small"] is small
-    target = kept["large"].untyped_storage().filename
-    assert target is not None
-    assert not Path(target).exists()
+@given(st.integers(1, 9), st.integers(1, 9), st.tuples(st.integers(1, 6), st.integers(0, 6) | st.none()))
+def test_an_example_is_resized_for_tracing_within_its_range(rows: int, columns: int, limits: tuple[int, int]) -> None:
+    low, more = limits
+    dim = Dim("batch", low, None if more is None else low + more)
+    axes: dict[str, dict[int, str | Dim]] = {"x": {0: dim}, "mask": {0: dim, 1: "sequence"}}
+    resized = make_traceable({"x": torch.ones(rows, 3), "mask": torch.ones(rows, columns)}, axes)
+    assert resized["x"].shape[0] == resized["mask"].shape[0]
+    assert dim.min <= resized["x"].shape[0] <= (dim.max or 99)
+    assert resized["x"].shape[0] >= 2 or dim.max == 1
+    assert resized["x"].shape[1] == 3
+    assert resized["mask"].shape[1] == max(columns, 2)
+    if dim.min <= rows and 2 <= rows <= (dim.max or rows):
+        assert resized["x"].shape[0] == rows  # a valid size is not changed
 
 
-def test_results_too_large_for_a_file_raise_an_error() -> None:
-    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            spilled({"y": torch.ones(1 << 19)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        signal.signal(signal.SIGXFSZ, before)
+def test_a_declared_axis_without_elements_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inputs: x: axis 1 is declared dynamic, but has size 0"):
+        make_traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})

@@ -20,30 +20,30 @@ def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str
     Only inputs that reach an embedding directly, or through casts and shape changes, are included. The range of
     computed positions is unknown.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
         if spec.torch_dtype.is_floating_point:
             continue
         rows = [_rows(graph_module, node) for node in _embeddings(graph_module, placeholder)]
         if rows:
-            found[spec.name] = min(rows)
-    return found
+            counts[spec.name] = min(rows)
+    return counts
 
 
-def sized_by_values(graph_module: fx.GraphModule) -> bool:
+def has_value_dependent_sizes(graph_module: fx.GraphModule) -> bool:
     """Checks if sizes depend on input values, for example by ``repeat_interleave``."""
     return any(free_unbacked_symbols(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 
 def attention_masks(graph_module: fx.GraphModule, signature: Signature) -> set[str]:
     """Returns the inputs that reach only attention operators, as masks added to scores do."""
-    found = set()
+    masks = set()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
         if {_operator(user) for user in _uses(placeholder)} - {"sym_size"} == {"scaled_dot_product_attention"}:
-            found.add(spec.name)
-    return found
+            masks.add(spec.name)
+    return masks
 
 
 def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.Node]:
@@ -54,11 +54,11 @@ def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.N
 
 def _uses(placeholder: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a placeholder, following casts and shape changes."""
-    seen, waiting = {placeholder}, [placeholder]
+    visited, waiting = {placeholder}, [placeholder]
     while waiting:
         node = waiting.pop()
-        for user in [user for user in node.users if user not in seen]:
-            seen.add(user)
+        for user in [user for user in node.users if user not in visited]:
+            visited.add(user)
             if user.op != "call_module" and _operator(user) in _PASSES_ON and user.args and user.args[0] is node:
                 waiting.append(user)
             else:

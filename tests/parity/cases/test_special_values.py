@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from optexport.config.schema import Effort, TensorConfig
 from optexport.errors import ParityError
-from optexport.parity.cases import Case, cases
+from optexport.parity.cases.case import Case
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.checker import ParityChecker
-from optexport.parity.noise_floor import bounds
+from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference_run import run_original
-from optexport.parity.special_values import special_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests._helpers.exports import quick
 
@@ -28,8 +29,8 @@ IDS = 40
 
 def text(rows: int, columns: int, *, decoder: bool = False) -> Batch:
     ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns) % (IDS - 10) + 5
-    made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {**made, "decoder_attention_mask": torch.ones(rows, columns + 2, dtype=torch.int64)} if decoder else made
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**inputs, "decoder_attention_mask": torch.ones(rows, columns + 2, dtype=torch.int64)} if decoder else inputs
 
 
 def signature(batch: Batch, *dims: Dim) -> Signature:
@@ -49,7 +50,9 @@ def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]
 
     reference = run_original(call, model, checked)
     (output,) = (
-        ParityChecker(reference, bounds(reference, 4.0)).check("here", lambda batch: call(wrong, dict(batch))).outputs
+        ParityChecker(reference, measure_tolerances(reference, 4.0))
+        .check("here", lambda batch: call(wrong, dict(batch)))
+        .outputs
     )
     return {case.case for case in output.cases if case.failure is not None}
 
@@ -60,10 +63,10 @@ def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]
 def test_each_constant_input_is_tried_alone() -> None:
     """An untrained scale of 0 was 0 in every case. A model may refuse noise in one of two constant inputs."""
     example = {"scale": torch.tensor(0.0), "share": torch.full((2, 4), 0.25), "x": torch.randn(2, 4)}
-    found = {case.name: case.batch for case in special_cases(example, {}, "standard", 0)}
-    assert {name for name in found if name.startswith("noise")} == {"noise as scale", "noise as share"}
-    assert found["noise as scale"]["scale"] != 0
-    assert torch.equal(found["noise as scale"]["share"], example["share"])
+    batches = {case.name: case.batch for case in special_cases(example, {}, "standard", 0)}
+    assert {name for name in batches if name.startswith("noise")} == {"noise as scale", "noise as share"}
+    assert batches["noise as scale"]["scale"] != 0
+    assert torch.equal(batches["noise as scale"]["share"], example["share"])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
@@ -71,9 +74,9 @@ def test_a_constant_input_is_tried_with_noise(value: float) -> None:
     """Equal values do not show which element is used, or how far apart the elements are."""
     example = {"image": torch.full((2, 3, 4), value), "other": torch.randn(2, 4)}
     (case,) = [case for case in special_cases(example, {}, "standard", 0) if case.name == "noise as image"]
-    made = case.batch["image"]
-    assert made.std() > 0.1
-    assert bool((made >= 0).all() if value >= 0 else (made < 0).all())
+    image = case.batch["image"]
+    assert image.std() > 0.1
+    assert bool((image >= 0).all() if value >= 0 else (image < 0).all())
     assert torch.equal(case.batch["other"], example["other"])
     assert not case.extreme
 
@@ -82,15 +85,15 @@ def test_a_constant_input_is_tried_with_noise(value: float) -> None:
 def test_ids_at_both_ends_of_the_vocabulary_are_tried(rows: int, columns: int, count: int, dtype: torch.dtype) -> None:
     ids = torch.full((rows, columns), min(9, count - 1), dtype=dtype)
     (case,) = special_cases({"ids": ids}, {"ids": count}, "standard", 0)
-    made, ends = case.batch["ids"], {0, min(1, count - 1), max(0, count - 2), count - 1}
-    assert made.dtype is dtype
-    assert made.shape == ids.shape
-    assert 0 <= int(made.min()) <= int(made.max()) < count
+    tried_ids, ends = case.batch["ids"], {0, min(1, count - 1), max(0, count - 2), count - 1}
+    assert tried_ids.dtype is dtype
+    assert tried_ids.shape == ids.shape
+    assert 0 <= int(tried_ids.min()) <= int(tried_ids.max()) < count
     if rows * columns >= len(ends):
-        assert ends <= set(made.flatten().tolist())
+        assert ends <= set(tried_ids.flatten().tolist())
     if columns >= 8:
-        assert all(ends <= set(row) for row in made.tolist())
-        assert bool((made == ids).any())  # and ids of the example too
+        assert all(ends <= set(row) for row in tried_ids.tolist())
+        assert bool((tried_ids == ids).any())  # and ids of the example too
 
 
 def test_zeros_and_large_values_leave_masks_and_ids_unchanged() -> None:
@@ -111,17 +114,17 @@ def test_zeros_and_large_values_leave_masks_and_ids_unchanged() -> None:
 )
 def test_large_integers_are_tried_for_one_input_at_a_time(dtype: torch.dtype, shape: list[int], effort: Effort) -> None:
     example = {"seconds": torch.ones(shape, dtype=dtype), "days": torch.ones(2, dtype=dtype)}
-    found = special_cases(example, {}, effort, 0)
-    assert bool(found) is (effort != "quick")
-    for case in found:
+    cases = special_cases(example, {}, effort, 0)
+    assert bool(cases) is (effort != "quick")
+    for case in cases:
         (changed,) = [name for name, tensor in example.items() if not torch.equal(case.batch[name], tensor)]
-        made = case.batch[changed]
-        assert (made.dtype, made.shape) == (dtype, example[changed].shape)
+        values = case.batch[changed]
+        assert (values.dtype, values.shape) == (dtype, example[changed].shape)
         assert case.extreme
         assert case.optional
-        assert effort == "exhaustive" or bool((made >= 0).all())
-    if dtype in (torch.int32, torch.int64) and found:
-        large = torch.cat([case.batch["days"] for case in found])
+        assert effort == "exhaustive" or bool((values >= 0).all())
+    if dtype in (torch.int32, torch.int64) and cases:
+        large = torch.cat([case.batch["days"] for case in cases])
         assert not torch.equal(large.float().to(dtype), large)  # float32 cannot represent all of them
 
 
@@ -139,15 +142,15 @@ def test_integers_stay_within_the_declared_range(
     high = count if low is None or count is None else low + count
     spec = TensorConfig(shape=["batch", 3], dtype=dtype, low=low, high=high)
     example = {"hour": torch.full((2, 3), 5, dtype=getattr(torch, dtype))}
-    found = special_cases(example, {}, effort, 0, declared={"hour": spec})
-    made = torch.stack([case.batch["hour"] for case in found])
-    assert low is None or int(made.min()) >= low
-    assert high is None or int(made.max()) == high - 1
+    cases = special_cases(example, {}, effort, 0, declared={"hour": spec})
+    values = torch.stack([case.batch["hour"] for case in cases])
+    assert low is None or int(values.min()) >= low
+    assert high is None or int(values.max()) == high - 1
 
 
 def test_no_large_integers_are_tried_if_they_set_output_sizes() -> None:
     example = {"repeats": torch.tensor([1, 2])}
-    assert special_cases(example, {}, "exhaustive", 0, sized_by_values=True) == []
+    assert special_cases(example, {}, "exhaustive", 0, has_value_dependent_sizes=True) == []
 
 
 class Hours(nn.Module):
@@ -168,19 +171,19 @@ def test_integers_rounded_by_float32_are_found() -> None:
 
 def test_large_values_of_every_dtype_are_finite() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        found = special_cases({"x": torch.randn(64, 64).to(dtype)}, {}, "standard", 0)
-        assert all(bool(torch.isfinite(case.batch["x"]).all()) for case in found)
-        assert all(case.batch["x"].dtype is dtype for case in found)
+        cases = special_cases({"x": torch.randn(64, 64).to(dtype)}, {}, "standard", 0)
+        assert all(bool(torch.isfinite(case.batch["x"]).all()) for case in cases)
+        assert all(case.batch["x"].dtype is dtype for case in cases)
 
 
 def test_boolean_inputs_are_tried_and_masks_are_never_all_true() -> None:
     example = {"keep": torch.tensor([[True, False, False]]), "key_mask": torch.tensor([[True, True, False]])}
-    made = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
-    assert set(made) == {"keep every second", "keep all true", "key_mask every second"}
-    assert made["keep every second"]["keep"].tolist() == [[True, False, True]]
-    assert made["keep all true"]["keep"].all()
-    for name, batch in made.items():
-        assert all(torch.equal(batch[other], example[other]) for other in batch if other not in name)
+    batches = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
+    assert set(batches) == {"keep every second true", "keep all true", "key_mask every second true"}
+    assert batches["keep every second true"]["keep"].tolist() == [[True, False, True]]
+    assert batches["keep all true"]["keep"].all()
+    for name, batch in batches.items():
+        assert all(torch.equal(batch[second], example[second]) for second in batch if second not in name)
 
 
 class Pool(nn.Module):
@@ -210,8 +213,8 @@ class Best(nn.Module):
 def test_an_all_false_selection_is_not_tried(tmp_path: Path) -> None:
     """All scores are equal if every entry is false, so the order of the best is arbitrary."""
     inputs = {"scores": torch.arange(21.0).reshape(3, 7), "valid": torch.arange(21).reshape(3, 7) % 5 != 0}
-    made = [case.name for case in special_cases(inputs, {}, "standard", 0)]
-    assert not any("false" in name for name in made)
+    names = [case.name for case in special_cases(inputs, {}, "standard", 0)]
+    assert not any("false" in name for name in names)
     assert quick(Best(), inputs, tmp_path / "best").passed
 
 
@@ -220,8 +223,8 @@ def test_special_cases_have_unique_names_and_are_deterministic(effort: Effort) -
     example = {**text(2, 6), "x": torch.randn(2, 4)}
     first, second = (special_cases(example, {"input_ids": IDS}, effort, 3) for _ in range(2))
     assert len({case.name for case in first}) == len(first)
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one.batch[name], other.batch[name]) for name in example)
+    for case, repeated in zip(first, second, strict=True):
+        assert all(torch.equal(case.batch[name], repeated.batch[name]) for name in example)
 
 
 def test_an_undeclared_case_may_be_refused_and_is_reported() -> None:
@@ -235,10 +238,10 @@ def test_an_undeclared_case_may_be_refused_and_is_reported() -> None:
         return {"y": model(**batch)}
 
     example = {"x": torch.rand(3, 4) + 1}
-    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
-    reference = run_original(call, Picky(), given)
+    cases = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(call, Picky(), cases)
     assert [case.name for case in reference.cases] == ["traced", "values 64 times as large"]
-    assert reference.left_out == ("zeros: the model itself fails, ValueError: nothing but zeros",)
+    assert reference.skipped == ("zeros: the original model fails, ValueError: nothing but zeros",)
 
 
 def test_an_extreme_case_is_skipped_if_the_original_gives_nan() -> None:
@@ -247,10 +250,10 @@ def test_an_extreme_case_is_skipped_if_the_original_gives_nan() -> None:
             return x.exp()
 
     example = {"x": torch.randn(3, 4) + 2}
-    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
-    reference = run_original(lambda model, batch: {"y": model(**batch)}, Exponential(), given)
+    cases = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(lambda model, batch: {"y": model(**batch)}, Exponential(), cases)
     assert [case.name for case in reference.cases] == ["traced", "zeros"]
-    assert reference.left_out == ("values 64 times as large: the model itself gives NaN or infinity",)
+    assert reference.skipped == ("values 64 times as large: the original model returns NaN or infinity",)
 
 
 # Faults that only these cases find
@@ -295,11 +298,11 @@ def words(kind: type[Words] = Words) -> Words:
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_a_wrong_use_of_the_mask_is_found_at_a_fixed_shape(effort: Effort, wrong: type[Words], rows: int) -> None:
     example = text(rows, 7)
-    sizes = cases(example, [example], signature(example), effort=effort)
+    sizes = make_cases(example, [example], signature(example), effort=effort)
     special = special_cases(example, {"input_ids": IDS}, effort, 0)
-    found = failing(words(), words(wrong), [*sizes, *special])
-    assert found
-    assert all(name.startswith("padded") for name in found)
+    failing_cases = failing(words(), words(wrong), [*sizes, *special])
+    assert failing_cases
+    assert all(name.startswith("padded") for name in failing_cases)
 
 
 @pytest.mark.sample(1)
@@ -309,7 +312,7 @@ def test_a_wrong_boundary_row_is_found_only_by_boundary_ids(row: int) -> None:
     with torch.no_grad():
         wrong.words.weight[row] += 0.1
     example = text(4, 9)
-    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
+    sizes = make_cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
     special = special_cases(example, {"input_ids": IDS}, "standard", 0)
     assert failing(words(), wrong, [*sizes, *special]) == {"boundary ids"}
 
@@ -342,7 +345,7 @@ class Apply(nn.Module):
 )
 def test_a_missing_guard_is_found_only_at_an_extreme_case(right: object, wrong: object, where: str) -> None:
     example = {"x": torch.randn(3, 8)}
-    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16)))
+    sizes = make_cases(example, [example], signature(example, Dim("batch", 1, 16)))
     special = special_cases(example, {}, "standard", 0)
     assert failing(Apply(right), Apply(wrong), [*sizes, *special]) == {where}
     assert failing(Apply(right), Apply(right), [*sizes, *special]) == set()

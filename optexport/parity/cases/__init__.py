@@ -1,0 +1,1 @@
+"""Cases: the batches that targets are compared on, and what graphs reveal about good ones."""
