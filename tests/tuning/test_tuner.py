@@ -240,7 +240,12 @@ def test_tune_option_works_without_a_table(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("budget", "words"),
-    [('"soon"', '"soon" is not a duration'), ('"٣m"', "is not a duration"), ('"0s"', '"0s" is not a duration'), ("5", "tune")],
+    [
+        ('"soon"', '"soon" is not a duration'),
+        ('"٣m"', "is not a duration"),
+        ('"0s"', '"0s" is not a duration'),
+        ("5", "tune"),
+    ],
 )
 def test_invalid_budget_is_refused(tmp_path: Path, budget: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
