@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 _OVERHEAD = 1 << 20
 
 
-def check_room(path: Path, program: ExportedProgram) -> None:
+def check_disk_space(path: Path, program: ExportedProgram) -> None:
     """Checks that the disk and the file system have room for a program and its weights.
 
     Quotas are not taken into account.

@@ -1,11 +1,9 @@
-"""Exports a graph as an ``ExportedProgram``, for ``.pt2`` and the other formats."""
+"""Exports a graph as an ``ExportedProgram``, which every format is written from."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -18,8 +16,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes as torch_passes
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
@@ -176,43 +172,3 @@ def _widen(program: ExportedProgram, signature: Signature) -> None:
                 if (limits := program.range_constraints.get(symbol)) is not None:
                     least = sum(signature.dims[name].min for name in size.split(" + "))
                     program.range_constraints[symbol] = ValueRanges(least, limits.upper)
-
-
-def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) -> None:
-    """Writes a ``.pt2`` file.
-
-    ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors. The file contains no sample inputs,
-    because running does not need them. It contains no source locations, because they differ between runs.
-
-    Args:
-        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
-
-    Raises:
-        ExportError: The format does not support the graph or a weight.
-        OSError: The disk is full.
-    """
-    program = copy.copy(torch_passes.lower(program, passes, "pt2"))
-    program._example_inputs = None
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta.pop("from_node", None)
-                node.meta.pop("stack_trace", None)
-    check_room(path, program)
-    try:
-        with transformers_exporter.quiet():
-            torch.export.save(program, path)
-    except OSError:
-        raise
-    except Exception as error:  # torch.export raises many types of exceptions
-        raise ExportError(
-            f"torch.export.save could not write the graph: {_last_line(error)}",
-            location="export.formats: pt2",
-            hint='Leave "pt2" out of export.formats.',
-        ) from error
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback in the message, or else the message's first line."""
-    _, _, trace = str(error).partition("Traceback")
-    return trace.strip().splitlines()[-1] if trace.strip() else first_line(error)

@@ -73,7 +73,7 @@ def run_original(
         name = ""
         if computation is not None and why_no_room is None:
             name = _name(
-                model, own, computation, None if batched is None else sorted(batched), devices.described(device)
+                model, own, computation, None if batched is None else sorted(batched), devices.describe(device)
             )
         if name and (stored := results.read(name)) is not None:
             exact, notes = stored
@@ -240,8 +240,8 @@ def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -
     """Runs the original on a device, and adds its rounding there to the noise."""
     noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
     try:
-        moved = placement.model_to(model, device)
-        with devices.whole_float32(device):
+        moved = placement.move_model(model, device)
+        with devices.full_float32(device):
             for index, case in enumerate(reference.cases):
                 outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
                 for name, tensor in outputs.items():

@@ -1,4 +1,4 @@
-"""Quantisation of ONNX files to int8, with ``onnxruntime.quantization``."""
+"""Quantizes ONNX files to int8 with ``onnxruntime.quantization``, within the gates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from torch import fx
 
+from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
+from optexport.job import Job
+from optexport.parity.checker import ParityChecker
+from optexport.quantization.sensitivity import choose, gated_cases, layers_in, layers_to_keep
+from optexport.runtime import runners
+from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
 # Elements of a weight column, or of a row of the other factor, that share a scale. Of 32, 64, 128 and 256, 128 is the
@@ -26,6 +33,44 @@ OPERATORS = {"int8": ("MatMul",), "int8-blocks": ("MatMul",), "int8-static": ("M
 _SEVEN_BITS = True
 # Type of values that onnxruntime cannot infer: results of its custom operators.
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}
+
+
+def quantize_file(
+    source: Path, folder: Path, precision: str, job: Job, proof: ParityChecker, graph_module: fx.GraphModule
+) -> PrecisionRecord:
+    """Writes an ONNX file in int8, except layers that the gates need in float32.
+
+    Args:
+        source: ONNX file in float32, unchanged. Temporary files are written to the same folder.
+        folder: Folder for the new file, which has the same name.
+        precision: Precision, one of `OPERATORS`.
+        proof: Checker with the reference and the gates.
+        graph_module: Graph that the file was exported from.
+
+    Returns:
+        The record of the layer choice.
+
+    Raises:
+        ConfigError: No layer can be quantised, or `precision.keep_float32` names an unknown layer.
+        ExportError: onnxruntime cannot quantise the file, or cannot run the result.
+        ParityError: No choice of layers passes the gates.
+    """
+    prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
+    layers = prepare(source, prepared, precision)
+    batches = [case.batch for case in gated_cases(proof)]
+
+    def write(keep: Collection[str], target: Path) -> None:
+        kept = {layer for unit in keep for layer in layers_in(unit, layers)}
+        nodes = [node for layer, found in layers.items() if layer not in kept for node in found]
+        quantize(prepared, target, nodes, precision, batches)
+
+    def make(keep: Collection[str]) -> Run:
+        write(keep, attempt)
+        return runners.open_onnx(attempt, list(proof.bounds), optimized=True)
+
+    choice = choose("onnx", precision, layers, layers_to_keep(job, graph_module, layers), make, proof)
+    write(choice.kept, folder / source.name)
+    return choice.record()
 
 
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:

@@ -12,14 +12,19 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.config.metrics import beside_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
+from optexport.job import Job
 from optexport.parity.cases import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record
 from optexport.runtime.runners import Run
+from optexport.transformations.cast_precision import layer_name
+from optexport.transformations.merge_linears import parts_in_name
 
 # More layers than this are grouped by the model layer that contains them.
 _MOST_LAYERS = 64
@@ -79,7 +84,7 @@ class Choice:
         )
 
 
-def units_of(layers: Collection[str]) -> list[str]:
+def group_layers(layers: Collection[str]) -> list[str]:
     """Groups layers into units that are lowered together.
 
     Each layer is a unit, unless there are very many. Then all layers within one numbered layer of the model are a unit.
@@ -119,7 +124,7 @@ def choose(
                 location="precision.keep_float32",
                 hint=did_you_mean(name, layers) + (_MERGED if merged else ""),
             )
-    units = units_of(layers)
+    units = group_layers(layers)
     asked = [
         unit for unit in units if within(unit, keep) or any(within(layer, keep) for layer in layers_in(unit, layers))
     ]
@@ -228,3 +233,53 @@ def _values(target: TargetParity) -> list[GateValueRecord]:
         )
         for decision in target.decisions
     ]
+
+
+def check_passed(target: TargetParity, proof: ParityChecker) -> None:
+    """Rejects a target of lower precision that fails on all cases together.
+
+    Other targets pass here, because they have their own error.
+
+    Raises:
+        ParityError: The target failed.
+    """
+    if target.precision is not None and not target.passed:
+        told = "".join(f"\n  {failure}" for failure in failures(target))
+        raise ParityError(
+            f"in {target.precision} it fails a gate that it passed when the layers were chosen{told}",
+            location=target.target,
+            hint="Name more layers in precision.keep_float32, or leave its format out of [precision].",
+            proof=parity_record(proof),
+        )
+
+
+def layers_to_keep(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Collection[str]:
+    """Returns the configured float32 layers that exist in a file.
+
+    If several files are lowered, a name may belong to layers of another file only. An embedding, for example, always
+    stays in float32 in an ONNX file.
+    """
+    precision = job.config.precision
+    assert precision is not None
+    keep = [found for name in precision.keep_float32 for found in _here(name, layers)]
+    if sum(precision.of(name) is not None for name in job.config.export.formats) < 2:
+        return keep
+    known = {name for name, _ in (*job.loaded.model.named_modules(), *graph_module.named_modules())}
+    known |= {layer_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
+    elsewhere = [
+        name
+        for name in keep
+        if any(within(one, [name]) for one in known) and not any(within(layer, [name]) for layer in layers)
+    ]
+    return [name for name in keep if name not in elsewhere]
+
+
+def _here(name: str, layers: Collection[str]) -> list[str]:
+    """Resolves a layer name to itself, the layer it is merged into, or its parts.
+
+    Merging of layers may differ between files, and `[tune]` decides it by measurement.
+    """
+    if any(within(layer, [name]) for layer in layers):
+        return [name]
+    whole = [layer for layer in layers if name in parts_in_name(layer)]
+    return whole or [part for part in parts_in_name(name) if part in layers] or [name]

@@ -13,14 +13,14 @@ from torch.export.passes import move_to_device_pass
 from optexport.runtime.devices import Device
 
 
-def program_to(program: ExportedProgram, device: Device) -> ExportedProgram:
+def move_program(program: ExportedProgram, device: Device) -> ExportedProgram:
     """Moves a program's weights, and the devices in its graph, to a device, in place."""
     moved = move_to_device_pass(program, device)
     _write_device(moved.graph_module, torch.device(device))  # the pass leaves some device arguments unchanged
     return moved
 
 
-def model_to(model: nn.Module, device: Device) -> nn.Module:
+def move_model(model: nn.Module, device: Device) -> nn.Module:
     """Returns a copy of a model on a device; devices in graphs change too."""
     # Copy each tensor separately: deepcopy copies the whole storage, which is all weights for a memory-mapped file.
     there: dict[int, torch.Tensor] = {}

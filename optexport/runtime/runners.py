@@ -18,6 +18,7 @@ from optexport._utils.torch_settings import as_in_a_new_process
 from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
+from optexport.runtime.onnx_session import open_session
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments
 
@@ -39,11 +40,11 @@ def open_file(
         ExportError: The runtime rejects the file.
         DeviceError: The device is not available.
     """
-    for target, opened in ways_to_open(path, file_format, outputs, device):
+    for target, opened in list_openers(path, file_format, outputs, device):
         yield target, opened()
 
 
-def ways_to_open(
+def list_openers(
     path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
 ) -> list[tuple[str, Callable[[], Run]]]:
     """Lists the targets of an exported file.
@@ -102,7 +103,7 @@ def open_onnx(
         onnxruntime.GraphOptimizationLevel, level if optimized else "ORT_DISABLE_ALL"
     )
     try:
-        session = devices.onnx_session(path, options, device)
+        session = open_session(path, options, device)
     except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions share no base class
@@ -152,7 +153,7 @@ def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
-        with torch.no_grad(), devices.whole_float32(device):
+        with torch.no_grad(), devices.full_float32(device):
             results = apart(module, module(**{name: tensor.to(device) for name, tensor in copied.items()}))
         return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 

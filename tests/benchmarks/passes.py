@@ -26,8 +26,7 @@ from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.config import format_passes
-from optexport.exporters import exported_program
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import pt2, torchscript
 from optexport.signature.signature import Dynamic
 from tests.benchmarks import workloads
 from tests.exporters import files
@@ -50,9 +49,9 @@ def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: 
     if file_format == "onnx":
         files.save_onnx(made, path, passes=names)
     elif file_format == "torchscript":
-        exporter.save(made.program, made.signature, made.example, path, passes=names)
+        torchscript.save(made.program, made.signature, made.example, path, passes=names)
     else:
-        exported_program.save(made.program, path, passes=names)
+        pt2.save(made.program, path, passes=names)
     inputs = tuple(spec.name for spec in made.signature.inputs)
     return Artifact(title, path, file_format, path.stat().st_size, inputs=inputs)
 

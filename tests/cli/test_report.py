@@ -190,4 +190,7 @@ def test_unreadable_folder_is_not_a_defect(copied: Path, command: str) -> None:
     )
     copied.chmod(0o755)
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"Error: {copied / 'manifest.json'}: Permission denied\nHint: Run it as a user who may do that.\n"
+    assert (
+        done.stderr
+        == f"Error: {copied / 'manifest.json'}: Permission denied\nHint: Run it as a user who may do that.\n"
+    )

@@ -16,10 +16,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from optexport.exporters import exported_program
+from optexport.exporters import exported_program, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.job import preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
@@ -78,7 +77,9 @@ def save_onnx(
     passes: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, onnx_passes.opset(passes, opset))
+    model = onnx_exporter.convert(
+        made.flat, made.signature, example or made.example, onnx_passes.choose_opset(passes, opset)
+    )
     onnx_exporter.write(model, path, passes=passes, **options)
 
 
@@ -94,14 +95,14 @@ def onnx_file(name: str) -> Path:
 def torchscript_file(name: str) -> Path:
     made = prepared(name)
     path = Path(_PLACE.name) / f"{name}.torchscript.pt"
-    assert torchscript_exporter.save(made.program, made.signature, made.example, path) is None
+    assert torchscript.save(made.program, made.signature, made.example, path) is None
     return path
 
 
 @functools.cache
 def pt2_file(name: str) -> Path:
     path = Path(_PLACE.name) / f"{name}.pt2"
-    exported_program.save(prepared(name).program, path)
+    pt2.save(prepared(name).program, path)
     return path
 
 

@@ -12,10 +12,9 @@ import onnx_ir
 import torch
 from torch import nn
 
-from optexport.exporters import exported_program
+from optexport.exporters import pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.exports import Block
@@ -88,11 +87,11 @@ def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[s
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            onnx_exporter.write(_converted(made, onnx_passes.opset(names, None)), path, passes=names)
+            onnx_exporter.write(_converted(made, onnx_passes.choose_opset(names, None)), path, passes=names)
         case "torchscript":
-            assert torchscript_exporter.save(made.program, made.signature, made.example, path, passes=names) is None
+            assert torchscript.save(made.program, made.signature, made.example, path, passes=names) is None
         case "pt2":
-            exported_program.save(made.program, path, passes=names)
+            pt2.save(made.program, path, passes=names)
     return path
 
 

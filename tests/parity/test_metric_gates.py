@@ -140,9 +140,7 @@ def test_a_gate_can_fail_outputs_within_the_tolerance(folder: Path) -> None:
     failed = call(folder, "argmax_agreement = 0.999")
     assert failed.exit_code == 6
     told = failed.stderr.partition("Error: ")[2]
-    assert told.startswith(
-        "the decisions differ from the original's\n  graph: logits, argmax_agreement is "
-    )
+    assert told.startswith("the decisions differ from the original's\n  graph: logits, argmax_agreement is ")
     assert re.search(r"is 0\.\d+ \(\d+ of 400 positions agree, 95 % interval .* to .*\), and the gate 0\.999\n", told)
     assert "replace-activation is to blame, which changed" in told
     assert "Traceback" not in failed.stderr
@@ -184,9 +182,7 @@ def test_a_user_metric_is_a_gate(folder: Path) -> None:
     assert call(folder, '"python:my_metrics:agreement" = 0.5').exit_code == 0
     failed = call(folder, '"python:my_metrics:agreement" = 0.999')
     assert failed.exit_code == 6
-    assert re.search(
-        r"graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr
-    )
+    assert re.search(r"graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr)
 
 
 @pytest.mark.sample(1)

@@ -17,7 +17,7 @@ from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
-from optexport.quantization.sensitivity import Choice, choose, harm, layers_in, units_of, within
+from optexport.quantization.sensitivity import Choice, choose, group_layers, harm, layers_in, within
 from optexport.runtime.runners import Run
 
 _GATE = 0.99
@@ -117,7 +117,7 @@ def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
 
 def test_very_many_layers_are_lowered_in_groups() -> None:
     layers = [f"encoder.layer.{i}.{name}" for i in range(12) for name in "abcdef"] + ["pooler"]
-    assert units_of(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
-    assert units_of(layers[:60]) == layers[:60]
+    assert group_layers(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
+    assert group_layers(layers[:60]) == layers[:60]
     assert layers_in("encoder.layer.1", layers) == [f"encoder.layer.1.{name}" for name in "abcdef"]
     assert not within("encoder.layer.11.a", ["encoder.layer.1"])

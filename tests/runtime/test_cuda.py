@@ -17,7 +17,7 @@ from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
 from optexport.result import Result
-from optexport.runtime import devices, placement, runners
+from optexport.runtime import devices, onnx_session, placement, runners
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports
 from tests.parity.measuring import call, network
@@ -85,7 +85,7 @@ def test_weights_in_the_files_of_torch_are_on_the_device(made: Result) -> None:
 
 
 def test_session_prefers_the_cuda_provider(made: Result) -> None:
-    session = devices.onnx_session(made.files["onnx"], onnxruntime.SessionOptions(), "cuda")
+    session = onnx_session.open_session(made.files["onnx"], onnxruntime.SessionOptions(), "cuda")
     assert session.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
 
@@ -126,7 +126,7 @@ def test_tf32_is_off_despite_the_callers_setting() -> None:
     before, settings.fp32_precision = settings.fp32_precision, "tf32"
     try:
         coarse = (a.cuda() @ b.cuda()).cpu()
-        with devices.whole_float32("cuda"):
+        with devices.full_float32("cuda"):
             whole = (a.cuda() @ b.cuda()).cpu()
     finally:
         settings.fp32_precision = before
@@ -137,7 +137,7 @@ def test_noise_floor_includes_rounding_on_the_device() -> None:
     model, cases = network()
     known = run_original(call, model, cases, device="cuda")
     with torch.no_grad():
-        there = placement.model_to(model, "cuda")
+        there = placement.move_model(model, "cuda")
         for case, exact, noise in zip(known.cases, known.exact, known.noise, strict=True):
             found = there(case.batch["x"].cuda()).cpu()
             assert noise["y"] >= float((found.double() - exact["y"]).abs().max())

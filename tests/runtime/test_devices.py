@@ -19,7 +19,7 @@ from optexport import Bundle, DeviceError, verify
 from optexport._utils import packages
 from optexport.bench.worker import bind_session
 from optexport.diagnosis.bisect_artifacts import blame_files
-from optexport.runtime import devices, runners
+from optexport.runtime import devices, onnx_session, runners
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.model import onnx_model
 from tests._helpers import exports
@@ -101,37 +101,9 @@ def test_cuda_bundle_is_not_measured_without_a_device(file_format: str, cause: s
     assert cause in told
 
 
-@NO_PROVIDER
-def test_session_without_the_provider_names_the_package() -> None:
-    path = exports.exported().files["onnx"]
-    with pytest.raises(DeviceError, match=r"no CUDAExecutionProvider\n.*'\.\[cuda\]'"):
-        devices.onnx_session(path, onnxruntime.SessionOptions(), "cuda")
-
-
-def test_session_that_fell_back_to_the_cpu_is_refused() -> None:
-    devices.check_session(["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda", "model.onnx")
-    with pytest.raises(DeviceError, match="took CPUExecutionProvider"):
-        devices.check_session(["CPUExecutionProvider"], "cuda", "model.onnx")
-
-
-def test_onnx_runtime_accepts_the_cuda_provider_options() -> None:
-    from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
-
-    names = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    assert check_and_normalize_provider_args(devices._PROVIDERS["cuda"], None, names) == (
-        names,
-        [{"use_tf32": "0"}, {}],
-    )
-
-
-def test_session_on_the_cpu_has_no_other_provider() -> None:
-    session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
-    assert session.get_providers() == ["CPUExecutionProvider"]
-
-
 @pytest.mark.slow
 def test_bound_inputs_give_the_same_results() -> None:
-    session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
+    session = onnx_session.open_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
     run = bind_session(session, batch, "cpu")
     for _ in range(2):
@@ -143,7 +115,7 @@ def test_bound_inputs_give_the_same_results() -> None:
 def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     result = exports.exported()
     proof = verify(result.output)
-    (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.bounds))
+    (pt2,) = runners.list_openers(result.files["pt2"], "pt2", list(proof.bounds))
     run = pt2[1]()
     proof.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
     found = blame_files(None, result.files, proof, "cuda")
@@ -158,11 +130,11 @@ def test_float32_is_full_inside_and_restored_after() -> None:
 
     before = precisions()
     assert "tf32" in before  # the default for convolutions
-    with pytest.raises(LookupError), devices.whole_float32("cuda"):
+    with pytest.raises(LookupError), devices.full_float32("cuda"):
         assert precisions() == ["ieee"] * 3
         raise LookupError
     assert precisions() == before
-    with devices.whole_float32("cpu"):
+    with devices.full_float32("cpu"):
         assert precisions() == before
 
 

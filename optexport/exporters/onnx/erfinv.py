@@ -7,7 +7,7 @@ import math
 
 import torch
 
-# Coefficients of `inverse_of_erf`: numerator and denominator, highest power first, for |x| <= 0.85 and two tails.
+# Coefficients of `erfinv`: numerator and denominator, highest power first, for |x| <= 0.85 and two tails.
 _PERCENTAGE_POINTS = (
     (
         (
@@ -78,7 +78,7 @@ _PERCENTAGE_POINTS = (
 )
 
 
-def inverse_of_erf(x: torch.Tensor) -> torch.Tensor:
+def erfinv(x: torch.Tensor) -> torch.Tensor:
     """Computes the inverse of the error function.
 
     It computes in float64 and casts to the input's dtype. It does not call the error function, which ONNX Runtime lacks

@@ -22,15 +22,31 @@ from torch.onnx._internal.exporter import _registration
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.exporters.exported_program import to_program
+from optexport.exporters.format import FlatGraph, Format
 from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.onnx.session_probe import check_opens
+from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
 # Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
+
+
+class OnnxFormat(Format):
+    """Files of ONNX. Files with the same opset share one conversion."""
+
+    file_name = "model.onnx"
+
+    def __init__(self, graph: FlatGraph) -> None:
+        super().__init__(graph)
+        self._convert = functools.cache(functools.partial(convert, graph.flat, graph.signature, graph.example))
+
+    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
+        model = self._convert(onnx_passes.choose_opset(passes, opset))
+        write(model, path, metadata=self.graph.metadata(passes), passes=passes)
+        return None
 
 
 def convert(
@@ -85,7 +101,7 @@ def write(
     Raises:
         ExportError: A format pass fails, ``onnx.checker`` rejects the file, or the file crashes ONNX Runtime.
     """
-    model = onnx_passes.lower(model.clone(), passes)
+    model = onnx_passes.apply_passes(model.clone(), passes)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
@@ -97,7 +113,7 @@ def write(
             location=path.name,
             hint="This is a defect of the exporter: please report it with the config.",
         ) from error
-    check_opens(path, {node.op_type for node in model.graph.all_nodes()})
+    check_no_crash(path, {node.op_type for node in model.graph.all_nodes()})
 
 
 def _convert(
@@ -107,7 +123,7 @@ def _convert(
     patched.graph = copy.deepcopy(graph_module.graph)
     transformers_exporter.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
-    program = fourier.as_products(to_program(patched, signature, example))
+    program = fourier.replace_with_matmuls(to_program(patched, signature, example))
     transformers_exporter.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram, default_decompositions
 aten = torch.ops.aten
 
 
-def as_products(program: ExportedProgram) -> ExportedProgram:
+def replace_with_matmuls(program: ExportedProgram) -> ExportedProgram:
     """Returns a program with matrix products in place of Fourier transforms.
 
     The given program may change; do not use it afterwards. A product takes n² steps and a fast transform n log n. Both

@@ -17,7 +17,7 @@ from optexport.exporters.onnx import transformers_exporter
 _TAKEN_FOR_ZERO = 1e-8
 
 
-def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+def apply_passes(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     """Applies format passes in the order of `optexport.config.format_passes.PASSES`.
 
     The order of the names does not matter.
@@ -34,7 +34,7 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     return model
 
 
-def opset(names: Sequence[str], asked: int | None) -> int | None:
+def choose_opset(names: Sequence[str], asked: int | None) -> int | None:
     """Returns the requested opset, or by default one that the format passes can use."""
     return ATTENTION_OPSET if asked is None and "attention" in names else asked
 

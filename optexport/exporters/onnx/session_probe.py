@@ -28,7 +28,7 @@ for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
 """
 
 
-def check_opens(path: Path, operators: Iterable[str]) -> None:
+def check_no_crash(path: Path, operators: Iterable[str]) -> None:
     """Checks that ONNX Runtime does not crash when it opens a file.
 
     Files without risky operators are not opened, to save time.

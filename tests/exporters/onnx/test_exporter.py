@@ -18,7 +18,7 @@ from torch.onnx._internal.exporter import _registration
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
 from optexport.exporters.onnx import transformers_exporter
-from optexport.exporters.onnx.session_probe import check_opens
+from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program
@@ -382,6 +382,6 @@ def test_recurrent_file_without_a_crash_is_written(tmp_path: Path) -> None:
 def test_refused_file_is_not_reported_as_a_crash(operators: set[str], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"x" * 999)
-    check_opens(path, operators)
+    check_no_crash(path, operators)
     with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
         runners.open_onnx(path, [], optimized=False)

@@ -11,12 +11,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport._utils import aten_ops
-from optexport.exporters.torchscript import channels_last
+from optexport.exporters import channels_last
 
 aten = torch.ops.aten
 
 
-def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
+def apply_passes(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
     """Applies the graph's format passes to a copy that shares most weights.
 
     `freeze` applies to the compiled module instead.
@@ -40,10 +40,10 @@ def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> E
     return lowered
 
 
-def raise_again(program: ExportedProgram) -> None:
+def restore_aten(program: ExportedProgram) -> None:
     """Restores the ATen layers in place of oneDNN calls, so that a file can be a source."""
     graph = program.graph
-    channels_last.raise_again(graph)
+    channels_last.restore_aten(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
         x, weight, bias, post, _, algorithm = node.args
         linear = node

@@ -15,9 +15,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes as torch_passes
-from optexport.exporters.torchscript.isolation import compile_afresh
+from optexport.exporters import torch_passes
+from optexport.exporters.disk_space import check_disk_space
+from optexport.exporters.format import Format
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 
@@ -47,6 +47,17 @@ _SIZES: dict[Any, Callable[..., Any]] = {
     torch.sym_not: operator.not_,
     torch.sym_sum: sum,
 }
+
+
+class TorchScriptFormat(Format):
+    """Files of TorchScript."""
+
+    file_name = "model.torchscript.pt"
+
+    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
+        graph = self.graph
+        example = {name: tensor.to(graph.device) for name, tensor in graph.example.items()}
+        return save(graph.program, graph.signature, example, path, passes=passes)
 
 
 def save(
@@ -79,24 +90,24 @@ def save(
                 location="export.formats: torchscript",
                 hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
             )
-    program = torch_passes.lower(program, passes, "torchscript")
+    program = torch_passes.apply_passes(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
         try:
-            module = compile_afresh(lambda: torch.jit.script(scriptable(graph_module, signature)))
+            module = compile_in_new_unit(lambda: torch.jit.script(make_scriptable(graph_module, signature)))
             reason = None
         except Exception as error:  # the TorchScript compiler raises many types of exceptions
             reason = first_line(error)
-            module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
+            module = compile_in_new_unit(partial(_trace, graph_module, signature, example, reason))
         if "freeze" in passes:
             module = torch_passes.freeze(module)
-        check_room(path, program)
+        check_disk_space(path, program)
         torch.jit.save(module, str(path))
     return reason
 
 
-def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
+def make_scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
     """Returns the graph in a form that TorchScript compiles.
 
     It has no overload names and no assertions, and returns a flat tuple.
@@ -150,3 +161,38 @@ def _trace(
         ) from error
     assert isinstance(module, torch.jit.ScriptModule)
     return module
+
+
+def compile_in_new_unit(compile_: Callable[[], torch.jit.ScriptModule]) -> torch.jit.ScriptModule:
+    """Scripts or traces a module with an empty compilation unit.
+
+    torch adds a number to a class name that is already taken, and a failed attempt leaves an incomplete class. Both
+    would change the file and the next error. Earlier compiled code still works and cannot access the new code. This
+    function is not thread-safe, because torch has one global compilation unit.
+    """
+    state: Any = torch.jit._state
+    recursive: Any = torch.jit._recursive
+    earlier = state._python_cu, recursive.concrete_type_store
+    unit: Any = torch._C.CompilationUnit()
+    state._python_cu, recursive.concrete_type_store = unit, recursive.ConcreteTypeStore()
+    try:
+        module = compile_()
+    finally:
+        state._python_cu, recursive.concrete_type_store = earlier
+    for function in unit.get_functions():
+        _forget_sources(function.graph)
+    return module
+
+
+def _forget_sources(block: Any) -> None:
+    """Removes Python source locations from every node: paths, and fx's per-process counters.
+
+    An error in the file still shows the line of the file's TorchScript code.
+    """
+    graph: Any = torch._C.Graph()  # must stay alive as long as its node
+    nowhere = graph.create("prim::Constant")
+    returns = block.return_node() if isinstance(block, torch._C.Graph) else block.returnNode()
+    for node in (*block.nodes(), returns):
+        node.copyMetadata(nowhere)
+        for inner in node.blocks():
+            _forget_sources(inner)

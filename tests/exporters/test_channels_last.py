@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.exporters.torchscript import passes as torch_passes
-from optexport.exporters.torchscript.channels_last import CONVOLUTION
+from optexport.exporters import torch_passes
+from optexport.exporters.channels_last import CONVOLUTION
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import Dim
@@ -180,7 +180,7 @@ def test_file_with_channels_last_can_be_a_source(tmp_path: Path) -> None:
     made = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
     loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("channels-last",)))
     want = loaded.module()(x=X)
-    torch_passes.raise_again(loaded)
+    torch_passes.restore_aten(loaded)
     targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
     assert targets.count(torch.ops.aten.conv2d.default) == 2
     assert CONVOLUTION not in targets

@@ -53,7 +53,7 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
     return {node.args[1] for node in lowered if isinstance(node.args[1], fx.Node)}
 
 
-def raise_again(graph: fx.Graph) -> None:
+def restore_aten(graph: fx.Graph) -> None:
     """Restores the ATen convolutions, in place."""
     for node in graph.find_nodes(op="call_function", target=CONVOLUTION):
         x, weight, bias, padding, stride, dilation, groups, *_ = node.args

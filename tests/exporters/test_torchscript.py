@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optexport.errors import ExportError, SourceError
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import torchscript
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 def saved(made: files.Prepared, place: Path) -> tuple[Path, str | None]:
     path = place / "model.pt"
-    return path, exporter.save(made.program, made.signature, made.example, path)
+    return path, torchscript.save(made.program, made.signature, made.example, path)
 
 
 @pytest.mark.parametrize("name", files.NAMES)
