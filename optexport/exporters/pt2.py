@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
-from optexport.exporters.disk_space import check_room
+from optexport.exporters.disk_space import check_disk_space
 from optexport.exporters.format import Format
 from optexport.tracing import transformers_exporter
 
@@ -40,14 +40,14 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
         ExportError: The format does not support the graph or a weight.
         OSError: The disk is full.
     """
-    program = copy.copy(torch_passes.lower(program, passes, "pt2"))
+    program = copy.copy(torch_passes.apply_passes(program, passes, "pt2"))
     program._example_inputs = None
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 node.meta.pop("from_node", None)
                 node.meta.pop("stack_trace", None)
-    check_room(path, program)
+    check_disk_space(path, program)
     try:
         with transformers_exporter.quiet():
             torch.export.save(program, path)

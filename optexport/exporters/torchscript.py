@@ -33,9 +33,9 @@ _ASSERTIONS = (
 
 # Operators that read a tensor's single value. TorchScript needs the type of the number.
 _SCALARS = (aten.item.default, aten._local_scalar_dense.default)
-_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_NUMBER_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Operators that turn tensor values into Python numbers or sizes.
-_VALUES = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
+_VALUE_READERS = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
 
 # Computations with sizes, and TorchScript's functions for them.
 _SIZES: dict[Any, Callable[..., Any]] = {
@@ -86,9 +86,9 @@ def save(
     for name in (*(spec.name for spec in signature.inputs), *signature.output_names, *weights):
         if not name.isascii():
             raise ExportError(
-                f"TorchScript cannot hold the name {name}",
+                f"TorchScript does not support the name {name}, which is not ASCII",
                 location="export.formats: torchscript",
-                hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
+                hint='Rename it in ASCII, or leave "torchscript" out of export.formats.',
             )
     program = torch_passes.apply_passes(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
@@ -128,8 +128,8 @@ def make_scriptable(graph_module: fx.GraphModule, signature: Signature | None = 
     for node in graph.nodes:
         if node.target in _SIZES:
             node.target = _SIZES[node.target]
-        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBERS:
-            node.target = _NUMBERS[type(node.meta["val"])]
+        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBER_TYPES:
+            node.target = _NUMBER_TYPES[type(node.meta["val"])]
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket
     return fx.GraphModule(graph_module, graph)
@@ -139,11 +139,11 @@ def _trace(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
 ) -> torch.jit.ScriptModule:
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
-    if any(node.target in _VALUES for node in graph_module.graph.nodes):
+    if any(node.target in _VALUE_READERS for node in graph_module.graph.nodes):
         raise ExportError(
-            f"the graph cannot be scripted ({reason}), and a trace would hold values of its example",
+            f"the graph cannot be scripted ({reason}), and a trace would fix values that it computes from the example",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -157,7 +157,7 @@ def _trace(
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
         ) from error
     assert isinstance(module, torch.jit.ScriptModule)
     return module
@@ -180,11 +180,11 @@ def compile_in_new_unit(compile_: Callable[[], torch.jit.ScriptModule]) -> torch
     finally:
         state._python_cu, recursive.concrete_type_store = earlier
     for function in unit.get_functions():
-        _forget_sources(function.graph)
+        _remove_source_locations(function.graph)
     return module
 
 
-def _forget_sources(block: Any) -> None:
+def _remove_source_locations(block: Any) -> None:
     """Removes Python source locations from every node: paths, and fx's per-process counters.
 
     An error in the file still shows the line of the file's TorchScript code.
@@ -195,4 +195,4 @@ def _forget_sources(block: Any) -> None:
     for node in (*block.nodes(), returns):
         node.copyMetadata(nowhere)
         for inner in node.blocks():
-            _forget_sources(inner)
+            _remove_source_locations(inner)

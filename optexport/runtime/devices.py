@@ -15,9 +15,9 @@ from optexport.errors import DeviceError
 Device = Literal["cpu", "cuda"]
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
-_MEND = 'Run it where there is a card, with its driver; or export for the CPU: leave out device = "cuda".'
-_MEND_ONNX = (
-    f"{how_to_install('cuda')}, and then, since both packages write to one folder: pip uninstall onnxruntime; "
+_HINT = 'Run on a machine with an NVIDIA GPU and its driver, or export for the CPU: remove device = "cuda".'
+_HINT_ONNX = (
+    f"{how_to_install('cuda')}. Then, because both packages write to one folder: pip uninstall onnxruntime; "
     "pip install --force-reinstall --no-deps onnxruntime-gpu"
 )
 
@@ -44,8 +44,8 @@ def check_torch(device: Device, location: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        built = "is built for the CPU alone" if torch.version.cuda is None else f"has CUDA {torch.version.cuda}"
-        raise DeviceError(f"torch {torch.__version__} sees no CUDA device; it {built}", location=location, hint=_MEND)
+        build = "built for the CPU only" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        raise DeviceError(f"torch {torch.__version__} ({build}) finds no CUDA device", location=location, hint=_HINT)
 
 
 def check_onnx_runtime(device: Device, location: str) -> None:
@@ -59,10 +59,10 @@ def check_onnx_runtime(device: Device, location: str) -> None:
     import onnxruntime
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():
-        raise DeviceError(f"this ONNX Runtime has no {CUDA_PROVIDER}", location=location, hint=_MEND_ONNX)
+        raise DeviceError(f"the installed ONNX Runtime has no {CUDA_PROVIDER}", location=location, hint=_HINT_ONNX)
 
 
-def set_float32_precision(wanted: Sequence[str] = ("ieee", "ieee", "ieee")) -> list[str]:
+def set_float32_precision(precisions: Sequence[str] = ("ieee", "ieee", "ieee")) -> list[str]:
     """Sets torch's precision for float32 matrix products, convolutions and recurrent layers.
 
     It applies to GPUs. torch's default is TF32 for convolutions and recurrent layers.
@@ -78,7 +78,7 @@ def set_float32_precision(wanted: Sequence[str] = ("ieee", "ieee", "ieee")) -> l
     cudnn: Any = torch.backends.cudnn  # torch replaces this module by an object
     settings = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [setting.fp32_precision for setting in settings]
-    for setting, value in zip(settings, wanted, strict=True):
+    for setting, value in zip(settings, precisions, strict=True):
         setting.fp32_precision = value
     return before
 

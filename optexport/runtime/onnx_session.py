@@ -56,7 +56,7 @@ def check_providers(providers: Sequence[str], device: Device, location: str) -> 
     """
     if device == "cuda" and providers[:1] != [CUDA_PROVIDER]:
         raise DeviceError(
-            f"ONNX Runtime could not load its {CUDA_PROVIDER}, and took {', '.join(providers)}",
+            f"ONNX Runtime could not load its {CUDA_PROVIDER} and fell back to {', '.join(providers)}",
             location=location,
-            hint="See that CUDA and cuDNN are those that this onnxruntime-gpu was built for.",
+            hint="Install the versions of CUDA and cuDNN that this onnxruntime-gpu was built for.",
         )

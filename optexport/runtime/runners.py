@@ -40,8 +40,8 @@ def open_file(
         ExportError: The runtime rejects the file.
         DeviceError: The device is not available.
     """
-    for target, opened in list_openers(path, file_format, outputs, device):
-        yield target, opened()
+    for target, open_target in list_openers(path, file_format, outputs, device):
+        yield target, open_target()
 
 
 def list_openers(
@@ -58,21 +58,21 @@ def list_openers(
     Returns:
         The name of each target, and a function that opens the file and returns a function that runs it.
     """
-    ways: list[tuple[str, Callable[[], Run]]] = []
+    openers: list[tuple[str, Callable[[], Run]]] = []
     match file_format:
         case "onnx":
-            ways = [
+            openers = [
                 ("onnx", partial(open_onnx, path, outputs, device, optimized=False)),
                 ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True)),
             ]
         case "torchscript":
-            ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
+            openers = [("torchscript", partial(open_torchscript, path, outputs, device))]
         case "pt2":
-            ways = [("pt2", partial(open_pt2, path, outputs, device))]
-    return [(target, partial(_opened, open_it, path, file_format)) for target, open_it in ways]
+            openers = [("pt2", partial(open_pt2, path, outputs, device))]
+    return [(target, partial(_open_without_folder, open_it, path, file_format)) for target, open_it in openers]
 
 
-def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
+def _open_without_folder(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
     try:
         return open_it()
     except (ExportError, SourceError) as error:
@@ -108,15 +108,15 @@ def open_onnx(
         raise
     except Exception as error:  # the runtime's exceptions share no base class
         raise ExportError(
-            f"ONNX Runtime refuses the file: {first_line(error)}",
+            f"ONNX Runtime rejects the file: {first_line(error)}",
             location=path.name,
             hint='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
         ) from error
-    wanted = [given.name for given in session.get_inputs()]
+    input_names = [node.name for node in session.get_inputs()]
 
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = session.run(list(outputs), {name: inputs[name].numpy() for name in wanted})
+        results = session.run(list(outputs), {name: inputs[name].numpy() for name in input_names})
         return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
 
     return run

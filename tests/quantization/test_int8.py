@@ -174,8 +174,8 @@ def test_gates_that_no_choice_passes_fail_with_the_nearest_one(tmp_path: Path) -
     assert raised.value.exit_code == 4
     told = str(raised.value)
     assert "no choice of layers" in told
-    assert "all lowered: output, cosine is" in told
-    assert re.search(r"nearest, layers.\d alone lowered: output, cosine is", told)
+    assert "all layers lowered: output, cosine is" in told
+    assert re.search(r"nearest, only layers.\d lowered: output, cosine is", told)
     assert raised.value.proof is not None
     assert not (tmp_path / "bundle").exists()
 

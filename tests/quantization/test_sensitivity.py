@@ -17,7 +17,7 @@ from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
-from optexport.quantization.sensitivity import Choice, choose, group_layers, harm, layers_in, within
+from optexport.quantization.sensitivity import Choice, choose_layers, group_layers, is_within, layers_in, measure_harm
 from optexport.runtime.runners import Run
 
 _GATE = 0.99
@@ -44,7 +44,7 @@ class Bent:
         return lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}
 
     def choose(self, keep: Collection[str] = ()) -> Choice:
-        return choose("file", "int8", list(self.angles), keep, self, _proof())
+        return choose_layers("file", "int8", list(self.angles), keep, self, _proof())
 
 
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
@@ -59,11 +59,11 @@ def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> N
     except ParityError:
         assert min(angles) > _ROOM - 1e-6
         return
-    lowered = [angle for name, angle in bent.angles.items() if name not in choice.kept]
+    lowered = [angle for name, angle in bent.angles.items() if name not in choice.float32_units]
     assert lowered
     assert choice.chosen.passed
     assert sum(lowered) <= _ROOM + 1e-6
-    for name in choice.kept:  # errors add up, and the least harmful layers are lowered first
+    for name in choice.float32_units:  # errors add up, and the least harmful layers are lowered first
         assert sum(lowered) + bent.angles[name] > _ROOM - 1e-6
 
 
@@ -71,12 +71,12 @@ def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> N
 def test_fully_lowered_candidate_that_passes_is_made_once(angles: list[float]) -> None:
     bent = Bent([angle * _ROOM / 2 / (sum(angles) or 1.0) for angle in angles])
     choice = bent.choose()
-    assert (choice.kept, bent.made) == ([], 1)
+    assert (choice.float32_units, bent.made) == ([], 1)
 
 
 def test_few_files_are_made_for_many_layers() -> None:
     bent = Bent([1.0, *[1e-3] * 40])
-    assert bent.choose().kept == ["layer.0"]
+    assert bent.choose().float32_units == ["layer.0"]
     assert bent.made <= 1 + 41 + math.ceil(math.log2(41)) + 8
 
 
@@ -84,17 +84,19 @@ def test_most_harmful_layer_is_kept_at_any_place() -> None:
     for target in range(5):
         angles = [0.02] * 5
         angles[target] = 0.2
-        assert Bent(angles).choose().kept == [f"layer.{target}"]
+        assert Bent(angles).choose().float32_units == [f"layer.{target}"]
 
 
 def test_layer_in_keep_float32_is_never_lowered() -> None:
     choice = Bent([0.0, 0.0, 0.3]).choose(keep=["layer.0"])
-    assert choice.kept == ["layer.0", "layer.2"]
+    assert choice.float32_units == ["layer.0", "layer.2"]
     assert [layer.kept for layer in choice.record().layers] == ["asked for", None, "measured"]
 
 
 def test_single_layer_that_hurts_cannot_be_lowered() -> None:
-    with pytest.raises(ParityError, match="with no choice of layers\n  all lowered: y, cosine is 0.955"):
+    with pytest.raises(
+        ParityError, match="no choice of layers in int8 passes the gates\n  all layers lowered: y, cosine is 0.955"
+    ):
         Bent([0.3]).choose()
 
 
@@ -110,9 +112,9 @@ def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
     target = proof.check(
         "file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8"
     )
-    assert harm(target, own) == pytest.approx(0.5, rel=1e-3)
+    assert measure_harm(target, own) == pytest.approx(0.5, rel=1e-3)
     broken = proof.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
-    assert harm(broken, own) == math.inf
+    assert measure_harm(broken, own) == math.inf
 
 
 def test_very_many_layers_are_lowered_in_groups() -> None:
@@ -120,4 +122,4 @@ def test_very_many_layers_are_lowered_in_groups() -> None:
     assert group_layers(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
     assert group_layers(layers[:60]) == layers[:60]
     assert layers_in("encoder.layer.1", layers) == [f"encoder.layer.1.{name}" for name in "abcdef"]
-    assert not within("encoder.layer.11.a", ["encoder.layer.1"])
+    assert not is_within("encoder.layer.11.a", ["encoder.layer.1"])

@@ -56,8 +56,8 @@ def test_run_without_a_cuda_device_is_refused_before_any_work(tmp_path: Path) ->
     call = Caller(tmp_path / "work")
     told = message(call("run", ON_CUDA.replace("enabled = false", "enabled = true")), 3)
     assert told.startswith(f"{tmp_path / 'work' / 'mine.toml'}: model.device: torch ")
-    assert "sees no CUDA device" in told
-    assert 'leave out device = "cuda"' in told
+    assert "finds no CUDA device" in told
+    assert 'remove device = "cuda"' in told
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"halves.py", "mine.toml"}
 
 

@@ -19,7 +19,7 @@ def test_session_without_the_provider_names_the_package() -> None:
 
 def test_session_that_fell_back_to_the_cpu_is_refused() -> None:
     onnx_session.check_providers(["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda", "model.onnx")
-    with pytest.raises(DeviceError, match="took CPUExecutionProvider"):
+    with pytest.raises(DeviceError, match="fell back to CPUExecutionProvider"):
         onnx_session.check_providers(["CPUExecutionProvider"], "cuda", "model.onnx")
 
 

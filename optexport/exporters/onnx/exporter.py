@@ -75,9 +75,9 @@ def convert(
         ) from error
     if opset is not None and (written := model.opset_imports.get("")) != opset:
         raise ExportError(
-            f"torch.onnx wrote opset {written} where {opset} was asked for",
+            f"torch.onnx wrote opset {written} instead of {opset}",
             location="export.opset",
-            hint="Ask for an opset that it knows, or leave the choice to it.",
+            hint="Set export.opset to a version that torch.onnx supports, or remove it.",
         )
     return model
 
@@ -109,9 +109,9 @@ def write(
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise ExportError(
-            f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
+            f"onnx.checker rejects the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
             location=path.name,
-            hint="This is a defect of the exporter: please report it with the config.",
+            hint="This is a bug in optexport. Please report it with the config.",
         ) from error
     check_no_crash(path, {node.op_type for node in model.graph.all_nodes()})
 
@@ -184,13 +184,13 @@ _read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
     """Returns products by a transposed weight, each with the weight's name."""
-    found = []
+    products = []
     for node in graph.all_nodes():
         source = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
         weight = source.inputs[0] if source is not None and source.op_type == "Transpose" else None
         if weight is not None and weight.is_initializer() and weight.name is not None:
-            found.append((node, weight.name))
-    return found
+            products.append((node, weight.name))
+    return products
 
 
 def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node, str]]) -> None:
@@ -198,8 +198,8 @@ def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node,
     for node, name in weights:
         value = node.inputs[1]
         if value is not None and value.is_initializer() and TRANSPOSED not in (value.name or ""):
-            same = sum(known.startswith(f"{name}{TRANSPOSED}") for known in graph.initializers)
-            value.name = f"{name}{TRANSPOSED}" + (f"_{same}" if same else "")
+            duplicates = sum(initializer.startswith(f"{name}{TRANSPOSED}") for initializer in graph.initializers)
+            value.name = f"{name}{TRANSPOSED}" + (f"_{duplicates}" if duplicates else "")
 
 
 def _expand_masks(model: onnx_ir.Model) -> None:
@@ -213,8 +213,8 @@ def _expand_masks(model: onnx_ir.Model) -> None:
         query, key, _, mask = node.inputs[:4]
         assert query is not None and key is not None and mask is not None
         if mask.shape is not None and query.shape is not None and key.shape is not None:
-            wanted = [query.shape[-2], key.shape[-2]]
-            if list(mask.shape[-2:]) == wanted and None not in wanted:
+            expanded_shape = [query.shape[-2], key.shape[-2]]
+            if list(mask.shape[-2:]) == expanded_shape and None not in expanded_shape:
                 continue
         tape = onnx_ir.tape.Tape()
         rows, columns = (tape.op("Shape", [value], {"start": -2, "end": -1}) for value in (query, key))

@@ -318,7 +318,7 @@ def test_inputs_and_outputs_may_have_any_supported_dtype(dtype: torch.dtype, tmp
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])
 def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(content)
-    told = r"model\.onnx: (ONNX Runtime refuses the file|it is no ONNX file)"
+    told = r"model\.onnx: ONNX Runtime rejects the file"
     with pytest.raises((ExportError, SourceError), match=told):
         runners.open_onnx(tmp_path / "model.onnx", ["output"], optimized=False)
 
@@ -383,5 +383,5 @@ def test_refused_file_is_not_reported_as_a_crash(operators: set[str], tmp_path: 
     path = tmp_path / "model.onnx"
     path.write_bytes(b"x" * 999)
     check_no_crash(path, operators)
-    with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
+    with pytest.raises(ExportError, match="ONNX Runtime rejects the file"):
         runners.open_onnx(path, [], optimized=False)

@@ -117,7 +117,7 @@ def test_transformers_fusions_use_operators_of_onnx_runtime(tmp_path: Path) -> N
 
 
 def test_fusions_outside_the_onnx_standard_are_skipped(tmp_path: Path) -> None:
-    """SimplifiedLayerNormalization has the domain of the standard, so onnx.checker refuses it."""
+    """SimplifiedLayerNormalization has the domain of the standard, so onnx.checker rejects it."""
     made = program(
         lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), w=nn.Parameter(torch.randn(4))
     )

@@ -66,7 +66,7 @@ def test_container_looked_up_by_name_is_refused_without_import(
     archive: Path, marker: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))
-    refused(archive, marker, "not a plain container|are not names or numbers")
+    refused(archive, marker, "not a plain container|are neither names nor numbers")
     assert MARKED not in sys.modules
 
 
@@ -149,5 +149,5 @@ def test_arguments_and_outputs_unknown_to_the_graph_are_refused(
     archive: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))
-    with pytest.raises(SourceError, match="does not match the inputs and outputs|too many keys"):
+    with pytest.raises(SourceError, match="does not match the inputs and outputs|wrong number of keys"):
         archives.load_pt2(archive)

@@ -92,7 +92,7 @@ def test_locator_of_another_directory_is_refused(archive: Path, tmp_path: Path) 
     forged(archive, good, evil)
     assert members_of(archive) == good
     assert as_torch_reads(archive, _SAMPLE) == evil[sample]
-    refused(archive, tmp_path / "ran", "it holds more than one archive")
+    refused(archive, tmp_path / "ran", "the file contains more than one archive")
 
 
 def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -
         path.write_bytes(written.getvalue())
         programs.append({f"model/{name.partition('/')[2]}": data for name, data in members_of(path).items()})
     forged(path, *programs)
-    with pytest.raises(SourceError, match="it holds more than one archive"):
+    with pytest.raises(SourceError, match="the file contains more than one archive"):
         archives.load_torchscript(path)
 
 
