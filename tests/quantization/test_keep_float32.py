@@ -41,7 +41,7 @@ def test_merged_layer_and_its_parts_stand_for_each_other(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_numbered_merged_layer_is_refused_if_it_is_not_merged(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
+    with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*set formats of the merging rule, or remove'):
         _kept(tmp_path / "counted", "block.a-and-5-merged", "")
 
 
