@@ -66,11 +66,11 @@ def test_flattening_does_not_change_the_graph() -> None:
 @pytest.mark.slow
 def test_outputs_are_distinct_and_in_the_order_of_the_signature() -> None:
     model = randomise(Several())
-    made = files.prepare(model, {"x": X}, BATCH)
-    assert made.signature.output_names == ["y", "again", "x_out", "weight", "nested.0", "nested.1.0"]
+    subject = files.prepare(model, {"x": X}, BATCH)
+    assert subject.signature.output_names == ["y", "again", "x_out", "weight", "nested.0", "nested.1.0"]
     x = torch.randn(5, 4)
-    want = files.eager(made, {"x": x})
-    for module in (made.flat, made.program.module()):
+    want = files.eager(subject, {"x": x})
+    for module in (subject.flat, subject.program.module()):
         got = module(x=x)
         assert type(got) is tuple
         assert len({value.data_ptr() for value in got}) == len(got)
@@ -79,17 +79,17 @@ def test_outputs_are_distinct_and_in_the_order_of_the_signature() -> None:
 
 @pytest.mark.slow
 def test_size_among_the_outputs_is_omitted() -> None:
-    made = files.prepare(Sizes(), {"x": X}, BATCH)
-    assert made.signature.output_names == ["output_0", "output_2"]
-    got = made.program.module()(x=torch.ones(5, 4))
+    subject = files.prepare(Sizes(), {"x": X}, BATCH)
+    assert subject.signature.output_names == ["output_0", "output_2"]
+    got = subject.program.module()(x=torch.ones(5, 4))
     assert [list(value.shape) for value in got if isinstance(value, torch.Tensor)] == [[5, 4], [4]]
     assert len(got) == 2
 
 
 @pytest.mark.slow
 def test_input_changed_in_place_gives_the_outputs_of_the_model() -> None:
-    made = files.prepare(Changing(), {"x": X.clone()}, BATCH)
-    got = made.program.module()(x=torch.ones(5, 4))
+    subject = files.prepare(Changing(), {"x": X.clone()}, BATCH)
+    got = subject.program.module()(x=torch.ones(5, 4))
     assert torch.equal(got[0], torch.full((5, 4), 2.0))
     assert torch.equal(got[1], torch.full((5, 4), 2.0))
 
@@ -120,12 +120,14 @@ class Windows(nn.Module):
 
 @pytest.mark.slow
 def test_attention_with_data_dependent_lengths_is_exported(tmp_path: Path) -> None:
-    made = files.prepare(Windows(), {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([5, 7])}, None)
-    assert made.program.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
-    pt2.save(made.program, tmp_path / "model.pt2")
-    torchscript.save(made.program, made.signature, made.example, tmp_path / "model.pt")
+    subject = files.prepare(Windows(), {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([5, 7])}, None)
+    assert subject.program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+    )
+    pt2.save(subject.program, tmp_path / "model.pt2")
+    torchscript.save(subject.program, subject.signature, subject.example, tmp_path / "model.pt")
     batch = {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([9, 3])}
-    want = files.eager(made, batch)["output"]
+    want = files.eager(subject, batch)["output"]
     for name, opened in (("model.pt2", runners.open_pt2), ("model.pt", runners.open_torchscript)):
         torch.testing.assert_close(opened(tmp_path / name, ["output"])(batch)["output"], want)
 
@@ -141,11 +143,11 @@ class SplitsRows(Rule):
         x, call = node.args[0], graph_module.graph.call_function
         with graph_module.graph.inserting_before(node):
             ends = ((0, 40), (40, 2**63 - 1))
-            parts = [call(torch.ops.aten.slice.Tensor, (x, 0, *each)) for each in ends]
-            whole = call(torch.ops.aten.cat.default, ([call(torch.ops.aten.relu.default, (each,)) for each in parts],))
-        node.replace_all_uses_with(whole)
+            parts = [call(torch.ops.aten.slice.Tensor, (x, 0, *part)) for part in ends]
+            joined = call(torch.ops.aten.cat.default, ([call(torch.ops.aten.relu.default, (part,)) for part in parts],))
+        node.replace_all_uses_with(joined)
         graph_module.graph.erase_node(node)
-        return [(whole, None)]
+        return [(joined, None)]
 
 
 @pytest.mark.slow

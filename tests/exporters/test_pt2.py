@@ -33,27 +33,27 @@ class Nothing(nn.Module):
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_gives_the_outputs_of_the_model_at_any_size(name: str) -> None:
     run = runners.open_pt2(files.pt2_file(name), files.prepared(name).signature.output_names)
-    files.agrees(name, run, 2e-6)
+    files.assert_agrees(name, run, 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5"])
 def test_file_loads_without_transformers_and_gives_a_tuple(name: str, tmp_path: Path) -> None:
-    made = files.prepared(name)
+    subject = files.prepared(name)
     batch = dict(list(files.batches(name))[-1][1])
     got = files.run_without_transformers(files.pt2_file(name), batch, "torch.export.load(path).module()", tmp_path)
-    for value, want in zip(got, files.eager(made, batch).values(), strict=True):
+    for value, want in zip(got, files.eager(subject, batch).values(), strict=True):
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert", "t5", "resnet"])
 def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
-    made = files.prepared(name)
+    subject = files.prepared(name)
     loaded = torch.export.load(files.pt2_file(name))
     _, keywords = pytree.tree_unflatten(list(range(loaded.call_spec.in_spec.num_leaves)), loaded.call_spec.in_spec)
-    assert list(keywords) == [spec.name for spec in made.signature.inputs]
-    dynamic = sum(isinstance(size, str) for spec in made.signature.inputs for size in spec.shape)
+    assert list(keywords) == [spec.name for spec in subject.signature.inputs]
+    dynamic = sum(isinstance(size, str) for spec in subject.signature.inputs for size in spec.shape)
     free = [
         size
         for node in loaded.graph.find_nodes(op="placeholder")
@@ -77,21 +77,21 @@ def test_file_refuses_a_size_outside_the_declared_range(name: str) -> None:
 @pytest.mark.slow
 def test_unread_input_stays_in_the_signature(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
-    made = files.prepare(Nothing(), both, {"x": {0: "batch"}, "unread": {0: "batch"}})
-    pt2.save(made.program, tmp_path / "model.pt2")
+    subject = files.prepare(Nothing(), both, {"x": {0: "batch"}, "unread": {0: "batch"}})
+    pt2.save(subject.program, tmp_path / "model.pt2")
     run = runners.open_pt2(tmp_path / "model.pt2", ["output"])
     assert torch.equal(run({"x": X + 1, "unread": torch.zeros(3, 2)})["output"], (X + 1).relu())
 
 
 @pytest.mark.slow
 def test_the_file_holds_no_sample_inputs(tmp_path: Path) -> None:
-    made = files.prepare(randomise(nn.Linear(4, 4)), {"input": torch.full((3, 4), 1234.5)}, {"input": BATCH["x"]})
-    pt2.save(made.program, tmp_path / "model.pt2")
+    subject = files.prepare(randomise(nn.Linear(4, 4)), {"input": torch.full((3, 4), 1234.5)}, {"input": BATCH["x"]})
+    pt2.save(subject.program, tmp_path / "model.pt2")
     sample = torch.full((3, 4), 1234.5).numpy().tobytes()
     with zipfile.ZipFile(tmp_path / "model.pt2") as archive:
         assert all(sample not in archive.read(info) for info in archive.infolist())
     assert torch.export.load(tmp_path / "model.pt2").example_inputs is None
-    assert made.program.example_inputs is not None
+    assert subject.program.example_inputs is not None
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(x).relu())
 
-    made = files.prepare(randomise(Tied()), {"x": torch.randn(3, 64)}, BATCH)
-    pt2.save(made.program, tmp_path / "model.pt2")
+    subject = files.prepare(randomise(Tied()), {"x": torch.randn(3, 64)}, BATCH)
+    pt2.save(subject.program, tmp_path / "model.pt2")
     with zipfile.ZipFile(tmp_path / "model.pt2") as archive:
         weights = [info for info in archive.infolist() if "/weight_" in info.filename]
     assert [info.file_size for info in weights] == [64 * 64 * 4]

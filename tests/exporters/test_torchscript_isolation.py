@@ -69,8 +69,8 @@ def test_earlier_compilations_do_not_change_the_file(make: Callable[[nn.Module],
     trace(nn.Sequential(Climb(), nn.ReLU()))
     fail()
     assert parts(compile_in_new_unit(lambda: make(Climb()))) == first
-    told = (str(Path(__file__).parent).encode(), b"site-packages", sys.prefix.encode())
-    assert [name for name, content in first.items() if any(place in content for place in told)] == []
+    paths = (str(Path(__file__).parent).encode(), b"site-packages", sys.prefix.encode())
+    assert [name for name, content in first.items() if any(place in content for place in paths)] == []
 
 
 def test_modules_compiled_by_the_user_still_work() -> None:

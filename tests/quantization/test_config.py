@@ -14,7 +14,7 @@ from tests.quantization import models
 
 
 @pytest.mark.parametrize(
-    ("precision", "formats", "gates", "told"),
+    ("precision", "formats", "gates", "message"),
     [
         ('onnx = "int8"', '"onnx"', "", r"precision.onnx: .*nothing says what it must keep\n.*parity.metrics"),
         ('torchscript = "bfloat16"', '"torchscript"', "", "precision.torchscript: .*nothing says what it must keep"),
@@ -27,8 +27,8 @@ from tests.quantization import models
         ('onnx = "int8"\nkep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
     ],
 )
-def test_invalid_precision_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as raised:
+def test_invalid_precision_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         load_config(models.write(tmp_path, precision, formats=formats, gates=gates))
     assert raised.value.exit_code == 2
 

@@ -24,11 +24,13 @@ _GATE = 0.99
 _ROOM = math.acos(_GATE)
 
 
-def _proof() -> ParityChecker:
+def _checker() -> ParityChecker:
     y = torch.tensor([[1.0, 0.0]])
     reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
-    known = bounds(reference, 4.0)
-    return ParityChecker(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
+    tolerances = bounds(reference, 4.0)
+    return ParityChecker(
+        reference, tolerances, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, tolerances, 4.0)
+    )
 
 
 class Bent:
@@ -36,15 +38,15 @@ class Bent:
 
     def __init__(self, angles: Sequence[float]) -> None:
         self.angles = {f"layer.{index}": angle for index, angle in enumerate(angles)}
-        self.made = 0
+        self.count = 0
 
-    def __call__(self, kept: Collection[str]) -> Run:
-        self.made += 1
-        angle = sum(angle for name, angle in self.angles.items() if name not in kept)
+    def __call__(self, float32_units: Collection[str]) -> Run:
+        self.count += 1
+        angle = sum(angle for name, angle in self.angles.items() if name not in float32_units)
         return lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}
 
     def choose(self, keep: Collection[str] = ()) -> Choice:
-        return choose_layers("file", "int8", list(self.angles), keep, self, _proof())
+        return choose_layers("file", "int8", list(self.angles), keep, self, _checker())
 
 
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
@@ -71,13 +73,13 @@ def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> N
 def test_fully_lowered_candidate_that_passes_is_made_once(angles: list[float]) -> None:
     bent = Bent([angle * _ROOM / 2 / (sum(angles) or 1.0) for angle in angles])
     choice = bent.choose()
-    assert (choice.float32_units, bent.made) == ([], 1)
+    assert (choice.float32_units, bent.count) == ([], 1)
 
 
 def test_few_files_are_made_for_many_layers() -> None:
     bent = Bent([1.0, *[1e-3] * 40])
     assert bent.choose().float32_units == ["layer.0"]
-    assert bent.made <= 1 + 41 + math.ceil(math.log2(41)) + 8
+    assert bent.count <= 1 + 41 + math.ceil(math.log2(41)) + 8
 
 
 def test_most_harmful_layer_is_kept_at_any_place() -> None:
@@ -106,14 +108,14 @@ def test_unknown_layer_name_is_refused() -> None:
 
 
 def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
-    proof = _proof()
-    own = proof.targets[0].decisions
+    checker = _checker()
+    own = checker.targets[0].decisions
     half = math.acos(1 - 0.5 * (1 - _GATE))
-    target = proof.check(
+    target = checker.check(
         "file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8"
     )
     assert measure_harm(target, own) == pytest.approx(0.5, rel=1e-3)
-    broken = proof.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
+    broken = checker.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
     assert measure_harm(broken, own) == math.inf
 
 

@@ -22,23 +22,23 @@ aten = torch.ops.aten
 
 def program(name: str) -> torch.export.ExportedProgram:
     """Returns a new program, because moving changes it."""
-    made = files.prepared(name)
-    return exported_program.to_program(made.flat, made.signature, made.example)
+    subject = files.prepared(name)
+    return exported_program.to_program(subject.flat, subject.signature, subject.example)
 
 
 @pytest.mark.slow
 def test_program_on_its_device_stays_the_same_to_the_byte(tmp_path: Path) -> None:
     name = "llama"
-    made, its = files.prepared(name), program(name)
-    path, names = tmp_path / "model.pt2", made.signature.output_names
+    subject, its = files.prepared(name), program(name)
+    path, names = tmp_path / "model.pt2", subject.signature.output_names
     pt2.save(its, path)
     before = path.read_bytes()
     moved = placement.move_program(its, "cpu")
     pt2.save(moved, path)
     assert path.read_bytes() == before
-    files.agrees(name, runners.open_pt2(path, names), 5e-6)
-    assert torchscript.save(moved, made.signature, made.example, tmp_path / "model.pt") is None
-    files.agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
+    files.assert_agrees(name, runners.open_pt2(path, names), 5e-6)
+    assert torchscript.save(moved, subject.signature, subject.example, tmp_path / "model.pt") is None
+    files.assert_agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ def test_weights_constants_and_graph_devices_are_moved(name: str) -> None:
 
 @pytest.mark.slow
 def test_program_runs_on_the_new_device() -> None:
-    made, moved = files.prepared("llama"), placement.move_program(program("llama"), META)
-    inputs = {name: tensor.to("meta") for name, tensor in made.example.items()}
+    subject, moved = files.prepared("llama"), placement.move_program(program("llama"), META)
+    inputs = {name: tensor.to("meta") for name, tensor in subject.example.items()}
     (result, *_) = moved.module(check_guards=False)(**inputs)
     assert result.device.type == "meta"
 

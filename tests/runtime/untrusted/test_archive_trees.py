@@ -72,8 +72,8 @@ def test_container_looked_up_by_name_is_refused_without_import(
 
 class Containers(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
-        kept = collections.OrderedDict(first=x, second=[x * 2, (x + 1,)])
-        return {"kept": kept, 3: collections.deque([x - 1])}
+        ordered = collections.OrderedDict(first=x, second=[x * 2, (x + 1,)])
+        return {"kept": ordered, 3: collections.deque([x - 1])}
 
 
 def test_plain_containers_of_every_kind_open(tmp_path: Path) -> None:

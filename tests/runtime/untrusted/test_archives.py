@@ -36,8 +36,8 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        whole = torch.arange(24.0).reshape(6, 4)
-        self.weight = nn.Parameter(whole[1::2].T, requires_grad=False)
+        base = torch.arange(24.0).reshape(6, 4)
+        self.weight = nn.Parameter(base[1::2].T, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
@@ -66,8 +66,8 @@ def test_file_saved_by_torch_opens_and_computes_the_same(
 
 
 def test_file_with_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
-    other = archive.rename(tmp_path / "model.bin")
-    assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
+    renamed = archive.rename(tmp_path / "model.bin")
+    assert torch.equal(archives.load_pt2(renamed).module()(x=X), archives.load_pt2(renamed).module()(x=X))
 
 
 def test_pickle_with_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
@@ -141,6 +141,12 @@ def test_second_folder_is_refused(archive: Path, tmp_path: Path) -> None:
     replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
     add(archive, *good)
     refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize("name", ["version.exe", "byteorder2", "models/model.json.exe", "data/weights/weight_0/x"])
+def test_member_with_only_the_beginning_of_a_valid_name_is_refused(archive: Path, tmp_path: Path, name: str) -> None:
+    add(archive, (f"model/{name}", b"x"))
+    refused(archive, tmp_path / "ran", f"{name}: the archive has a member that torch.export.save does not write")
 
 
 def test_layout_of_older_releases_is_refused(archive: Path, tmp_path: Path) -> None:
@@ -327,15 +333,15 @@ def test_missing_file_or_folder_is_one_kind_of_error(tmp_path: Path) -> None:
 def test_random_damage_is_one_kind_of_error_or_harmless(archive: Path) -> None:
     """Some bytes do not matter. Every other byte gives the one error that a caller expects."""
     content = archive.read_bytes()
-    with zipfile.ZipFile(archive) as whole:  # the directory at the end, where most bytes matter
-        directory = range(whole.start_dir, len(content))
+    with zipfile.ZipFile(archive) as reader:  # the directory at the end, where most bytes matter
+        directory = range(reader.start_dir, len(content))
     chance = random.Random(0)
     failed = 0
     for attempt in range(250):
         damaged = bytearray(content)
-        where = directory if attempt % 2 else range(len(content))
+        positions = directory if attempt % 2 else range(len(content))
         for _ in range(chance.choice([1, 1, 1, 8])):
-            damaged[chance.choice(where)] = chance.randrange(256)
+            damaged[chance.choice(positions)] = chance.randrange(256)
         archive.write_bytes(damaged if attempt % 10 else damaged[: chance.randrange(len(damaged))])
         try:
             archives.load_pt2(archive)

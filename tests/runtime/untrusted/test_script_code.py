@@ -69,12 +69,12 @@ class Forked(nn.Module):
         return y
 
 
-def _before(self: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+def _before(self: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     print("told")
-    return given
+    return inputs
 
 
-def _after(self: nn.Module, given: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+def _after(self: nn.Module, inputs: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
     print("told")
     return result
 
@@ -223,10 +223,10 @@ def test_warnings_are_shown_without_terminal_escapes(tmp_path: Path) -> None:
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restores the setting
         _console.clean_warnings()
         module(torch.ones(1, 2))
-        told = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
-    assert "told" in "".join(told)
-    assert "\x1b" not in "".join(told)
-    assert not any(line.startswith("signed") for line in "".join(told).splitlines()), "which could be a line of ours"
+        lines = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
+    assert "told" in "".join(lines)
+    assert "\x1b" not in "".join(lines)
+    assert not any(line.startswith("signed") for line in "".join(lines).splitlines()), "which could be a line of ours"
 
 
 _DEEP = {
@@ -243,7 +243,7 @@ _DEEP = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*_DEEP, "blocks", "branches"])
 def test_deeply_nested_code_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
-    for depth, refused in ((60, False), (20_000, True)):
+    for depth, is_refused in ((60, False), (20_000, True)):
         if kind == "blocks":
             line = "".join(f"if True:\n{' ' * (depth_of + 5)}" for depth_of in range(min(depth, 2000))) + "pass"
         elif kind == "branches":
@@ -252,7 +252,7 @@ def test_deeply_nested_code_is_refused_before_torch_reads_it(kind: str, tmp_path
             before, after = _DEEP[kind].split("{inner}")
             line = f"y = {before * depth}x{after * depth}"
         path = saying(line, tmp_path)
-        if not refused:
+        if not is_refused:
             archives.load_torchscript(path)
             continue
         with pytest.raises(SourceError, match="the code is nested more than 500 levels deep"):
