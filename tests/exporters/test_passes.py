@@ -18,9 +18,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES for file_format in format_pass.formats]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
-    "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
+    "model",
+    [
+        "masked",
+        pytest.param("bert", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet")),
+    ],
 )
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_every_format_pass_gives_a_file_that_agrees_at_any_size(

@@ -47,7 +47,7 @@ def test_file_loads_without_transformers_and_gives_a_tuple(name: str, tmp_path: 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["bert", "t5", "resnet"])
+@pytest.mark.parametrize("name", ["albert", "t5", "resnet"])
 def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
     subject = files.prepared(name)
     loaded = torch.export.load(files.pt2_file(name))
@@ -65,7 +65,7 @@ def test_inputs_and_dimensions_keep_their_names(name: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["bert", "resnet"])
+@pytest.mark.parametrize("name", ["albert", "resnet"])
 def test_file_refuses_a_size_outside_the_declared_range(name: str) -> None:
     module = torch.export.load(files.pt2_file(name)).module()
     _, batch = next(iter(files.batches(name)))

@@ -29,6 +29,7 @@ def saved(subject: files.Prepared, place: Path) -> tuple[Path, str | None]:
     return path, torchscript.save(subject.program, subject.signature, subject.example, path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_gives_the_outputs_of_the_model_at_any_size(name: str) -> None:
     run = runners.open_torchscript(files.torchscript_file(name), files.prepared(name).signature.output_names)

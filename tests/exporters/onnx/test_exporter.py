@@ -71,7 +71,7 @@ def test_file_is_valid_and_holds_no_paths_of_the_machine(name: str) -> None:
 
 
 def test_metadata_is_stored_as_json() -> None:
-    model = onnx.load(files.onnx_file("bert"))
+    model = onnx.load(files.onnx_file("albert"))
     metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert metadata == {"optexport.transformations": ["one", "two"]}
 

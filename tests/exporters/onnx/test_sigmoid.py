@@ -50,7 +50,7 @@ def test_product_with_a_small_sigmoid_has_all_its_digits(body: Any, tmp_path: Pa
     torch.testing.assert_close(result, body(None, x.double()).float(), rtol=5e-6, atol=5e-7)
 
 
-def test_sigmoid_of_a_silu_with_another_reader_has_all_its_digits(tmp_path: Path) -> None:
+def test_sigmoid_of_a_silu_and_of_a_log_has_all_its_digits(tmp_path: Path) -> None:
     """The logarithm of ONNX Runtime's sigmoid is minus infinity below -18."""
 
     def body(m: nn.Module | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from optexport.runtime.untrusted import archives
 from tests._helpers.archives import BATCH, Plain, X, add, edit, malice, refused, replace, saved
 from tests._helpers.exports import rezip
 from tests._helpers.models import randomise
+from tests.tiers import examples
 
 
 class Tied(nn.Module):
@@ -144,7 +145,7 @@ def test_second_folder_is_refused(archive: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["version.exe", "byteorder2", "models/model.json.exe", "data/weights/weight_0/x"])
-def test_member_with_only_the_beginning_of_a_valid_name_is_refused(archive: Path, tmp_path: Path, name: str) -> None:
+def test_member_with_a_valid_name_and_a_tail_is_refused(archive: Path, tmp_path: Path, name: str) -> None:
     add(archive, (f"model/{name}", b"x"))
     refused(archive, tmp_path / "ran", f"{name}: the archive has a member that torch.export.save does not write")
 
@@ -337,7 +338,8 @@ def test_random_damage_is_one_kind_of_error_or_harmless(archive: Path) -> None:
         directory = range(reader.start_dir, len(content))
     chance = random.Random(0)
     failed = 0
-    for attempt in range(250):
+    attempts = examples(250)
+    for attempt in range(attempts):
         damaged = bytearray(content)
         positions = directory if attempt % 2 else range(len(content))
         for _ in range(chance.choice([1, 1, 1, 8])):
@@ -347,7 +349,7 @@ def test_random_damage_is_one_kind_of_error_or_harmless(archive: Path) -> None:
             archives.load_pt2(archive)
         except SourceError:
             failed += 1
-    assert failed > 100
+    assert failed > 0.4 * attempts
 
 
 def test_weight_larger_than_its_bytes_is_an_error(archive: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,6 +259,7 @@ def test_deeply_nested_code_is_refused_before_torch_reads_it(kind: str, tmp_path
             archives.load_torchscript(path)
 
 
+@pytest.mark.slow
 def test_hundreds_of_nested_modules_open(tmp_path: Path) -> None:
     module: nn.Module = nn.ReLU()
     for _ in range(200):

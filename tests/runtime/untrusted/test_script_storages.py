@@ -56,7 +56,7 @@ def test_file_saved_by_torch_opens(tmp_path: Path, dtype: torch.dtype, frozen: b
 
 
 @pytest.mark.parametrize("name", ["version.exe", "data/0x", "code/model.py.exe"])
-def test_member_with_only_the_beginning_of_a_valid_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_member_with_a_valid_name_and_a_tail_is_refused(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(f"model/{name}", b"x")
