@@ -72,7 +72,7 @@ class FlatGraph:
 class Format(ABC):
     """Writes one graph to files of one format.
 
-    A new format is a subclass in a module of its own, and an entry in `optexport.exporters.graph_writer.FORMATS`.
+    A new format is a module with a subclass, and an entry in `optexport.exporters.graph_writer.FORMATS`.
 
     Attributes:
         file_name: Name of the file in a bundle.

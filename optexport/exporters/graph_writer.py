@@ -34,7 +34,7 @@ class GraphWriter(FlatGraph):
         """Writes a file.
 
         Args:
-            passes: Names of format passes; those of other formats are ignored.
+            passes: Names of format passes; names of other formats are ignored.
             opset: Opset of an ONNX file; the exporter chooses one by default.
 
         Raises:

@@ -30,7 +30,6 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
 
     Raises:
         DeviceError: The device is not available.
-        SourceError: The file is not ONNX, or its functions cannot be inlined.
         Exception: ONNX Runtime rejects the file; it raises many types.
     """
     import onnxruntime

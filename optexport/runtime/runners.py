@@ -94,7 +94,6 @@ def open_onnx(
 
     Raises:
         ExportError: The runtime rejects the file.
-        SourceError: The file is not ONNX, or its functions cannot be inlined.
         DeviceError: The runtime cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()

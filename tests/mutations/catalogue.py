@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "least-harmful-layers-kept",
         "optexport/quantization/sensitivity.py",
-        "harm(choice.alone[unit], own), reverse=True)",
-        "harm(choice.alone[unit], own))",
+        "measure_harm(choice.by_unit[unit], reference_decisions), reverse=True)",
+        "measure_harm(choice.by_unit[unit], reference_decisions))",
         ("tests/quantization/test_sensitivity.py",),
     ),
     # cache
