@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import OptexportError, first_line
-from optexport.runtime import devices
+from optexport.runtime import devices, onnx_session
 from optexport.runtime.devices import Device
 
 # Seconds; shorter samples would measure the clock's resolution and the cost of reading it.
@@ -121,7 +121,7 @@ def _onnx_reader(task: Task) -> Reader:
         options.log_severity_level = 4  # errors are raised as well
         # Threads that spin after a run would slow down the artifact whose turn is next.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = devices.onnx_session(task.path, options, task.device)
+        session = onnx_session.open_session(task.path, options, task.device)
         batch = _select_inputs(inputs, [value.name for value in session.get_inputs()])
         if task.device == "cpu":
             return lambda: session.run(None, batch)

@@ -12,11 +12,11 @@ from optexport._utils import memory
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.cache import keys, store
 from optexport.config.schema import Format
-from optexport.exporters.writer import Writer
+from optexport.exporters.graph_writer import GraphWriter
 
 
 def export(
-    writer: Writer, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None
+    writer: GraphWriter, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None
 ) -> tuple[ArtifactRecord, bool]:
     """Writes an exported file, or copies it from the cache.
 
@@ -68,7 +68,7 @@ def of_file(path: Path) -> str | None:
     return keys.of_file(path) if store.enabled() else None
 
 
-def _name(writer: Writer, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
+def _name(writer: GraphWriter, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
     if (graph := of_graph(writer.flat)) is None:
         return None
     made_of = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]

@@ -15,8 +15,7 @@ from optexport.diagnosis.intermediates import Observed, observe_graph
 from optexport.diagnosis.node_matching import name_alike
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, incomparable, outputs_at
 from optexport.diagnosis.subgraph import cut
-from optexport.exporters import exported_program
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import exported_program, pt2, torchscript
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
@@ -259,7 +258,7 @@ def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path
     """Writes a graph as .pt2, or as TorchScript for the suffix .pt, used if it raises."""
     with torch.no_grad(), quiet():
         if path.suffix == ".pt":
-            torch.jit.script(exporter.scriptable(graph_module)).save(str(path))
+            torch.jit.script(torchscript.make_scriptable(graph_module)).save(str(path))
         else:
             given = {name: tensor.clone() for name, tensor in inputs.items()}
-            exported_program.save(torch.export.export(graph_module, (), given, strict=False), path)
+            pt2.save(torch.export.export(graph_module, (), given, strict=False), path)

@@ -20,7 +20,7 @@ from optexport._utils import atomic_dir, signals
 from optexport.bundle import parts
 from optexport.errors import first_line
 from optexport.redaction import redact_error
-from optexport.runtime import devices
+from optexport.runtime import onnx_session
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments
 from optexport.transformations import DeepCopy
@@ -166,7 +166,7 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         if data.is_file():
             _link(data, folder / data.name)
         onnx.save(model, folder / path.name)
-        session = devices.onnx_session(folder / path.name, options, "cpu")
+        session = onnx_session.open_session(folder / path.name, options, "cpu")
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 _OVERHEAD = 1 << 20
 
 
-def check_room(path: Path, program: ExportedProgram) -> None:
+def check_disk_space(path: Path, program: ExportedProgram) -> None:
     """Checks that the disk and the file system have room for a program and its weights.
 
     Quotas are not taken into account.
@@ -27,7 +27,7 @@ def check_room(path: Path, program: ExportedProgram) -> None:
         OSError: There is too little room.
     """
     tensors = [*program.state_dict.values(), *program.constants.values()]
-    strided = [each for each in tensors if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+    strided = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in strided]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     needed = sum(weights.values()) + _OVERHEAD

@@ -1,11 +1,9 @@
-"""Exports a graph as an ``ExportedProgram``, for ``.pt2`` and the other formats."""
+"""Exports a graph as an ``ExportedProgram``, which every format is written from."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -18,8 +16,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes as torch_passes
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
@@ -40,12 +36,12 @@ def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModul
     for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
         placeholder.target = as_argument(spec.name)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if _is_tensor(leaf)]
-    seen: set[fx.Node] = set()
+    outputs_so_far: set[fx.Node] = set()
     flat = []
     for leaf in leaves:
-        if leaf in seen or leaf.op in ("placeholder", "get_attr"):
+        if leaf in outputs_so_far or leaf.op in ("placeholder", "get_attr"):
             leaf = graph.call_function(torch.clone, (leaf,))
-        seen.add(leaf)
+        outputs_so_far.add(leaf)
         flat.append(leaf)
     graph.output(tuple(flat))
     return fx.GraphModule(graph_module, graph)
@@ -76,36 +72,40 @@ def to_program(
         try:
             program = _export(graph_module, inputs, signature.dynamic_shapes())
         except (UserError, AssertionError) as error:
-            if not any(told in str(error) for told in _UNSOLVED):
+            if not any(message in str(error) for message in _SOLVER_ERRORS):
                 raise
             program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
             if not _is_dynamic(program, signature):
                 raise
     except Exception as error:  # torch.export raises many types of exceptions
         raise ExportError(
-            f"torch.export refused the transformed graph: {first_line(error)}",
+            f"torch.export rejects the transformed graph: {first_line(error)}",
             location="export",
-            hint="Run again with --without RULE to find the transformation that it does not take.",
+            hint="Run again with --without RULE to find the rule that causes this.",
         ) from error
     _check_ranges(program, signature)
-    _widen(program, signature)
+    _lower_minima(program, signature)
     drop_own_exclusions(program, graph_module)
     return program
 
 
 # Messages of torch.export when its solver allows only one size, or none, for a named dimension. It does so wrongly for
 # linear attention over chunks and for padding to a multiple. It does not solve for unnamed dimensions.
-_UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent", "Constraints violated")
+_SOLVER_ERRORS = (
+    "Specializations unexpectedly required",
+    "Cannot create Dim with inconsistent",
+    "Constraints violated",
+)
 
 
 def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    with transformers_exporter.exporting(), _attention_of_any_length(graph_module):
+    with transformers_exporter.exporting(), _math_attention_if_data_dependent(graph_module):
         return transformers_exporter.export_module(graph_module, inputs, shapes)
 
 
-def _attention_of_any_length(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+def _math_attention_if_data_dependent(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
     """Forces the math backend for attention if its shapes depend on data.
 
     The faster kernels check for an empty input, which tracing cannot decide. The graph still contains the operator.
@@ -126,9 +126,9 @@ def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
     """Returns True if no dynamic axis of the signature was fixed or limited to one size."""
     single = {symbol for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
     return all(
-        isinstance(found, torch.SymInt) and found.node.expr.free_symbols - single
+        isinstance(traced_size, torch.SymInt) and traced_size.node.expr.free_symbols - single
         for spec, placeholder in _inputs(program, signature)
-        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
+        for size, traced_size in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
         if isinstance(size, str)
     )
 
@@ -143,17 +143,17 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
         ExportError: The maximum of an exported range is below the signature's maximum.
     """
     for spec, placeholder in _inputs(program, signature):
-        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
-            if size not in signature.dims or not isinstance(found, torch.SymInt):  # sums follow their parts
+        for size, traced_size in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
+            if size not in signature.dims or not isinstance(traced_size, torch.SymInt):  # sums follow their parts
                 continue
-            limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
-            most = int_oo if dim.max is None else dim.max
-            if limits.upper < most:
+            limits, dim = bound_sympy(traced_size.node.expr, program.range_constraints), signature.dims[str(size)]
+            maximum = int_oo if dim.max is None else dim.max
+            if limits.upper < maximum:
                 raise ExportError(
-                    f"as torch.export traces the graph again it holds for {size} up to {limits.upper} alone, and"
-                    f" {'any' if dim.max is None else dim.max} is promised",
+                    f"the exported graph supports {size} only up to {limits.upper}"
+                    f" (declared: {'no maximum' if dim.max is None else f'up to {dim.max}'})",
                     location="export",
-                    hint="Run again with --without RULE to find the transformation that asks for the size.",
+                    hint="Run again with --without RULE to find the rule that limits the size.",
                 )
 
 
@@ -163,7 +163,7 @@ def _inputs(program: ExportedProgram, signature: Signature) -> Iterator[tuple[Te
     return zip(signature.inputs, placeholders, strict=True)
 
 
-def _widen(program: ExportedProgram, signature: Signature) -> None:
+def _lower_minima(program: ExportedProgram, signature: Signature) -> None:
     """Lowers the minimum of each dynamic axis to the declared minimum.
 
     For a sum of dimensions, this is the sum of their minima. ``torch.export`` assumes sizes >= 2 while it traces. Only
@@ -174,45 +174,5 @@ def _widen(program: ExportedProgram, signature: Signature) -> None:
             if isinstance(size, str):
                 symbol = placeholder.meta["val"].shape[axis].node.expr
                 if (limits := program.range_constraints.get(symbol)) is not None:
-                    least = sum(signature.dims[name].min for name in size.split(" + "))
-                    program.range_constraints[symbol] = ValueRanges(least, limits.upper)
-
-
-def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) -> None:
-    """Writes a ``.pt2`` file.
-
-    ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors. The file contains no sample inputs,
-    because running does not need them. It contains no source locations, because they differ between runs.
-
-    Args:
-        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
-
-    Raises:
-        ExportError: The format does not support the graph or a weight.
-        OSError: The disk is full.
-    """
-    program = copy.copy(torch_passes.lower(program, passes, "pt2"))
-    program._example_inputs = None
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta.pop("from_node", None)
-                node.meta.pop("stack_trace", None)
-    check_room(path, program)
-    try:
-        with transformers_exporter.quiet():
-            torch.export.save(program, path)
-    except OSError:
-        raise
-    except Exception as error:  # torch.export raises many types of exceptions
-        raise ExportError(
-            f"torch.export.save could not write the graph: {_last_line(error)}",
-            location="export.formats: pt2",
-            hint='Leave "pt2" out of export.formats.',
-        ) from error
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback in the message, or else the message's first line."""
-    _, _, trace = str(error).partition("Traceback")
-    return trace.strip().splitlines()[-1] if trace.strip() else first_line(error)
+                    minimum = sum(signature.dims[name].min for name in size.split(" + "))
+                    program.range_constraints[symbol] = ValueRanges(minimum, limits.upper)

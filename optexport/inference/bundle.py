@@ -31,7 +31,7 @@ from optexport.errors import (
 )
 from optexport.inference import images, sounds
 from optexport.loading import preprocessors
-from optexport.runtime import devices
+from optexport.runtime import onnx_session
 
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
@@ -364,7 +364,7 @@ def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are also raised
     try:
-        session = devices.onnx_session(folder / artifact.path, options, artifact.device)
+        session = onnx_session.open_session(folder / artifact.path, options, artifact.device)
     except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions have no common base class

@@ -27,7 +27,7 @@ from optexport.config.schema import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_model_problem, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError, SourceError, first_line
-from optexport.exporters.torchscript import passes as torch_passes
+from optexport.exporters import torch_passes
 from optexport.loading import (
     adapters,
     config_limits,
@@ -261,7 +261,7 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
 def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = archives.load_pt2(path)
-        torch_passes.raise_again(program)
+        torch_passes.restore_aten(program)
         return Loaded.from_program(program, revision)
     if path.suffix in TORCHSCRIPT_SUFFIXES:
         return Loaded(torchscript.load(path), revision=revision)

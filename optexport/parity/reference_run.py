@@ -73,7 +73,7 @@ def run_original(
         cache_key = ""
         if computation is not None and memory_problem is None:
             cache_key = _cache_key(
-                model, own, computation, None if batched is None else sorted(batched), devices.described(device)
+                model, own, computation, None if batched is None else sorted(batched), devices.describe(device)
             )
         if cache_key and (stored := results.read(cache_key)) is not None:
             exact, notes = stored
@@ -250,8 +250,8 @@ def _run_on_device(device: Device, run: Call, model: nn.Module, reference: Refer
     """Runs the original on a device, and adds its rounding there to the noise."""
     noise = [dict(noise_before) for noise_before in reference.variation_noise or [{} for _ in reference.cases]]
     try:
-        moved = placement.model_to(model, device)
-        with devices.whole_float32(device):
+        moved = placement.move_model(model, device)
+        with devices.full_float32(device):
             for index, case in enumerate(reference.cases):
                 outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
                 for name, tensor in outputs.items():

@@ -235,7 +235,7 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
                 update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}
             )
             contents.write_manifest(draft, manifest)
-        measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
+        measured: dict[str, Any] = {"device": devices.describe(job.config.model.device)}
         measured |= {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": tuning.as_json(tuned)} if tuned else {}
         measured |= {"cache_hits": cache_hits} if cache_hits else {}

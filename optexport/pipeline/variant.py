@@ -19,7 +19,7 @@ from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.bisect_rules import blame_rules
 from optexport.errors import ExportError
-from optexport.exporters.writer import Writer
+from optexport.exporters.graph_writer import GraphWriter
 from optexport.job import Job, Variant, VariantResult
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
@@ -27,7 +27,8 @@ from optexport.parity.reference import graph_runner
 from optexport.pipeline import bundle_writer
 from optexport.pipeline.steps import trace_original
 from optexport.pipeline.undo_check import check_undo
-from optexport.quantization import lower_precision
+from optexport.quantization import half, int8
+from optexport.quantization.sensitivity import check_passed
 from optexport.runtime import runners
 from optexport.transformations.apply import Transformed, sharing_copy, transform
 
@@ -80,15 +81,15 @@ def produce(
     lowered: PrecisionRecord | None = None
     if branch.precision is not None:
         with progress.step(f"lower{formats}"):
-            cast, applied, lowered = lower_precision.cast_graph(transformed.graph_module, branch, job, call, proof)
+            cast, applied, lowered = half.cast_graph(transformed.graph_module, branch, job, call, proof)
         with progress.step(f"check graph{formats}"):
             target = f"{GRAPH}-cast{formats}"
             runner = partial(graph_runner, cast, call)
-            lower_precision.check_passed(candidate_checker.check(target, runner, precision=branch.precision), proof)
+            check_passed(candidate_checker.check(target, runner, precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     bundle_writer.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
     device = job.config.model.device
-    writer = Writer(
+    writer = GraphWriter(
         transformed.graph_module, signature, job.example, job.loaded.weights_sha256, transformed.applied, device
     )
     artifacts, cache_hits = _write(branch, writer, candidate_checker, job, draft, progress)
@@ -107,7 +108,7 @@ def _names(branch: Variant, job: Job) -> tuple[str, str]:
 
 
 def _write(
-    branch: Variant, writer: Writer, candidate_checker: CandidateChecker, job: Job, draft: Path, progress: Progress
+    branch: Variant, writer: GraphWriter, candidate_checker: CandidateChecker, job: Job, draft: Path, progress: Progress
 ) -> tuple[list[ArtifactRecord], list[str]]:
     """Writes and checks the files of a graph; quantizes an ONNX file after its check.
 
@@ -131,12 +132,12 @@ def _write(
             cache_hits += [name] * is_kept
             with progress.step(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
-                for target, opened in runners.ways_to_open(files[name], name, outputs, writer.device):
+                for target, opened in runners.list_openers(files[name], name, outputs, writer.device):
                     target = target.replace(ONNX, ONNX_FLOAT32, 1) if later else target
                     parity = candidate_checker.check(
                         target, opened, content=content, traced_shape_only=fixed, precision=branch.precision
                     )
-                    lower_precision.check_passed(parity, proof)
+                    check_passed(parity, proof)
                     if memory.is_large(job.loaded.model):
                         memory.collect()
         if not proof.passed:
@@ -144,10 +145,10 @@ def _write(
             raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.find_smallest_failing)
         if precision is not None:
             with progress.step("lower onnx"):
-                record = lower_precision.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
+                record = int8.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
             with progress.step("check onnx"):
-                for target, opened in runners.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
-                    lower_precision.check_passed(candidate_checker.check(target, opened, precision=precision), proof)
+                for target, opened in runners.list_openers(draft / files["onnx"].name, "onnx", outputs):
+                    check_passed(candidate_checker.check(target, opened, precision=precision), proof)
             artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
     return artifacts, cache_hits
 
@@ -167,7 +168,7 @@ def export_plain(
         The files, and the errors of formats that need a rule to export.
     """
     traced, _ = trace_original(replace(job, rules=()))
-    writer = Writer(
+    writer = GraphWriter(
         traced.graph_module, traced.signature, job.example, job.loaded.weights_sha256, (), job.config.model.device
     )
     written, refused = [], {}

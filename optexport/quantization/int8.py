@@ -1,4 +1,4 @@
-"""Quantisation of ONNX files to int8, with ``onnxruntime.quantization``."""
+"""Quantizes ONNX files to int8 with ``onnxruntime.quantization``, is_within the gates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from torch import fx
 
+from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
+from optexport.job import Job
+from optexport.parity.checker import ParityChecker
+from optexport.quantization.sensitivity import choose_layers, gated_cases, layers_in, resolve_keep_float32
+from optexport.runtime import runners
+from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
 # Elements of a weight column, or of a row of the other factor, that share a scale. Of 32, 64, 128 and 256, 128 is the
 # fastest on MiniLM (AMD EPYC with AVX512-VNNI). Its cosine similarity is 0.997, that with 32 is 0.999.
 _BLOCK = 128
-# Operator types that each precision quantises. Dynamic convolutions are slow in ONNX Runtime.
+# Operator types that each precision quantizes. Dynamic convolutions are slow in ONNX Runtime.
 OPERATORS = {"int8": ("MatMul",), "int8-blocks": ("MatMul",), "int8-static": ("MatMul", "Conv")}
 # With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
 # other values there.
@@ -28,8 +35,46 @@ _SEVEN_BITS = True
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
+def quantize_file(
+    source: Path, folder: Path, precision: str, job: Job, checker: ParityChecker, graph_module: fx.GraphModule
+) -> PrecisionRecord:
+    """Writes an ONNX file in int8, except layers that the gates need in float32.
+
+    Args:
+        source: ONNX file in float32, unchanged. Temporary files are written to the same folder.
+        folder: Folder for the new file, which has the same name.
+        precision: Precision, one of `OPERATORS`.
+        checker: Checker with the reference and the gates.
+        graph_module: Graph that the file was exported from.
+
+    Returns:
+        The record of the layer choice.
+
+    Raises:
+        ConfigError: No layer can be quantized, or `precision.keep_float32` names an unknown layer.
+        ExportError: onnxruntime cannot quantize the file, or cannot run the result.
+        ParityError: No choice of layers passes the gates.
+    """
+    prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
+    layers = prepare(source, prepared, precision)
+    batches = [case.batch for case in gated_cases(checker)]
+
+    def write(keep: Collection[str], target: Path) -> None:
+        float32_layers = {layer for unit in keep for layer in layers_in(unit, layers)}
+        nodes = [node for layer, names in layers.items() if layer not in float32_layers for node in names]
+        quantize(prepared, target, nodes, precision, batches)
+
+    def make(keep: Collection[str]) -> Run:
+        write(keep, attempt)
+        return runners.open_onnx(attempt, list(checker.bounds), optimized=True)
+
+    choice = choose_layers("onnx", precision, layers, resolve_keep_float32(job, graph_module, layers), make, checker)
+    write(choice.float32_units, folder / source.name)
+    return choice.record()
+
+
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
-    """Writes a copy of an ONNX file that is ready for quantisation.
+    """Writes a copy of an ONNX file that is ready for quantization.
 
     The copy has MatMul and Add in place of Gemm, unique node names, and its purpose in the metadata. It has no recorded
     shapes: onnxruntime infers them again, and rejects recorded ones that it has no rule for.
@@ -40,7 +85,7 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
         precision: Precision, one of `OPERATORS`.
 
     Returns:
-        The names of the nodes that can be quantised, by the layer that owns their weights.
+        The names of the nodes that can be quantized, by the layer that owns their weights.
     """
     model = onnx.load(source)
     model.graph.ClearField("value_info")
@@ -64,19 +109,23 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
 def _split_gemms(graph: onnx.GraphProto) -> None:
     """Replaces ``Gemm`` by ``MatMul`` and ``Add``, which ONNX Runtime fuses again.
 
-    onnxruntime's quantisation does the same, but transposes a shared weight in place once per layer that uses it.
+    onnxruntime's quantization does the same, but transposes a shared weight in place once per layer that uses it.
     """
     constants = {initializer.name: initializer for initializer in graph.initializer}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         weight = constants.get(node.input[1]) if node.op_type == "Gemm" and node.domain == "" else None
-        given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0 and not given.get("transA", 0)
-        if weight is None or not plain:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        is_plain = (
+            attributes.get("alpha", 1.0) == 1.0
+            and attributes.get("beta", 1.0) == 1.0
+            and not attributes.get("transA", 0)
+        )
+        if weight is None or not is_plain:
             nodes.append(node)
             continue
         name = weight.name
-        if given.get("transB", 0):
+        if attributes.get("transB", 0):
             name = f"{weight.name}{TRANSPOSED}_whole"
             if name not in constants:
                 constants[name] = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight).T.copy(), name)
@@ -100,8 +149,8 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
 
     Args:
         source: File that `prepare` wrote. Calibration ranges are cached in the same folder.
-        target: Path of the quantised file.
-        nodes: Names of the nodes to quantise; at least one.
+        target: Path of the quantized file.
+        nodes: Names of the nodes to quantize; at least one.
         precision: "int8": MatMul with a scale per weight column, and a dynamic scale for the whole other factor.
             "int8-blocks": a scale per block of a weight column, and per block of a row of the other factor.
             "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
@@ -109,23 +158,23 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         batches: Calibration inputs.
 
     Raises:
-        ExportError: onnxruntime cannot quantise the file.
+        ExportError: onnxruntime cannot quantize the file.
     """
     try:
-        with _without_logging():
+        with _silence_logging():
             _QUANTIZERS[precision](source, target, nodes, batches)
-            found = _in_float32(source, precision) - _in_float32(target, precision)
-            if found != set(nodes):
-                raise ValueError(f"it quantised {len(found)} layers, where {len(nodes)} were to be")
+            quantized = _list_float32_layers(source, precision) - _list_float32_layers(target, precision)
+            if quantized != set(nodes):
+                raise ValueError(f"{len(quantized)} layers are in int8 (expected {len(nodes)})")
     except Exception as error:  # onnxruntime raises many error types
         raise ExportError(
-            f"onnxruntime could not quantise it: {first_line(error)}",
+            f"onnxruntime could not quantize the file: {first_line(error)}",
             location=f"precision.onnx: {precision}",
             hint='Leave "onnx" out of [precision].',
         ) from error
 
 
-def _dynamic(source: Path, target: Path, nodes: Collection[str], _: Sequence[Batch]) -> None:
+def _quantize_dynamic(source: Path, target: Path, nodes: Collection[str], _: Sequence[Batch]) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(
@@ -141,7 +190,7 @@ def _dynamic(source: Path, target: Path, nodes: Collection[str], _: Sequence[Bat
     )
 
 
-def _in_blocks(source: Path, target: Path, nodes: Collection[str], _: Sequence[Batch]) -> None:
+def _quantize_in_blocks(source: Path, target: Path, nodes: Collection[str], _: Sequence[Batch]) -> None:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     model = onnx.load(source)
@@ -157,15 +206,15 @@ def _in_blocks(source: Path, target: Path, nodes: Collection[str], _: Sequence[B
     quantizer.model.save_model_to_file(str(target), _size(source) > EXTERNAL_DATA_ABOVE)
 
 
-def _static(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
+def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
     model = onnx.load(source, load_external_data=False)
-    names, left = [value.name for value in model.graph.input], iter(batches)
+    names, remaining = [value.name for value in model.graph.input], iter(batches)
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no type hints
         def get_next(self) -> Mapping[str, Any] | None:
-            batch = next(left, None)
+            batch = next(remaining, None)
             return None if batch is None else {name: batch[name].numpy() for name in names}
 
     activations = ["Relu", "Clip"]  # layer outputs whose activation only clips to the range
@@ -186,13 +235,13 @@ def _static(source: Path, target: Path, nodes: Collection[str], batches: Sequenc
 
 
 _QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]], None]] = {
-    "int8": _dynamic,
-    "int8-blocks": _in_blocks,
-    "int8-static": _static,
+    "int8": _quantize_dynamic,
+    "int8-blocks": _quantize_in_blocks,
+    "int8-static": _quantize_static,
 }
 
 
-def _in_float32(path: Path, precision: str) -> set[str]:
+def _list_float32_layers(path: Path, precision: str) -> set[str]:
     """Returns the names of layers, and of products without weights, that stay in float32."""
     nodes = onnx.load(path, load_external_data=False).graph.node
     restored = {name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output}
@@ -206,8 +255,8 @@ def _size(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _without_logging() -> Iterator[None]:
-    """Silences onnxruntime's quantisation, which configures the root logger."""
+def _silence_logging() -> Iterator[None]:
+    """Silences onnxruntime's quantization, which configures the root logger."""
     root = logging.getLogger()
     handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
     logging.disable(logging.CRITICAL)

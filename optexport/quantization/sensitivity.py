@@ -12,22 +12,29 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.config.metrics import round_for_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
+from optexport.job import Job
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record
 from optexport.runtime.runners import Run
+from optexport.transformations.cast_precision import layer_name
+from optexport.transformations.merge_linears import parts_in_name
 
 # More layers than this are grouped by the model layer that contains them.
-_MOST_LAYERS = 64
+_MAX_UNITS = 64
 # Number of least harmful float32 layers that are lowered once more.
-_MOST_AGAIN = 8
+_MAX_RETRIES = 8
 
 # Hint for names of layers that may be merged in one file and not in another.
-_MERGED = " Whether layers are merged, [tune] decides, where it is there: say formats of the rule, or leave [tune] out."
+_MERGED_HINT = (
+    " [tune] may merge layers in one file and not in another: set formats of the merging rule, or remove [tune]."
+)
 
 # Opens a target with some units in float32 and all others lowered.
 Make = Callable[[Collection[str]], Run]
@@ -39,33 +46,33 @@ class Choice:
 
     Attributes:
         precision: Precision of the other layers.
-        asked: Units that the config keeps in float32.
+        configured: Units that the config keeps in float32.
         measured: Further units that the gates need in float32.
-        alone: Comparison with one unit lowered, per unit; empty if not needed.
-        everything: Comparison with all units lowered, except those in `asked`.
+        by_unit: Comparison with one unit lowered, per unit; empty if not needed.
+        all_lowered: Comparison with all units lowered, except those in `configured`.
         chosen: Comparison with the final choice.
     """
 
     precision: str
     units: Sequence[str]
-    asked: Collection[str]
-    everything: TargetParity
+    configured: Collection[str]
+    all_lowered: TargetParity
     chosen: TargetParity
     measured: list[str] = field(default_factory=list)
-    alone: Mapping[str, TargetParity] = field(default_factory=dict)
+    by_unit: Mapping[str, TargetParity] = field(default_factory=dict)
 
     @property
-    def kept(self) -> list[str]:
+    def float32_units(self) -> list[str]:
         """Returns all units that stay in float32."""
-        return [unit for unit in self.units if unit in self.asked or unit in self.measured]
+        return [unit for unit in self.units if unit in self.configured or unit in self.measured]
 
     def record(self) -> PrecisionRecord:
         """Returns the record of the choice for the manifest."""
         layers = [
             LayerRecord(
                 layer=unit,
-                kept="asked for" if unit in self.asked else "measured" if unit in self.measured else None,
-                alone=_values(self.alone[unit]) if unit in self.alone else [],
+                kept="asked for" if unit in self.configured else "measured" if unit in self.measured else None,
+                alone=_gate_values(self.by_unit[unit]) if unit in self.by_unit else [],
             )
             for unit in self.units
         ]
@@ -73,30 +80,30 @@ class Choice:
             {
                 "precision": self.precision,
                 "layers": layers,
-                "lowered": _values(self.everything),
-                "chosen": _values(self.chosen),
+                "lowered": _gate_values(self.all_lowered),
+                "chosen": _gate_values(self.chosen),
             }
         )
 
 
-def units_of(layers: Collection[str]) -> list[str]:
+def group_layers(layers: Collection[str]) -> list[str]:
     """Groups layers into units that are lowered together.
 
     Each layer is a unit, unless there are very many. Then all layers within one numbered layer of the model are a unit.
     """
-    if len(layers) <= _MOST_LAYERS:
+    if len(layers) <= _MAX_UNITS:
         return list(layers)
     parts = (re.match(r".*?\.\d+(?=\.)", layer) for layer in layers)
     return list(dict.fromkeys(part.group() if part else layer for part, layer in zip(parts, layers, strict=True)))
 
 
-def within(layer: str, names: Collection[str]) -> bool:
+def is_within(layer: str, names: Collection[str]) -> bool:
     """Checks if a layer has one of the names or is inside such a module."""
     return any(f"{layer}.".startswith(f"{name}.") for name in names)
 
 
-def choose(
-    target: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: ParityChecker
+def choose_layers(
+    target: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, checker: ParityChecker
 ) -> Choice:
     """Finds the layers that must stay in float32 to pass the gates, on the cases they count.
 
@@ -105,68 +112,71 @@ def choose(
         layers: Names of layers that can be lowered, in model order.
         keep: Names of layers, or of modules that contain layers, that always stay in float32.
         make: Opens the target for a set of float32 units.
-        proof: Checker with the reference and the gates.
+        checker: Checker with the reference and the gates.
 
     Raises:
         ConfigError: No layer can be lowered, or `keep` contains an unknown name.
         ParityError: The gates fail if any layer is lowered.
     """
     for name in keep:
-        if not any(within(layer, [name]) for layer in layers):
+        if not any(is_within(layer, [name]) for layer in layers):
             merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
             raise ConfigError(
-                f'{target} has no layer "{name}" that could be lowered',
+                f'{target} has no layer "{name}" that can be lowered',
                 location="precision.keep_float32",
-                hint=did_you_mean(name, layers) + (_MERGED if merged else ""),
+                hint=did_you_mean(name, layers) + (_MERGED_HINT if merged else ""),
             )
-    units = units_of(layers)
-    asked = [
-        unit for unit in units if within(unit, keep) or any(within(layer, keep) for layer in layers_in(unit, layers))
+    units = group_layers(layers)
+    configured = [
+        unit
+        for unit in units
+        if is_within(unit, keep) or any(is_within(layer, keep) for layer in layers_in(unit, layers))
     ]
-    free = [unit for unit in units if unit not in asked]
+    free = [unit for unit in units if unit not in configured]
     if not free:
+        remove = "Keep fewer layers in float32, or remove" if configured else "Remove"
         raise ConfigError(
             f"{target} has no layer to lower",
             location="precision",
-            hint=f"Keep less, or leave {precision} out." if asked else f"Leave {precision} out.",
+            hint=f"{remove} {precision} from [precision].",
         )
-    small = _on_gated_cases(proof)
-    own = small.targets[0].decisions
+    gated_checker = _on_gated_cases(checker)
+    reference_decisions = gated_checker.targets[0].decisions
 
     def measure(lowered: Collection[str]) -> TargetParity:
-        return small.check(target, make([unit for unit in units if unit not in lowered]), precision=precision)
+        return gated_checker.check(target, make([unit for unit in units if unit not in lowered]), precision=precision)
 
-    found = measure(free)
-    choice = Choice(precision, units, asked, found, found)
-    if found.passed:
+    lowered_parity = measure(free)
+    choice = Choice(precision, units, configured, lowered_parity, lowered_parity)
+    if lowered_parity.passed:
         return choice
-    choice.alone = {unit: measure([unit]) for unit in free} if len(free) > 1 else {free[0]: found}
-    order = sorted(free, key=lambda unit: harm(choice.alone[unit], own), reverse=True)
-    choice.chosen, choice.measured = choice.alone[order[-1]], order[:-1]
+    choice.by_unit = {unit: measure([unit]) for unit in free} if len(free) > 1 else {free[0]: lowered_parity}
+    order = sorted(free, key=lambda unit: measure_harm(choice.by_unit[unit], reference_decisions), reverse=True)
+    choice.chosen, choice.measured = choice.by_unit[order[-1]], order[:-1]
     if not choice.chosen.passed:
-        raise _nothing_passes(target, choice, order[-1], proof)
+        raise _no_choice_error(target, choice, order[-1], checker)
 
-    def passes(kept: Sequence[str]) -> bool:
-        attempt = measure([unit for unit in free if unit not in kept])
-        if attempt.passed:
-            choice.chosen, choice.measured = attempt, list(kept)
-        return attempt.passed
+    def passes(float32_units: Sequence[str]) -> bool:
+        parity = measure([unit for unit in free if unit not in float32_units])
+        if parity.passed:
+            choice.chosen, choice.measured = parity, list(float32_units)
+        return parity.passed
 
-    few, many = 0, len(order) - 1  # number of float32 units that fails, and number that passes
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if passes(order[:middle]) else (middle, many)
-    for unit in choice.measured[::-1][:_MOST_AGAIN]:
-        passes([other for other in choice.measured if other != unit])
+    failing, passing = 0, len(order) - 1  # number of float32 units that fails, and number that passes
+    while passing - failing > 1:
+        middle = (failing + passing) // 2
+        failing, passing = (failing, middle) if passes(order[:middle]) else (middle, passing)
+    for unit in choice.measured[::-1][:_MAX_RETRIES]:
+        passes([other_unit for other_unit in choice.measured if other_unit != unit])
     return choice
 
 
 def layers_in(unit: str, layers: Collection[str]) -> list[str]:
     """Returns the layers of a unit."""
-    return [layer for layer in layers if within(layer, [unit])]
+    return [layer for layer in layers if is_within(layer, [unit])]
 
 
-def harm(target: TargetParity, own: Sequence[Decision]) -> float:
+def measure_harm(target: TargetParity, reference_decisions: Sequence[Decision]) -> float:
     """Returns the largest share of a gate's or fixed tolerance's margin that a target uses.
 
     Args:
@@ -177,7 +187,7 @@ def harm(target: TargetParity, own: Sequence[Decision]) -> float:
         The share; above 1 the target fails.
     """
     shares = [0.0]
-    for decision, original in zip(target.decisions, own, strict=True):
+    for decision, original in zip(target.decisions, reference_decisions, strict=True):
         lost, room = original.value - decision.value, original.value - decision.gate.min
         shares.append(math.inf if math.isnan(lost) else lost / room if room > 0 else math.inf if lost > 0 else 0.0)
     for case in (case for output in target.outputs for case in output.cases):
@@ -188,37 +198,37 @@ def harm(target: TargetParity, own: Sequence[Decision]) -> float:
     return max(shares)
 
 
-def gated_cases(proof: ParityChecker) -> list[Case]:
+def gated_cases(checker: ParityChecker) -> list[Case]:
     """Returns the cases that the gates count: user data, or otherwise generated inputs."""
-    names = {name for gate in proof.gates for name in gate.cases}
-    return [case for case in proof.reference.cases if case.name in names]
+    names = {name for gate in checker.gates for name in gate.cases}
+    return [case for case in checker.reference.cases if case.name in names]
 
 
-def _on_gated_cases(proof: ParityChecker) -> ParityChecker:
-    names = [case.name for case in gated_cases(proof)]
-    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
-    return ParityChecker(proof.reference.select(indices), proof.tolerances, proof.gates)
+def _on_gated_cases(checker: ParityChecker) -> ParityChecker:
+    names = [case.name for case in gated_cases(checker)]
+    indices = [index for index, case in enumerate(checker.reference.cases) if case.name in names]
+    return ParityChecker(checker.reference.select(indices), checker.tolerances, checker.gates)
 
 
-def failures(target: TargetParity) -> list[str]:
+def list_failures(target: TargetParity) -> list[str]:
     """Returns the reasons why a target fails."""
     outputs = [f"{output.output}, {output.failure}" for output in target.outputs if output.failure is not None]
     return outputs + [decision.failure for decision in target.decisions if decision.failure is not None]
 
 
-def _nothing_passes(target: str, choice: Choice, least: str, proof: ParityChecker) -> ParityError:
-    lines = [f"all lowered: {'; '.join(failures(choice.everything))}"]
-    if len(choice.alone) > 1:
-        lines.append(f"nearest, {least} alone lowered: {'; '.join(failures(choice.chosen))}")
+def _no_choice_error(target: str, choice: Choice, unit: str, checker: ParityChecker) -> ParityError:
+    lines = [f"all layers lowered: {'; '.join(list_failures(choice.all_lowered))}"]
+    if len(choice.by_unit) > 1:
+        lines.append(f"nearest, only {unit} lowered: {'; '.join(list_failures(choice.chosen))}")
     return ParityError(
-        f"{choice.precision} passes the gates with no choice of layers\n  " + "\n  ".join(lines),
+        f"no choice of layers in {choice.precision} passes the gates\n  " + "\n  ".join(lines),
         location=target,
-        hint=f"Lower the gates in parity.metrics, or leave {choice.precision} out of [precision].",
-        proof=parity_record(proof),
+        hint=f"Lower the gates in parity.metrics, or remove {choice.precision} from [precision].",
+        proof=parity_record(checker),
     )
 
 
-def _values(target: TargetParity) -> list[GateValueRecord]:
+def _gate_values(target: TargetParity) -> list[GateValueRecord]:
     return [
         GateValueRecord(
             measure=decision.gate.measure,
@@ -228,3 +238,54 @@ def _values(target: TargetParity) -> list[GateValueRecord]:
         )
         for decision in target.decisions
     ]
+
+
+def check_passed(target: TargetParity, checker: ParityChecker) -> None:
+    """Rejects a target of lower precision that fails on all cases together.
+
+    Other targets pass here, because they have their own error.
+
+    Raises:
+        ParityError: The target failed.
+    """
+    if target.precision is not None and not target.passed:
+        reasons = "".join(f"\n  {failure}" for failure in list_failures(target))
+        raise ParityError(
+            f"{target.precision} fails a gate that it passed when the layers were chosen{reasons}",
+            location=target.target,
+            hint="Add layers to precision.keep_float32, or remove the format from [precision].",
+            proof=parity_record(checker),
+        )
+
+
+def resolve_keep_float32(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Collection[str]:
+    """Returns the configured float32 layers that exist in a file.
+
+    If several files are lowered, a name may belong to layers of another file only. An embedding, for example, always
+    stays in float32 in an ONNX file.
+    """
+    precision = job.config.precision
+    assert precision is not None
+    keep = [layer for name in precision.keep_float32 for layer in _resolve_name(name, layers)]
+    if sum(precision.of(name) is not None for name in job.config.export.formats) < 2:
+        return keep
+    all_layers = {name for name, _ in (*job.loaded.model.named_modules(), *graph_module.named_modules())}
+    all_layers |= {layer_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
+    other_files = [
+        name
+        for name in keep
+        if any(is_within(layer, [name]) for layer in all_layers)
+        and not any(is_within(layer, [name]) for layer in layers)
+    ]
+    return [name for name in keep if name not in other_files]
+
+
+def _resolve_name(name: str, layers: Collection[str]) -> list[str]:
+    """Resolves a layer name to itself, the layer it is merged into, or its parts.
+
+    Merging of layers may differ between files, and `[tune]` decides it by measurement.
+    """
+    if any(is_within(layer, [name]) for layer in layers):
+        return [name]
+    merged = [layer for layer in layers if name in parts_in_name(layer)]
+    return merged or [part for part in parts_in_name(name) if part in layers] or [name]

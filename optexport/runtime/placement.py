@@ -13,25 +13,25 @@ from torch.export.passes import move_to_device_pass
 from optexport.runtime.devices import Device
 
 
-def program_to(program: ExportedProgram, device: Device) -> ExportedProgram:
+def move_program(program: ExportedProgram, device: Device) -> ExportedProgram:
     """Moves a program's weights, and the devices in its graph, to a device, in place."""
     moved = move_to_device_pass(program, device)
     _write_device(moved.graph_module, torch.device(device))  # the pass leaves some device arguments unchanged
     return moved
 
 
-def model_to(model: nn.Module, device: Device) -> nn.Module:
+def move_model(model: nn.Module, device: Device) -> nn.Module:
     """Returns a copy of a model on a device; devices in graphs change too."""
     # Copy each tensor separately: deepcopy copies the whole storage, which is all weights for a memory-mapped file.
-    there: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter):
-            made = tensor.detach().to(device, copy=True)
+            copied = tensor.detach().to(device, copy=True)
             is_parameter = isinstance(tensor, nn.Parameter)
-            there[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+            copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch deprecated its own way to copy output trees
-        moved = copy.deepcopy(model, dict(there)).to(device)  # .to for TorchScript and other tensor types
+        moved = copy.deepcopy(model, dict(copies)).to(device)  # .to for TorchScript and other tensor types
     _write_device(moved, torch.device(device))
     return moved
 

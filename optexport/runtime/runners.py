@@ -18,6 +18,7 @@ from optexport._utils.torch_settings import as_in_a_new_process
 from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
+from optexport.runtime.onnx_session import open_session
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments
 
@@ -39,11 +40,11 @@ def open_file(
         ExportError: The runtime rejects the file.
         DeviceError: The device is not available.
     """
-    for target, opened in ways_to_open(path, file_format, outputs, device):
-        yield target, opened()
+    for target, open_target in list_openers(path, file_format, outputs, device):
+        yield target, open_target()
 
 
-def ways_to_open(
+def list_openers(
     path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
 ) -> list[tuple[str, Callable[[], Run]]]:
     """Lists the targets of an exported file.
@@ -57,21 +58,21 @@ def ways_to_open(
     Returns:
         The name of each target, and a function that opens the file and returns a function that runs it.
     """
-    ways: list[tuple[str, Callable[[], Run]]] = []
+    openers: list[tuple[str, Callable[[], Run]]] = []
     match file_format:
         case "onnx":
-            ways = [
+            openers = [
                 ("onnx", partial(open_onnx, path, outputs, device, optimized=False)),
                 ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True)),
             ]
         case "torchscript":
-            ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
+            openers = [("torchscript", partial(open_torchscript, path, outputs, device))]
         case "pt2":
-            ways = [("pt2", partial(open_pt2, path, outputs, device))]
-    return [(target, partial(_opened, open_it, path, file_format)) for target, open_it in ways]
+            openers = [("pt2", partial(open_pt2, path, outputs, device))]
+    return [(target, partial(_open_without_folder, open_it, path, file_format)) for target, open_it in openers]
 
 
-def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
+def _open_without_folder(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
     try:
         return open_it()
     except (ExportError, SourceError) as error:
@@ -93,7 +94,6 @@ def open_onnx(
 
     Raises:
         ExportError: The runtime rejects the file.
-        SourceError: The file is not ONNX, or its functions cannot be inlined.
         DeviceError: The runtime cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()
@@ -102,20 +102,20 @@ def open_onnx(
         onnxruntime.GraphOptimizationLevel, level if optimized else "ORT_DISABLE_ALL"
     )
     try:
-        session = devices.onnx_session(path, options, device)
+        session = open_session(path, options, device)
     except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions share no base class
         raise ExportError(
-            f"ONNX Runtime refuses the file: {first_line(error)}",
+            f"ONNX Runtime rejects the file: {first_line(error)}",
             location=path.name,
             hint='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
         ) from error
-    wanted = [given.name for given in session.get_inputs()]
+    input_names = [node.name for node in session.get_inputs()]
 
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = session.run(list(outputs), {name: inputs[name].numpy() for name in wanted})
+        results = session.run(list(outputs), {name: inputs[name].numpy() for name in input_names})
         return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
 
     return run
@@ -152,7 +152,7 @@ def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
-        with torch.no_grad(), devices.whole_float32(device):
+        with torch.no_grad(), devices.full_float32(device):
             results = apart(module, module(**{name: tensor.to(device) for name, tensor in copied.items()}))
         return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 

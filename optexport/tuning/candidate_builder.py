@@ -13,7 +13,7 @@ from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
 from optexport.bundle.outcomes import PARITY_FAILED
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, first_line
-from optexport.exporters.writer import Writer
+from optexport.exporters.graph_writer import GraphWriter
 from optexport.job import Job
 from optexport.parity.checker import GRAPH, ParityChecker
 from optexport.parity.reference import Call, graph_runner
@@ -42,7 +42,7 @@ class CandidateBuilder:
 
     def __init__(self, job: Job, traced: Traced, call: Call, proof: ParityChecker, folder: Path) -> None:
         self.job, self.traced, self.call, self.proof, self.folder = job, traced, call, proof, folder
-        self._graphs: dict[tuple[int, ...], tuple[Writer, tuple[Applied, ...]] | CandidateRejected] = {}
+        self._graphs: dict[tuple[int, ...], tuple[GraphWriter, tuple[Applied, ...]] | CandidateRejected] = {}
         self._files = 0
 
     def matching_rules(self, candidate: Candidate) -> list[int]:
@@ -88,7 +88,7 @@ class CandidateBuilder:
         """Removes a file, because the disk may not have room for many large models."""
         shutil.rmtree(artifact.path.parent)
 
-    def _graph(self, candidate: Candidate) -> tuple[Writer, tuple[Applied, ...]]:
+    def _graph(self, candidate: Candidate) -> tuple[GraphWriter, tuple[Applied, ...]]:
         rules = tuple(rules_in(candidate))
         if rules not in self._graphs:
             try:
@@ -100,11 +100,11 @@ class CandidateBuilder:
             raise graph
         return graph
 
-    def _transform(self, rules: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
+    def _transform(self, rules: tuple[int, ...]) -> tuple[GraphWriter, tuple[Applied, ...]]:
         job = self.job
         transformed = transform(sharing_copy(self.traced.graph_module), [job.rules[i] for i in rules])
         self._check(GRAPH, graph_runner(transformed.graph_module, self.call))
-        writer = Writer(
+        writer = GraphWriter(
             transformed.graph_module,
             self.traced.signature,
             job.example,

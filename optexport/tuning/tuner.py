@@ -84,7 +84,7 @@ def _cache_entry(
         {module: code_of(module) for module in plugins | metrics},
         job.config.export.passes.get(file_format, []),
         job.config.export.opset,
-        devices.described(job.config.model.device),
+        devices.describe(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
         keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],

@@ -45,8 +45,8 @@ def measured(name: str, folder: Path, rounds: int, threads: int) -> Times:
         times: Times = {}
         for shape in racer.shapes:
             inputs = racer.inputs(shape)
-            given = {key: partial(call, **inputs) for key, call in calls.items()}
-            times["x".join(map(str, shape))] = in_turns(given, rounds)
+            calls_on_inputs = {key: partial(call, **inputs) for key, call in calls.items()}
+            times["x".join(map(str, shape))] = in_turns(calls_on_inputs, rounds)
     return times
 
 
@@ -63,7 +63,7 @@ def _packed(racer: Racer, model: torch.nn.Module, folder: Path) -> str:
 
 def rows(name: str, launches: list[Times]) -> list[str]:
     """Returns the rows of the table for one model."""
-    told = []
+    lines = []
     for shape in launches[0]:
         own = [launch[shape][_OURS] for launch in launches]
         cells = []
@@ -71,14 +71,16 @@ def rows(name: str, launches: list[Times]) -> list[str]:
             c = compare([launch[shape][peer] for launch in launches], own)
             cells.append(f"{c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})")
         milliseconds = statistics.median(time for launch in own for time in launch) * 1e3
-        told.append(f"| {name} | {shape} | {milliseconds:.1f} | {' | '.join(cells)} |")
-    return told
+        lines.append(f"| {name} | {shape} | {milliseconds:.1f} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(RACERS), metavar="MODEL", help=", ".join(RACERS))
-    parser.add_argument("--folder", type=Path, default=Path("build/race"), help="that of race.py, which ran before")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/race"), help="folder of peer_turns.py, which must run first"
+    )
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)

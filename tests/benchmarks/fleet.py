@@ -42,9 +42,9 @@ def main(models: int, bad: int, jobs: int) -> None:
             resident: list[tuple[float, int]] = []
             watcher = threading.Thread(target=_watch, args=(process.pid, resident), daemon=True)
             watcher.start()
-            found = json.loads(process.communicate()[0])
+            document = json.loads(process.communicate()[0])
         seconds = time.monotonic() - start
-    rows = found["configs"]
+    rows = document["configs"]
     good = [row for row in rows if row["exit_code"] == 0]
     click.echo(f"{len(good)} of {len(rows)} proven in {seconds:.0f} s, {jobs} at a time; the others: ")
     for row in rows:

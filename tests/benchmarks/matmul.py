@@ -33,9 +33,9 @@ Call = Callable[[], object]
 
 def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Call]:
     """Returns functions that compute every product of a call's linear layers, one for each method."""
-    seen: list[tuple[torch.Tensor, nn.Linear]] = []
+    layers: list[tuple[torch.Tensor, nn.Linear]] = []
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, given: seen.append((torch.rand_like(given[0]), layer)))
+        layer.register_forward_pre_hook(lambda layer, args: layers.append((torch.rand_like(args[0]), layer)))
         for layer in model.modules()
         if isinstance(layer, nn.Linear)
     ]
@@ -44,14 +44,14 @@ def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Cal
         hook.remove()
 
     def by_blas() -> None:
-        for x, layer in seen:
+        for x, layer in layers:
             functional.linear(x, layer.weight, layer.bias)
 
     def by_onednn() -> None:
-        for x, layer in seen:
+        for x, layer in layers:
             torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
 
-    short = [[t.bfloat16() for t in (x, layer.weight, layer.bias) if t is not None] for x, layer in seen]
+    short = [[t.bfloat16() for t in (x, layer.weight, layer.bias) if t is not None] for x, layer in layers]
 
     def in_bfloat16() -> None:
         for operands in short:
@@ -62,12 +62,12 @@ def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Cal
 
 def files(folder: Path, inputs: dict[str, torch.Tensor], threads: int) -> dict[str, Call]:
     """Returns functions that call each tuned file on inputs."""
-    made = json.loads((folder / "ours.json").read_text())
-    module = torch.jit.load(made["torchscript"]["path"])
+    records = json.loads((folder / "ours.json").read_text())
+    module = torch.jit.load(records["torchscript"]["path"])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(made["onnx"]["path"], options, providers=["CPUExecutionProvider"])
-    arrays = {name: inputs[name].numpy() for name in made["onnx"]["inputs"]}
+    session = onnxruntime.InferenceSession(records["onnx"]["path"], options, providers=["CPUExecutionProvider"])
+    arrays = {name: inputs[name].numpy() for name in records["onnx"]["inputs"]}
     return {"onnx": lambda: session.run(None, arrays), "torchscript": lambda: module(**inputs)}
 
 
@@ -80,7 +80,9 @@ def measured(racer: Racer, folder: Path, shape: tuple[int, ...], rounds: int, th
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["MiniLM"], metavar="MODEL", help=", ".join(RACERS))
-    parser.add_argument("--folder", type=Path, default=Path("build/race"), help="that of race.py, which ran before")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/race"), help="folder of peer_turns.py, which must run first"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -99,9 +101,9 @@ def main() -> None:
                 )
             pairs = (("onnx", _ONEDNN), ("torchscript", _ONEDNN), (_ONEDNN, _BFLOAT16))
             cells = [compare([times[longer]], [times[shorter]]) for longer, shorter in pairs]
-            told = " | ".join(f"{c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})" for c in cells)
-            alone = "; ".join(f"{statistics.median(times[each]) * 1e3:.1f}" for each in (_BLAS, _ONEDNN))
-            print(f"| {name} | {'x'.join(map(str, shape))} | {alone} | {told} |", flush=True)
+            ratios = " | ".join(f"{c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})" for c in cells)
+            alone = "; ".join(f"{statistics.median(times[method]) * 1e3:.1f}" for method in (_BLAS, _ONEDNN))
+            print(f"| {name} | {'x'.join(map(str, shape))} | {alone} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

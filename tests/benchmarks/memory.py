@@ -74,8 +74,8 @@ GIB = 1 << 30
 
 def bytes_of(text: str, *keys: str) -> tuple[int, ...]:
     """Returns values of a file in /proc in bytes; the file has kB."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M))
-    return tuple(1024 * int(found[key]) for key in keys)
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M))
+    return tuple(1024 * int(values[key]) for key in keys)
 
 
 class Watch:
@@ -106,8 +106,8 @@ class Watch:
         assert process.stderr is not None
         for line in process.stderr:
             self._said.append(line)
-            if found := re.fullmatch(r"(.+): ([\d.]+) s\n", line):
-                self.peaks[found[1]], self._current = (float(found[2]), *self._current), (0, 0)
+            if match := re.fullmatch(r"(.+): ([\d.]+) s\n", line):
+                self.peaks[match[1]], self._current = (float(match[2]), *self._current), (0, 0)
 
     def _sample(self, process: subprocess.Popen[str]) -> None:
         status, machine_ = Path(f"/proc/{process.pid}/status"), Path("/proc/meminfo")
@@ -153,16 +153,16 @@ def main() -> None:
             "multiple": arguments.multiple,
         }
         (folder / "config.toml").write_text(CONFIG.format(**values), encoding="utf-8")
-        seen = Watch([PROGRAM, "run", str(folder / "config.toml")], arguments.threads)
+        watch = Watch([PROGRAM, "run", str(folder / "config.toml")], arguments.threads)
     about = machine()
     print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s); {arguments.size} in "
           f"{arguments.dtype}, {arguments.formats}, {arguments.effort}: {weights / GIB:.2f} GiB of weights, "
           f"{imported / GIB:.2f} GiB of imports\n")  # fmt: skip
     print("| stage | seconds | peak, times the weights | anonymous | backed by files |\n|---|---|---|---|---|")
-    for stage, (seconds, *held) in seen.peaks.items():
-        anonymous, file = ((part - base) / weights for part, base in zip(held, imports, strict=True))
+    for stage, (seconds, *memory) in watch.peaks.items():
+        anonymous, file = ((part - base) / weights for part, base in zip(memory, imports, strict=True))
         print(f"| {stage} | {seconds:.1f} | {anonymous + file:.2f} | {anonymous:.2f} | {file:.2f} |")
-    print(f"| whole run | | {(seen.peak - imported) / weights:.2f} | | |")
+    print(f"| whole run | | {(watch.peak - imported) / weights:.2f} | | |")
 
 
 if __name__ == "__main__":

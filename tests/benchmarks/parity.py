@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
 PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
 
 
-def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, float]:
+def run(folder: Path, effort: str, threads: int, *, is_cached: bool) -> dict[str, float]:
     """Runs the example and returns the seconds of its stages.
 
     Args:
@@ -37,7 +37,11 @@ def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, flo
         [sys.executable, "-c", "from optexport.cli.main import main; main()", "run", str(folder / "config.toml")],
         check=True,
         capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": str(folder / "cache") if kept else ""},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "OPTEXPORT_CACHE": str(folder / "cache") if is_cached else "",
+        },
     )
     seconds: dict[str, float] = json.loads((folder / "bundle" / "measurements.json").read_bytes())["seconds"]
     return seconds
@@ -49,15 +53,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     ways = {"standard": ("standard", False), "standard, again": ("standard", True), "quick": ("quick", False)}
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), "standard", arguments.threads, kept=True)  # fills the cache
+        run(Path(folder), "standard", arguments.threads, is_cached=True)  # fills the cache
         for _ in range(arguments.rounds):
-            for way, (effort, kept) in ways.items():
-                found[way].append(run(Path(folder), effort, arguments.threads, kept=kept))
+            for way, (effort, is_cached) in ways.items():
+                seconds[way].append(run(Path(folder), effort, arguments.threads, is_cached=is_cached))
     print(f"{arguments.threads} thread(s), {arguments.rounds} rounds\n")
     print("| effort | proof, s | ONNX export, s | proof / export (range) |\n|---|---|---|---|")
-    for way, runs in found.items():
+    for way, runs in seconds.items():
         proof = [sum(seconds.get(stage, 0.0) for stage in PROOF) for seconds in runs]
         export = [seconds["export onnx"] for seconds in runs]
         ratios = [a / b for a, b in zip(proof, export, strict=True)]

@@ -26,8 +26,7 @@ from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.config import format_passes
-from optexport.exporters import exported_program
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import pt2, torchscript
 from optexport.signature.signature import Dynamic
 from tests.benchmarks import workloads
 from tests.exporters import files
@@ -42,25 +41,25 @@ MODELS: dict[str, _Model] = {
 }
 
 
-def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: Path) -> Artifact:
+def write(subject: files.Prepared, file_format: str, names: Sequence[str], folder: Path) -> Artifact:
     """Writes a file with some format passes."""
     title = " + ".join(names) or "plain"
     path = folder / title.replace(" ", "") / f"model.{file_format}"  # TorchScript writes the name into the file
     path.parent.mkdir(exist_ok=True)
     if file_format == "onnx":
-        files.save_onnx(made, path, passes=names)
+        files.save_onnx(subject, path, passes=names)
     elif file_format == "torchscript":
-        exporter.save(made.program, made.signature, made.example, path, passes=names)
+        torchscript.save(subject.program, subject.signature, subject.example, path, passes=names)
     else:
-        exported_program.save(made.program, path, passes=names)
-    inputs = tuple(spec.name for spec in made.signature.inputs)
+        pt2.save(subject.program, path, passes=names)
+    inputs = tuple(spec.name for spec in subject.signature.inputs)
     return Artifact(title, path, file_format, path.stat().st_size, inputs=inputs)
 
 
 def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -> Iterator[str]:
     """Returns the rows of the table for one model."""
     make, batch, dynamic, shapes = MODELS[model]
-    made = files.prepare(make().eval(), batch(*[size + 1 for size in shapes[0]]), dynamic, rules=True)
+    subject = files.prepare(make().eval(), batch(*[size + 1 for size in shapes[0]]), dynamic, rules=True)
     loads = []
     for shape in shapes:
         label = "x".join(map(str, shape))
@@ -68,12 +67,12 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         loads.append(Workload({label: shape[0]}, shape[0], folder / f"{label}.safetensors"))
     for file_format in formats:
         names = format_passes.list_passes(file_format)
-        plain = write(made, file_format, (), folder)
-        asked = dict.fromkeys([*((name,) for name in names), names])
+        plain = write(subject, file_format, (), folder)
+        combinations = dict.fromkeys([*((name,) for name in names), names])
         # The first of equal files.
         written = {plain.path.read_bytes(): plain}
-        for some in asked:
-            artifact = write(made, file_format, some, folder)
+        for some in combinations:
+            artifact = write(subject, file_format, some, folder)
             written.setdefault(artifact.path.read_bytes(), artifact)
         _, *raced = written.values()
         report = measure([plain, *raced], loads, [(artifact, plain) for artifact in raced], settings)

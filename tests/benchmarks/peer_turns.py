@@ -48,18 +48,20 @@ _INPUTS = {
 
 def ours(name: str, source: Path | None, folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns the files of a tuned run by format: path, names of inputs, and the choice of tuning."""
-    kept = folder / "ours.json"
-    if not kept.exists():
+    path_of_record = folder / "ours.json"
+    if not path_of_record.exists():
         racer = RACERS[name]
         config = folder / "config.toml"
         config.write_text(_config(racer, source, arguments), encoding="utf-8")
         result = run(config)
         chosen = {outcome.format: outcome.chosen.change for outcome in result.tuned}
         inputs = [spec.name for spec in result.manifest.inputs]
-        made = {key: {"path": str(path), "inputs": inputs, "chosen": chosen[key]} for key, path in result.files.items()}
-        kept.write_text(json.dumps(made, indent=1))
-    found: dict[str, dict[str, Any]] = json.loads(kept.read_text())
-    return found
+        records = {
+            key: {"path": str(path), "inputs": inputs, "chosen": chosen[key]} for key, path in result.files.items()
+        }
+        path_of_record.write_text(json.dumps(records, indent=1))
+    stored: dict[str, dict[str, Any]] = json.loads(path_of_record.read_text())
+    return stored
 
 
 def _config(racer: Racer, source: Path | None, arguments: argparse.Namespace) -> str:
@@ -124,7 +126,7 @@ def raced(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
                 continue
             inputs = None if file_format == "onnx" else list(racer.inputs(racer.shapes[0]))
             artifacts.append(_artifact(peer, file_format, path, inputs))
-        pairs = [(artifacts[0], other) for other in artifacts[1:]]
+        pairs = [(artifacts[0], peer) for peer in artifacts[1:]]
         report = measure(artifacts, workloads, pairs, Settings(arguments.threads, arguments.rounds))
         times = {(figure.artifact.name, figure.workload.label): figure.p50 for figure in report.figures}
         for duel in report.duels:
@@ -160,10 +162,10 @@ def _artifact(name: str, file_format: str, path: Path, inputs: list[str] | None)
     )
 
 
-def rows(name: str, found: dict[str, Any]) -> Iterator[str]:
+def rows(name: str, race: dict[str, Any]) -> Iterator[str]:
     """Returns the rows of the table for one model: against the fastest peer of each shape, and against all."""
     by_place: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for ratio in found["ratios"]:
+    for ratio in race["ratios"]:
         by_place[ratio["format"], ratio["shape"]].append(ratio)
     for (file_format, shape), ratios in by_place.items():
         ratios.sort(key=lambda ratio: ratio["speedup"])
@@ -172,12 +174,12 @@ def rows(name: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {file_format} | {label} | {ratios[0]['ms']:.1f} | {cells[0]} | {'; '.join(cells[1:])} |"
 
 
-def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+def summary(races: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Returns the geometric mean over the best single peer, and how often no peer is faster, over all models."""
     for file_format in ("onnx", "torchscript"):
         by_peer: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
         places: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        for name, model in found.items():
+        for name, model in races.items():
             for ratio in model["ratios"]:
                 if ratio["format"] == file_format:
                     by_peer[ratio["peer"]][name, ratio["shape"]] = ratio["speedup"]
@@ -187,12 +189,12 @@ def summary(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         for peer, ratios in sorted(by_peer.items()):
             mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
             yield f"{file_format}: {mean:.2f} times as fast as {peer}, over {len(ratios)} of {len(places)} places"
-        least = [min(ratios, key=lambda ratio: ratio["speedup"]) for ratios in places.values()]
-        mean = math.exp(statistics.fmean(math.log(ratio["speedup"]) for ratio in least))
-        kept = sum(all(ratio["low"] >= 0.97 for ratio in ratios) for ratios in places.values())
+        smallest = [min(ratios, key=lambda ratio: ratio["speedup"]) for ratios in places.values()]
+        mean = math.exp(statistics.fmean(math.log(ratio["speedup"]) for ratio in smallest))
+        not_slower = sum(all(ratio["low"] >= 0.97 for ratio in ratios) for ratios in places.values())
         yield (
             f"{file_format}: {mean:.2f} times as fast as the fastest peer of each place; "
-            f"no interval under 0.97 at {kept} of {len(places)} places"
+            f"no interval under 0.97 at {not_slower} of {len(places)} places"
         )
 
 
@@ -217,27 +219,27 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     for peer in PEERS.values():
         peer.install(folder / "environments")
-    found = {}
+    races = {}
     for name in arguments.models:
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
-        kept = place / f"raced-{arguments.threads}.json"
-        if arguments.fresh or not kept.exists():
+        path = place / f"raced-{arguments.threads}.json"
+        if arguments.fresh or not path.exists():
             start = time.monotonic()
-            kept.write_text(json.dumps(raced(name, place, arguments), indent=1))
+            path.write_text(json.dumps(raced(name, place, arguments), indent=1))
             print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-        found[name] = json.loads(kept.read_text())
+        races[name] = json.loads(path.read_text())
     about = machine()
     print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds\n")
     print("| model | file | shape | ms | fastest peer / ours (95 % interval) | others |\n|---|---|---|---|---|---|")
-    for name, model in found.items():
+    for name, model in races.items():
         for row in rows(name, model):
             print(row)
     print()
-    for name, model in found.items():
+    for name, model in races.items():
         print(f"{name}: chosen {model['chosen']}; without a file: {model['failures'] or 'no peer'}")
     print()
-    for line in summary(found):
+    for line in summary(races):
         print(line)
 
 

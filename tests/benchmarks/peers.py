@@ -72,10 +72,10 @@ class Peer:
             if not _files(folder, suffix):
                 words = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                 raise Failed(words[-1] if words else f"exit code {done.returncode}")
-        found = _files(folder, suffix)
-        if len(found) != 1:
-            raise Failed(f"it wrote {', '.join(path.name for path in found)}")
-        return found[0]
+        files = _files(folder, suffix)
+        if len(files) != 1:
+            raise Failed(f"it wrote {', '.join(path.name for path in files)}")
+        return files[0]
 
     def install(self, environments: Path) -> None:
         """Creates its environment, unless that exists."""
@@ -93,9 +93,9 @@ class Peer:
 def _files(folder: Path, suffix: str) -> list[Path]:
     """Returns the written models, except those in hidden caches; only the encoder of an encoder and its decoder."""
     written = (path.relative_to(folder) for path in folder.rglob(f"*{suffix}"))
-    found = sorted(folder / path for path in written if not any(part.startswith(".") for part in path.parts))
-    encoders = [path for path in found if path.stem == "encoder_model"]
-    return encoders or found
+    files = sorted(folder / path for path in written if not any(part.startswith(".") for part in path.parts))
+    encoders = [path for path in files if path.stem == "encoder_model"]
+    return encoders or files
 
 
 def _transformers(fusions: str | None) -> Callable[[Racer, nn.Module, Path], None]:

@@ -57,21 +57,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    found: dict[str, list[float]] = {"bare": [], "run": [], "--help": [], "check": []}
+    times: dict[str, list[float]] = {"bare": [], "run": [], "--help": [], "check": []}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.toml"
         config.write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
         for _ in range(arguments.rounds):
-            found["bare"].append(seconds(BARE, [folder], arguments.threads)[0])
-            found["run"].append(seconds(PROGRAM, ["run", str(config)], arguments.threads)[0])
-            found["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
-            found["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
+            times["bare"].append(seconds(BARE, [folder], arguments.threads)[0])
+            times["run"].append(seconds(PROGRAM, ["run", str(config)], arguments.threads)[0])
+            times["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
+            times["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
     about = machine()
-    ratios = [run / bare for run, bare in zip(found["run"], found["bare"], strict=True)]
+    ratios = [run / bare for run, bare in zip(times["run"], times["bare"], strict=True)]
     print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds\n")
     print("| what | seconds |\n|---|---|")
-    for what, unit in (("bare", "CPU"), ("run", "CPU"), ("--help", "wall clock"), ("check", "wall clock")):
-        print(f"| {what}, {unit} | {statistics.median(found[what]):.2f} |")
+    for command, unit in (("bare", "CPU"), ("run", "CPU"), ("--help", "wall clock"), ("check", "wall clock")):
+        print(f"| {command}, {unit} | {statistics.median(times[command]):.2f} |")
     print(f"| run / bare | {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}) |")
 
 

@@ -37,26 +37,26 @@ def profile(path: Path, sizes: dict[str, int], threads: int, runs: int, folder: 
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs = load_file(workload.file)
     for _ in range(runs):
-        session.run(None, {given.name: inputs[given.name] for given in session.get_inputs()})
+        session.run(None, {node.name: inputs[node.name] for node in session.get_inputs()})
     events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("kernel_time"):
-            row = found[event["args"]["op_name"]]
-            shapes = [shape for each in event["args"]["output_type_shape"][:1] for shape in each.values()]
+            row = operators[event["args"]["op_name"]]
+            shapes = [shape for entry in event["args"]["output_type_shape"][:1] for shape in entry.values()]
             row[0] += event["dur"] / runs
             row[1] += 1 / runs
             row[2] += sum(math.prod(shape) for shape in shapes) / runs
-    return found
+    return operators
 
 
-def report(path: Path, found: dict[str, list[float]]) -> None:
-    total = sum(row[0] for row in found.values())
+def report(path: Path, operators: dict[str, list[float]]) -> None:
+    total = sum(row[0] for row in operators.values())
     print(f"{path.name}: {total / 1e3:.2f} ms in kernels\n")
     print("| operator | calls | ms | share | ns an element |\n|---|---|---|---|---|")
-    for name, (spent, calls, elements) in sorted(found.items(), key=lambda item: -item[1][0])[:12]:
-        each = f"{1e3 * spent / elements:.2f}" if elements else ""
-        print(f"| {name} | {calls:.0f} | {spent / 1e3:.3f} | {100 * spent / total:.1f} % | {each} |")
+    for name, (spent, calls, elements) in sorted(operators.items(), key=lambda item: -item[1][0])[:12]:
+        nanoseconds = f"{1e3 * spent / elements:.2f}" if elements else ""
+        print(f"| {name} | {calls:.0f} | {spent / 1e3:.3f} | {100 * spent / total:.1f} % | {nanoseconds} |")
     print()
 
 
@@ -72,10 +72,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         paths = arguments.files
         if not paths:
-            made = files.prepare(workloads._minilm(), workloads._text(2, 17), workloads._TEXT)
+            subject = files.prepare(workloads._minilm(), workloads._text(2, 17), workloads._TEXT)
             paths = [Path(place) / "plain.onnx", Path(place) / "sum-residuals.onnx"]
             for path, passes in zip(paths, ((), ("sum-residuals",)), strict=True):
-                files.save_onnx(made, path, passes=passes)
+                files.save_onnx(subject, path, passes=passes)
         for path in paths:
             report(path, profile(path, sizes, arguments.threads, arguments.runs, Path(place)))
 

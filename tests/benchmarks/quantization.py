@@ -52,9 +52,9 @@ def export(
     rules, passes = "", ""
     plain = recipe is not None and not recipe
     for rule in (recipe or {}).get("transformations", []):
-        wanted = [one for one in rule.get("formats") or formats if one in formats]
-        if wanted:
-            rules += f'[[transformations]]\nuse = "{rule["use"]}"\nformats = {wanted}\n'
+        rule_formats = [one for one in rule.get("formats") or formats if one in formats]
+        if rule_formats:
+            rules += f'[[transformations]]\nuse = "{rule["use"]}"\nformats = {rule_formats}\n'
     for file_format, names in (recipe or {}).get("export", {}).get("passes", {}).items():
         passes += f"{file_format} = {names}\n" if file_format in formats else ""
     texts = [*example["inputs"]["texts"], *GATED]
@@ -154,12 +154,13 @@ budget = "{arguments.tune}"
             result = export(folder, title.replace(" ", "-"), [file_format], more, recipe)
             (record,) = [artifact.precision for artifact in result.manifest.artifacts]
             assert record is not None
-            kept = [layer.layer for layer in record.layers if layer.kept is not None]
+            float32_layers = [layer.layer for layer in record.layers if layer.kept is not None]
             (file,) = artifacts(result, precision).values()
             lowered.append(file)
             tokens, embeddings = cosines(file, reference)
             print(
-                f"{title}: {len(kept)} of {len(record.layers)} layers in float32 ({', '.join(kept) or 'none'}); gate "
+                f"{title}: {len(float32_layers)} of {len(record.layers)} layers in float32"
+                f" ({', '.join(float32_layers) or 'none'}); gate "
                 f"{record.lowered[0].value} with all lowered, {record.chosen[0].value} as chosen; held out "
                 f"{tokens:.4f} (tokens), {embeddings:.4f} (embeddings); {file.size / 1e6:.1f} MB",
                 flush=True,
@@ -180,11 +181,11 @@ budget = "{arguments.tune}"
             profiling.report(file.path, profiling.profile(file.path, sizes, arguments.threads, 12, folder))
     print("\n| file | over | float32 / lower precision, by shape (95 % interval) |\n|---|---|---|")
     for file, base in pairs:
-        found = [duel for duel in report.duels if (duel.artifact, duel.baseline) == (file, base)]
+        duels = [duel for duel in report.duels if (duel.artifact, duel.baseline) == (file, base)]
         cells = [
             f"{next(iter(d.workload.sizes))}: {d.comparison.speedup:.2f} "
             f"({d.comparison.low:.2f} to {d.comparison.high:.2f})"
-            for d in found
+            for d in duels
         ]
         print(f"| {file.name} | {base.name} | {'; '.join(cells)} |")
 

@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        query, key, value = (each(x).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value))
+        query, key, value = (layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
         scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
         scores = scores + (1.0 - mask[:, None, None, :]) * -1e4
         attended = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
@@ -76,7 +76,7 @@ def stack(nodes: int) -> fx.GraphModule:
         copies = dict(zip(traced.graph.find_nodes(op="placeholder"), (x, mask), strict=True))
         for node in traced.graph.nodes:
             if node.op == "output":
-                (x,) = (copies[each] for each in node.all_input_nodes)
+                (x,) = (copies[source] for source in node.all_input_nodes)
             elif node.op != "placeholder":
                 copies[node] = copied = graph.node_copy(node, copies.__getitem__)
                 if node.op in ("call_module", "get_attr"):
@@ -108,12 +108,12 @@ def exponent(sizes: Sequence[int], spent: Sequence[float]) -> tuple[float, float
 
 def share(rounds: int) -> float:
     """Returns the median share of the transform stage in the time of all stages, for MiniLM."""
-    found = []
+    shares = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            progress = parity.run(Path(folder), "standard", 1, kept=False)
-        found.append(progress["transform"] / sum(progress.values()))
-    return statistics.median(found)
+            progress = parity.run(Path(folder), "standard", 1, is_cached=False)
+        shares.append(progress["transform"] / sum(progress.values()))
+    return statistics.median(shares)
 
 
 def plot(path: Path, sizes: Sequence[int], rows: dict[str, list[float]]) -> None:
@@ -136,9 +136,11 @@ def plot(path: Path, sizes: Sequence[int], rows: dict[str, list[float]]) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=20_000, help="those of the largest graph")
+    parser.add_argument("--nodes", type=int, default=20_000, help="nodes of the largest graph")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--every", action="store_true", help="every rule that needs no options, not the preset alone")
+    parser.add_argument(
+        "--every", action="store_true", help="also measure rules outside the preset that need no options"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg")
     parser.add_argument("--share", action="store_true", help="run MiniLM's example too")
     arguments = parser.parse_args()

@@ -48,14 +48,14 @@ def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, 
         options.log_severity_level = 4
         change(options)
         sessions[name] = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    found: dict[str, list[float]] = {name: [] for name in sessions}
+    times: dict[str, list[float]] = {name: [] for name in sessions}
     for turn in range(rounds + 2):
         for name, session in sessions.items():
             start = time.process_time()
             session.run(None, inputs)
             if turn >= 2:
-                found[name].append(time.process_time() - start)
-    return found
+                times[name].append(time.process_time() - start)
+    return times
 
 
 def main() -> None:
@@ -73,8 +73,8 @@ def main() -> None:
             dims = next(iter(_TEXT.values()))
             axes = dims if racer.kind == "text" else {0: dims[0]}
             path = Path(folder) / f"{model}.onnx"
-            made = files.prepare(racer.load(), example, dict.fromkeys(example, axes), rules=True)
-            files.save_onnx(made, path, passes=_LOWERED)
+            subject = files.prepare(racer.load(), example, dict.fromkeys(example, axes), rules=True)
+            files.save_onnx(subject, path, passes=_LOWERED)
             ratios: dict[str, list[str]] = {name: [] for name in OPTIONS}
             for shape in racer.shapes:
                 inputs = {name: tensor.numpy() for name, tensor in racer.inputs(shape).items()}
@@ -83,8 +83,8 @@ def main() -> None:
                     pairs = zip(times["none"], times[name], strict=True)
                     ratio = statistics.median(base / own for base, own in pairs)
                     ratios[name].append(f"{'x'.join(map(str, shape))}: {ratio:.2f}")
-            for name, found in ratios.items():
-                cells[name].append("; ".join(found))
+            for name, cell in ratios.items():
+                cells[name].append("; ".join(cell))
     for name, row in list(cells.items())[1:]:
         print(f"| {name} | {' | '.join(row)} |")
 

@@ -39,7 +39,7 @@ def tuned(name: str, folder: Path, arguments: argparse.Namespace) -> Result:
     """Runs a model's config with tuning, in a copy of the examples."""
     config, more, shapes = MODELS[name]
     text = (EXAMPLES / config).read_text(encoding="utf-8")
-    formats = ", ".join(f'"{known}"' for known in arguments.format)
+    formats = ", ".join(f'"{name}"' for name in arguments.format)
     text = text.replace("[export]\n", f"[export]\nformats = [{formats}]\n")
     text = text.replace("[tracking]\n", "[tracking]\nenabled = false\n")
     bench = f"shapes = [{', '.join(shapes)}]\nthreads = {arguments.threads}\nrounds = {arguments.rounds}"
@@ -51,7 +51,7 @@ def tuned(name: str, folder: Path, arguments: argparse.Namespace) -> Result:
 def rows(name: str, result: Result) -> list[str]:
     """Returns one row of the table for each format."""
     assert result.bench is not None
-    found = []
+    lines = []
     for outcome in result.tuned:
         shapes = [
             f"{d.workload.label.replace('batch=', '').replace(',sequence=', 'x')}: "
@@ -59,8 +59,8 @@ def rows(name: str, result: Result) -> list[str]:
             for d in result.bench.duels
             if d.artifact.format == outcome.format
         ]
-        found.append(f"| {name} | {outcome.format} | {outcome.chosen.change} | {'; '.join(shapes)} |")
-    return found
+        lines.append(f"| {name} | {outcome.format} | {outcome.chosen.change} | {'; '.join(shapes)} |")
+    return lines
 
 
 def main() -> None:

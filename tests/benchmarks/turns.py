@@ -16,11 +16,11 @@ def in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
     for call in calls.values():
         for _ in range(3):  # TorchScript optimizes at the second call, a compiler at the first
             call()
-    found: dict[str, list[float]] = {key: [] for key in calls}
+    times: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key in random.sample(list(calls), len(calls)):
-            found[key].append(_turn(calls[key]))
-    return found
+            times[key].append(_turn(calls[key]))
+    return times
 
 
 def _turn(call: Callable[[], object]) -> float:

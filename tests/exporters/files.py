@@ -16,10 +16,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from optexport.exporters import exported_program
+from optexport.exporters import exported_program, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.job import preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
@@ -70,7 +69,7 @@ def prepared(name: str) -> Prepared:
 
 
 def save_onnx(
-    made: Prepared,
+    subject: Prepared,
     path: Path,
     *,
     example: dict[str, torch.Tensor] | None = None,
@@ -78,46 +77,48 @@ def save_onnx(
     passes: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, onnx_passes.opset(passes, opset))
+    model = onnx_exporter.convert(
+        subject.flat, subject.signature, example or subject.example, onnx_passes.choose_opset(passes, opset)
+    )
     onnx_exporter.write(model, path, passes=passes, **options)
 
 
 @functools.cache
 def onnx_file(name: str) -> Path:
-    made = prepared(name)
+    subject = prepared(name)
     path = Path(_PLACE.name) / f"{name}.onnx"
-    save_onnx(made, path, metadata={"optexport.transformations": ["one", "two"]})
+    save_onnx(subject, path, metadata={"optexport.transformations": ["one", "two"]})
     return path
 
 
 @functools.cache
 def torchscript_file(name: str) -> Path:
-    made = prepared(name)
+    subject = prepared(name)
     path = Path(_PLACE.name) / f"{name}.torchscript.pt"
-    assert torchscript_exporter.save(made.program, made.signature, made.example, path) is None
+    assert torchscript.save(subject.program, subject.signature, subject.example, path) is None
     return path
 
 
 @functools.cache
 def pt2_file(name: str) -> Path:
     path = Path(_PLACE.name) / f"{name}.pt2"
-    exported_program.save(prepared(name).program, path)
+    pt2.save(prepared(name).program, path)
     return path
 
 
-def eager(made: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def eager(subject: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the outputs of the model itself, by output name."""
-    with torch.no_grad(), one_pass(made.model):
-        outputs = flatten_outputs(made.model(**{name: tensor.clone() for name, tensor in batch.items()}))
-    return {name: value.detach() for name, value in zip(made.signature.output_names, outputs.values(), strict=True)}
+    with torch.no_grad(), one_pass(subject.model):
+        outputs = flatten_outputs(subject.model(**{name: tensor.clone() for name, tensor in batch.items()}))
+    return {name: value.detach() for name, value in zip(subject.signature.output_names, outputs.values(), strict=True)}
 
 
-def runs(made: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
+def assert_outputs(subject: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
     """Asserts that a file gives the outputs of the model, with and without optimization."""
     for optimized in (False, True):
-        run = runners.open_onnx(path, made.signature.output_names, optimized=optimized)
+        run = runners.open_onnx(path, subject.signature.output_names, optimized=optimized)
         for batch in inputs:
-            want, got = eager(made, batch), run(batch)
+            want, got = eager(subject, batch), run(batch)
             for name, value in want.items():
                 torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
 
@@ -144,11 +145,11 @@ def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
             yield f"{size} x {sequence}, padding: {kind}", {**batch, "attention_mask": mask}
 
 
-def agrees(name: str, run: runners.Run, tolerance: float) -> None:
+def assert_agrees(name: str, run: runners.Run, tolerance: float) -> None:
     """Asserts that a file gives the outputs of the model for all batches."""
-    made = prepared(name)
+    subject = prepared(name)
     for title, batch in batches(name):
-        want, got = eager(made, batch), run(batch)
+        want, got = eager(subject, batch), run(batch)
         assert list(got) == list(want)
         for output, value in want.items():
             assert got[output].dtype == value.dtype, title

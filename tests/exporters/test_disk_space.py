@@ -20,7 +20,7 @@ def exported(device: str, size: int) -> torch.export.ExportedProgram:
 @pytest.mark.slow
 def test_weights_larger_than_the_disk_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="model.pt2") as caught:
-        disk_space.check_room(tmp_path / "model.pt2", exported("meta", 10**8))  # 40 petabytes
+        disk_space.check_disk_space(tmp_path / "model.pt2", exported("meta", 10**8))  # 40 petabytes
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -29,9 +29,9 @@ def test_weights_larger_than_the_file_size_limit_are_refused(tmp_path: Path) -> 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, before[1]))
     try:
-        disk_space.check_room(tmp_path / "model.pt2", exported("meta", 500))
+        disk_space.check_disk_space(tmp_path / "model.pt2", exported("meta", 500))
         with pytest.raises(OSError, match="model.pt2") as caught:
-            disk_space.check_room(tmp_path / "model.pt2", exported("meta", 1_000))
+            disk_space.check_disk_space(tmp_path / "model.pt2", exported("meta", 1_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG
@@ -39,4 +39,4 @@ def test_weights_larger_than_the_file_size_limit_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_weights_that_fit_pass(tmp_path: Path) -> None:
-    disk_space.check_room(tmp_path / "model.pt2", exported("cpu", 8))
+    disk_space.check_disk_space(tmp_path / "model.pt2", exported("cpu", 8))

@@ -11,32 +11,37 @@ import torch
 from optexport.config import format_passes
 from tests._helpers.graphs import Program
 from tests.exporters import files
-from tests.exporters.passes_applied import AXES, X, agree, batches, both, plain_file, prepared, save
+from tests.exporters.pass_files import AXES, X, assert_files_agree, batches, plain_file, prepared, save, write_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES for file_format in format_pass.formats]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
-    "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
+    "model",
+    [
+        "masked",
+        pytest.param("bert", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet")),
+    ],
 )
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_every_format_pass_gives_a_file_that_agrees_at_any_size(
     name: str, file_format: str, model: str, tmp_path: Path
 ) -> None:
     lowered = save(prepared(model), file_format, tmp_path, (name,))
-    agree(lowered, plain_file(model, file_format), file_format, prepared(model), batches(model))
+    assert_files_agree(lowered, plain_file(model, file_format), file_format, prepared(model), batches(model))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path) -> None:
-    made, names = prepared("bert"), format_passes.list_passes(file_format)
-    lowered = save(made, file_format, tmp_path / "lowered", names)
-    backwards = save(made, file_format, tmp_path / "backwards", names[::-1])
-    agree(lowered, plain_file("bert", file_format), file_format, made, batches("bert"))
+    subject, names = prepared("bert"), format_passes.list_passes(file_format)
+    lowered = save(subject, file_format, tmp_path / "lowered", names)
+    backwards = save(subject, file_format, tmp_path / "backwards", names[::-1])
+    assert_files_agree(lowered, plain_file("bert", file_format), file_format, subject, batches("bert"))
     assert lowered.read_bytes() == backwards.read_bytes()
 
 
@@ -45,29 +50,29 @@ def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path
 def test_file_is_reproducible_and_holds_no_paths_of_the_machine(name: str, file_format: str, tmp_path: Path) -> None:
     first, second = (save(replace(prepared("masked")), file_format, tmp_path / part, (name,)) for part in "ab")
     assert first.read_bytes() == second.read_bytes()
-    assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
+    assert all(text not in first.read_bytes() for text in (b"site-packages", str(tmp_path).encode()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sum-residuals", "gemm", "onednn-linear"])
 def test_format_pass_without_a_match_gives_the_same_file(name: str, tmp_path: Path) -> None:
-    made = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
-    for file_format in [file_format for other, file_format in EACH if other == name]:
-        plain, lowered = both(made, file_format, name, tmp_path)
+    subject = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
+    for file_format in [file_format for changed, file_format in EACH if changed == name]:
+        plain, lowered = write_both(subject, file_format, name, tmp_path)
         assert lowered.read_bytes() == plain.read_bytes()
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_format_pass_does_not_change_the_graph_or_the_program(name: str, file_format: str, tmp_path: Path) -> None:
-    made = replace(prepared("masked"))
-    before = str(made.flat.graph), str(made.program)
-    weights = {name: (value.data_ptr(), value.clone()) for name, value in made.program.state_dict.items()}
-    save(made, file_format, tmp_path, (name,))
-    assert (str(made.flat.graph), str(made.program)) == before
+    subject = replace(prepared("masked"))
+    before = str(subject.flat.graph), str(subject.program)
+    weights = {name: (value.data_ptr(), value.clone()) for name, value in subject.program.state_dict.items()}
+    save(subject, file_format, tmp_path, (name,))
+    assert (str(subject.flat.graph), str(subject.program)) == before
     for key, (address, value) in weights.items():
-        assert made.program.state_dict[key].data_ptr() == address
-        assert torch.equal(made.program.state_dict[key], value)
+        assert subject.program.state_dict[key].data_ptr() == address
+        assert torch.equal(subject.program.state_dict[key], value)
 
 
 def test_passes_of_a_format_are_listed_in_application_order() -> None:

@@ -17,9 +17,8 @@ from torch import fx
 
 from optexport import export
 from optexport.errors import ParityError
-from optexport.exporters import exported_program
+from optexport.exporters import pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.parity import noise_floor
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import ParityChecker, TargetParity
@@ -32,7 +31,7 @@ from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
 from tests.faults.catalogue import Fault
 from tests.faults.subjects import Subject, subject
 
-_WRITERS = {"onnx": onnx_exporter, "torchscript": torchscript_exporter, "pt2": exported_program}
+_WRITERS = {"onnx": onnx_exporter, "torchscript": torchscript, "pt2": pt2}
 # Removed when the tests end.
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-faults-")
 

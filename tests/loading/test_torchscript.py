@@ -132,7 +132,7 @@ def test_unsupported_program_is_refused_with_its_operator(model: type[nn.Module]
 def test_file_of_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(
-        SourceError, match=r"weights\.pt: it is not a TorchScript program \(torch\.save may have written it\)\n"
+        SourceError, match=r"weights\.pt: the file is not a TorchScript program \(torch\.save may have written it\)\n"
     ):
         load(tmp_path / "weights.pt")
 

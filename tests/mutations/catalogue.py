@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "least-harmful-layers-kept",
         "optexport/quantization/sensitivity.py",
-        "harm(choice.alone[unit], own), reverse=True)",
-        "harm(choice.alone[unit], own))",
+        "measure_harm(choice.by_unit[unit], reference_decisions), reverse=True)",
+        "measure_harm(choice.by_unit[unit], reference_decisions))",
         ("tests/quantization/test_sensitivity.py",),
     ),
     # cache
@@ -318,10 +318,10 @@ MUTATIONS = (
     # runtime, undo, state
     Mutation(
         "session-on-cpu-accepted-for-cuda",
-        "optexport/runtime/devices.py",
-        'if device == "cuda" and providers[:1] != [_CUDA]:',
+        "optexport/runtime/onnx_session.py",
+        'if device == "cuda" and providers[:1] != [CUDA_PROVIDER]:',
         'if device == "cuda" and not providers:',
-        ("tests/runtime/test_devices.py",),
+        ("tests/runtime/test_onnx_session.py",),
     ),
     Mutation(
         "undo-compared-by-value",

@@ -82,9 +82,9 @@ def test_float32_files_do_not_depend_on_lowering_another_format(result: Result, 
 
 
 def test_lowered_bundle_verifies_by_its_gates(result: Result) -> None:
-    proof = verify.verify(result.output)
-    assert {target.target for target in proof.targets if target.precision} == {"onnx", "onnx-optimized"}
-    assert proof.passed
+    checker = verify.verify(result.output)
+    assert {target.target for target in checker.targets if target.precision} == {"onnx", "onnx-optimized"}
+    assert checker.passed
 
 
 def test_file_records_its_precision(result: Result) -> None:
@@ -136,9 +136,9 @@ def test_bundle_that_clips_values_far_from_the_data_verifies(tmp_path: Path) -> 
     extreme = result.manifest.parity.extreme_cases
     assert extreme == ["zeros", "values 64 times as large"]
     assert set(extreme) < set(result.manifest.reference_cases)
-    proof = verify.verify(result.output)
-    assert all(target.passed for target in proof.targets)
-    assert {case.name for case in proof.reference.cases if case.extreme} == set(extreme)
+    checker = verify.verify(result.output)
+    assert all(target.passed for target in checker.targets)
+    assert {case.name for case in checker.reference.cases if case.extreme} == set(extreme)
 
 
 @pytest.mark.slow
@@ -172,10 +172,10 @@ def test_gates_that_no_choice_passes_fail_with_the_nearest_one(tmp_path: Path) -
     with pytest.raises(ParityError) as raised:
         run(models.write(tmp_path, 'onnx = "int8"', gates="cosine = 0.99999999"))
     assert raised.value.exit_code == 4
-    told = str(raised.value)
-    assert "no choice of layers" in told
-    assert "all lowered: output, cosine is" in told
-    assert re.search(r"nearest, layers.\d alone lowered: output, cosine is", told)
+    error = str(raised.value)
+    assert "no choice of layers" in error
+    assert "all layers lowered: output, cosine is" in error
+    assert re.search(r"nearest, only layers.\d lowered: output, cosine is", error)
     assert raised.value.proof is not None
     assert not (tmp_path / "bundle").exists()
 

@@ -35,13 +35,15 @@ def test_merged_layer_and_its_parts_stand_for_each_other(tmp_path: Path) -> None
     merged = _kept(tmp_path / "merged", "block.a-b-merged", merge)
     assert merged == {"block.a-b-merged": "asked for", "last": None}
     assert _kept(tmp_path / "part", "block.b", merge) == merged
-    apart = _kept(tmp_path / "apart", "block.a-b-merged", "")
-    assert apart == {"block.a": "asked for", "block.b": "asked for", "last": None}
+    separate = _kept(tmp_path / "apart", "block.a-b-merged", "")
+    assert separate == {"block.a": "asked for", "block.b": "asked for", "last": None}
 
 
 @pytest.mark.slow
 def test_numbered_merged_layer_is_refused_if_it_is_not_merged(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
+    with pytest.raises(
+        ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*set formats of the merging rule, or remove'
+    ):
         _kept(tmp_path / "counted", "block.a-and-5-merged", "")
 
 

@@ -28,21 +28,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> str:
+def summary(folder: Path) -> str:
     """Returns the output of a run, and leaves its bundle in the folder."""
     done = CliRunner().invoke(cli, ["run", str(models.write(folder, 'onnx = "int8"'))])
     assert done.exit_code == 0, done.output
     return done.output
 
 
-def test_summary_lists_lowered_layers_and_reasons_for_the_rest(told: str) -> None:
-    assert "Precision onnx is int8, checked by gates: cosine of output 0.999" in told
-    assert "3 of 4 layers in int8" in told
-    assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
-    assert "onnx-optimized (int8)" in told
+def test_summary_lists_lowered_layers_and_reasons_for_the_rest(summary: str) -> None:
+    assert "Precision onnx is int8, checked by gates: cosine of output 0.999" in summary
+    assert "3 of 4 layers in int8" in summary
+    assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in summary
+    assert "onnx-optimized (int8)" in summary
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_verify_names_the_gates_of_each_file(folder: Path) -> None:
     done = CliRunner().invoke(cli, ["verify", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
@@ -53,14 +53,14 @@ def test_verify_names_the_gates_of_each_file(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_verify_refuses_a_file_that_misses_its_gates(folder: Path, tmp_path: Path) -> None:
     bundle, prepared = tmp_path / "lowered", tmp_path / "prepared.onnx"
     shutil.copytree(folder / "bundle", bundle)
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
     assert plain.exit_code == 0, plain.output
     layers = int8.prepare(tmp_path / "bundle" / "model.onnx", prepared, "int8")
-    int8.quantize(prepared, bundle / "model.onnx", [n for found in layers.values() for n in found], "int8", [])
+    int8.quantize(prepared, bundle / "model.onnx", [n for nodes in layers.values() for n in nodes], "int8", [])
     exports.reseal(bundle, "model.onnx")
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 6, done.output
@@ -69,14 +69,14 @@ def test_verify_refuses_a_file_that_misses_its_gates(folder: Path, tmp_path: Pat
     assert blamed.exit_code == 6, blamed.output
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_diagnose_accepts_a_bundle_within_its_gates(folder: Path) -> None:
     done = CliRunner().invoke(cli, ["diagnose", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
     assert "onnx (int8)" in done.output
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_reports_name_the_precision_and_omit_absent_limits(folder: Path) -> None:
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
     rows = [line for line in github.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
@@ -87,7 +87,7 @@ def test_reports_name_the_precision_and_omit_absent_limits(folder: Path) -> None
     assert {"optexport.onnx (int8)", "optexport.onnx-float32"} <= classes
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
     """The value was rounded to 1, above the gate."""
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
@@ -103,9 +103,9 @@ def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
 
 
 @given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
-def test_value_is_not_rounded_across_its_gate(value: float, least: float, digits: int) -> None:
-    for near in (value, least, np.nextafter(least, -2), np.nextafter(least, 2)):
-        assert (float(round_for_gate(float(near), least, digits)) >= least) == (near >= least)
+def test_value_is_not_rounded_across_its_gate(value: float, minimum: float, digits: int) -> None:
+    for near in (value, minimum, np.nextafter(minimum, -2), np.nextafter(minimum, 2)):
+        assert (float(round_for_gate(float(near), minimum, digits)) >= minimum) == (near >= minimum)
 
 
 @pytest.mark.sample(1)
@@ -160,7 +160,7 @@ def test_verify_says_that_a_custom_gate_is_not_checked_again(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("summary")
 def test_verify_refuses_an_unproven_file_called_lowered(folder: Path, tmp_path: Path) -> None:
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
     assert plain.exit_code == 0, plain.output

@@ -17,18 +17,20 @@ from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
 from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference import Reference
-from optexport.quantization.sensitivity import Choice, choose, harm, layers_in, units_of, within
+from optexport.quantization.sensitivity import Choice, choose_layers, group_layers, is_within, layers_in, measure_harm
 from optexport.runtime.runners import Run
 
 _GATE = 0.99
 _ROOM = math.acos(_GATE)
 
 
-def _proof() -> ParityChecker:
+def _checker() -> ParityChecker:
     y = torch.tensor([[1.0, 0.0]])
     reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
-    known = measure_tolerances(reference, 4.0)
-    return ParityChecker(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
+    tolerances = measure_tolerances(reference, 4.0)
+    return ParityChecker(
+        reference, tolerances, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, tolerances, 4.0)
+    )
 
 
 class Bent:
@@ -36,15 +38,15 @@ class Bent:
 
     def __init__(self, angles: Sequence[float]) -> None:
         self.angles = {f"layer.{index}": angle for index, angle in enumerate(angles)}
-        self.made = 0
+        self.count = 0
 
-    def __call__(self, kept: Collection[str]) -> Run:
-        self.made += 1
-        angle = sum(angle for name, angle in self.angles.items() if name not in kept)
+    def __call__(self, float32_units: Collection[str]) -> Run:
+        self.count += 1
+        angle = sum(angle for name, angle in self.angles.items() if name not in float32_units)
         return lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}
 
     def choose(self, keep: Collection[str] = ()) -> Choice:
-        return choose("file", "int8", list(self.angles), keep, self, _proof())
+        return choose_layers("file", "int8", list(self.angles), keep, self, _checker())
 
 
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
@@ -59,11 +61,11 @@ def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> N
     except ParityError:
         assert min(angles) > _ROOM - 1e-6
         return
-    lowered = [angle for name, angle in bent.angles.items() if name not in choice.kept]
+    lowered = [angle for name, angle in bent.angles.items() if name not in choice.float32_units]
     assert lowered
     assert choice.chosen.passed
     assert sum(lowered) <= _ROOM + 1e-6
-    for name in choice.kept:  # errors add up, and the least harmful layers are lowered first
+    for name in choice.float32_units:  # errors add up, and the least harmful layers are lowered first
         assert sum(lowered) + bent.angles[name] > _ROOM - 1e-6
 
 
@@ -71,30 +73,32 @@ def test_choice_passes_and_keeps_no_layer_without_need(angles: list[float]) -> N
 def test_fully_lowered_candidate_that_passes_is_made_once(angles: list[float]) -> None:
     bent = Bent([angle * _ROOM / 2 / (sum(angles) or 1.0) for angle in angles])
     choice = bent.choose()
-    assert (choice.kept, bent.made) == ([], 1)
+    assert (choice.float32_units, bent.count) == ([], 1)
 
 
 def test_few_files_are_made_for_many_layers() -> None:
     bent = Bent([1.0, *[1e-3] * 40])
-    assert bent.choose().kept == ["layer.0"]
-    assert bent.made <= 1 + 41 + math.ceil(math.log2(41)) + 8
+    assert bent.choose().float32_units == ["layer.0"]
+    assert bent.count <= 1 + 41 + math.ceil(math.log2(41)) + 8
 
 
 def test_most_harmful_layer_is_kept_at_any_place() -> None:
     for target in range(5):
         angles = [0.02] * 5
         angles[target] = 0.2
-        assert Bent(angles).choose().kept == [f"layer.{target}"]
+        assert Bent(angles).choose().float32_units == [f"layer.{target}"]
 
 
 def test_layer_in_keep_float32_is_never_lowered() -> None:
     choice = Bent([0.0, 0.0, 0.3]).choose(keep=["layer.0"])
-    assert choice.kept == ["layer.0", "layer.2"]
+    assert choice.float32_units == ["layer.0", "layer.2"]
     assert [layer.kept for layer in choice.record().layers] == ["asked for", None, "measured"]
 
 
 def test_single_layer_that_hurts_cannot_be_lowered() -> None:
-    with pytest.raises(ParityError, match="with no choice of layers\n  all lowered: y, cosine is 0.955"):
+    with pytest.raises(
+        ParityError, match="no choice of layers in int8 passes the gates\n  all layers lowered: y, cosine is 0.955"
+    ):
         Bent([0.3]).choose()
 
 
@@ -104,20 +108,20 @@ def test_unknown_layer_name_is_refused() -> None:
 
 
 def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
-    proof = _proof()
-    own = proof.targets[0].decisions
+    checker = _checker()
+    own = checker.targets[0].decisions
     half = math.acos(1 - 0.5 * (1 - _GATE))
-    target = proof.check(
+    target = checker.check(
         "file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8"
     )
-    assert harm(target, own) == pytest.approx(0.5, rel=1e-3)
-    broken = proof.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
-    assert harm(broken, own) == math.inf
+    assert measure_harm(target, own) == pytest.approx(0.5, rel=1e-3)
+    broken = checker.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
+    assert measure_harm(broken, own) == math.inf
 
 
 def test_very_many_layers_are_lowered_in_groups() -> None:
     layers = [f"encoder.layer.{i}.{name}" for i in range(12) for name in "abcdef"] + ["pooler"]
-    assert units_of(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
-    assert units_of(layers[:60]) == layers[:60]
+    assert group_layers(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
+    assert group_layers(layers[:60]) == layers[:60]
     assert layers_in("encoder.layer.1", layers) == [f"encoder.layer.1.{name}" for name in "abcdef"]
-    assert not within("encoder.layer.11.a", ["encoder.layer.1"])
+    assert not is_within("encoder.layer.11.a", ["encoder.layer.1"])

@@ -17,14 +17,14 @@ from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
 from optexport.result import Result
-from optexport.runtime import devices, placement, runners
+from optexport.runtime import devices, onnx_session, placement, runners
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports
 from tests.parity.network import call, network
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
 MODULE = """
@@ -61,7 +61,7 @@ enabled = false
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def cuda_result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("card")
     (folder / "on_a_card.py").write_text(MODULE, encoding="utf-8")
     (folder / "config.toml").write_text(CONFIG, encoding="utf-8")
@@ -69,47 +69,51 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(folder / "config.toml")
 
 
-def test_every_file_passes_on_the_device_and_records_it(made: Result) -> None:
-    assert {target.target for target in made.parity} >= {"torchscript", "onnx", "onnx-optimized", "pt2"}
-    assert {artifact.device for artifact in made.manifest.artifacts} == {"cuda"}
-    assert "on cuda" in made.manifest.parity.ways
-    measured = json.loads((made.output / "measurements.json").read_bytes())
+def test_every_file_passes_on_the_device_and_records_it(cuda_result: Result) -> None:
+    assert {target.target for target in cuda_result.parity} >= {"torchscript", "onnx", "onnx-optimized", "pt2"}
+    assert {artifact.device for artifact in cuda_result.manifest.artifacts} == {"cuda"}
+    assert "on cuda" in cuda_result.manifest.parity.ways
+    measured = json.loads((cuda_result.output / "measurements.json").read_bytes())
     assert measured["device"] == f"cuda ({torch.cuda.get_device_name()})"
-    assert {(a["format"], a["device"]) for a in measured["bench"]["artifacts"]} == {(f, "cuda") for f in made.files}
+    assert {(a["format"], a["device"]) for a in measured["bench"]["artifacts"]} == {
+        (f, "cuda") for f in cuda_result.files
+    }
 
 
-def test_weights_in_the_files_of_torch_are_on_the_device(made: Result) -> None:
-    script = archives.load_torchscript(made.files["torchscript"])
-    program = archives.load_pt2(made.files["pt2"])
+def test_weights_in_the_files_of_torch_are_on_the_device(cuda_result: Result) -> None:
+    script = archives.load_torchscript(cuda_result.files["torchscript"])
+    program = archives.load_pt2(cuda_result.files["pt2"])
     assert {tensor.device.type for tensor in (*script.state_dict().values(), *program.state_dict.values())} == {"cuda"}
 
 
-def test_session_prefers_the_cuda_provider(made: Result) -> None:
-    session = devices.onnx_session(made.files["onnx"], onnxruntime.SessionOptions(), "cuda")
+def test_session_prefers_the_cuda_provider(cuda_result: Result) -> None:
+    session = onnx_session.open_session(cuda_result.files["onnx"], onnxruntime.SessionOptions(), "cuda")
     assert session.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
-def test_bundle_gives_the_stored_results_on_the_device(file_format: str, made: Result) -> None:
-    bundle, limit = Bundle.load(made.output, file_format), made.manifest.parity.bounds["hidden"].limit
-    (_, run_file), *_ = runners.open_file(made.files["pt2"], "pt2", [o.name for o in made.manifest.outputs], "cuda")
+def test_bundle_gives_the_stored_results_on_the_device(file_format: str, cuda_result: Result) -> None:
+    bundle, limit = Bundle.load(cuda_result.output, file_format), cuda_result.manifest.parity.bounds["hidden"].limit
+    (_, run_file), *_ = runners.open_file(
+        cuda_result.files["pt2"], "pt2", [o.name for o in cuda_result.manifest.outputs], "cuda"
+    )
     for size, sequence in ((2, 5), (1, 2), (16, 32)):
         batch = exports.batch(size, sequence)
-        found, expected = bundle(**batch), run_file(batch)
-        assert float((torch.from_numpy(found["hidden"]) - expected["hidden"]).abs().max()) <= 2 * limit
+        output, expected = bundle(**batch), run_file(batch)
+        assert float((torch.from_numpy(output["hidden"]) - expected["hidden"]).abs().max()) <= 2 * limit
 
 
-def test_bundle_verifies_and_reproduces_on_the_device(made: Result) -> None:
-    assert verify(made.output).passed
-    differing = reproduce.reproduce(made.output, made.output.parents[1], Progress())
+def test_bundle_verifies_and_reproduces_on_the_device(cuda_result: Result) -> None:
+    assert verify(cuda_result.output).passed
+    differing = reproduce.reproduce(cuda_result.output, cuda_result.output.parents[1], Progress())
     assert [line for line in differing if line.startswith("model.")] == []  # the distances may differ in a digit
 
 
-def test_file_with_other_weights_fails_on_the_device(made: Result, tmp_path: Path) -> None:
+def test_file_with_other_weights_fails_on_the_device(cuda_result: Result, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
-    shutil.copytree(made.output, bundle)
+    shutil.copytree(cuda_result.output, bundle)
     path = bundle / "model.torchscript.pt"
     script = torch.jit.load(path)
     with torch.no_grad():
@@ -126,18 +130,18 @@ def test_tf32_is_off_despite_the_callers_setting() -> None:
     before, settings.fp32_precision = settings.fp32_precision, "tf32"
     try:
         coarse = (a.cuda() @ b.cuda()).cpu()
-        with devices.whole_float32("cuda"):
-            whole = (a.cuda() @ b.cuda()).cpu()
+        with devices.full_float32("cuda"):
+            full = (a.cuda() @ b.cuda()).cpu()
     finally:
         settings.fp32_precision = before
-    assert (whole - exact).abs().max() < (coarse - exact).abs().max() / 50
+    assert (full - exact).abs().max() < (coarse - exact).abs().max() / 50
 
 
 def test_noise_floor_includes_rounding_on_the_device() -> None:
     model, cases = network()
-    known = run_original(call, model, cases, device="cuda")
+    reference = run_original(call, model, cases, device="cuda")
     with torch.no_grad():
-        there = placement.model_to(model, "cuda")
-        for case, exact, noise in zip(known.cases, known.exact, known.noise, strict=True):
-            found = there(case.batch["x"].cuda()).cpu()
-            assert noise["y"] >= float((found.double() - exact["y"]).abs().max())
+        moved = placement.move_model(model, "cuda")
+        for case, exact, noise in zip(reference.cases, reference.exact, reference.noise, strict=True):
+            output = moved(case.batch["x"].cuda()).cpu()
+            assert noise["y"] >= float((output.double() - exact["y"]).abs().max())

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optexport.exporters import exported_program
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import exported_program, pt2, torchscript
 from optexport.runtime import placement, runners
 from tests.exporters import files
 
@@ -23,23 +22,23 @@ aten = torch.ops.aten
 
 def program(name: str) -> torch.export.ExportedProgram:
     """Returns a new program, because moving changes it."""
-    made = files.prepared(name)
-    return exported_program.to_program(made.flat, made.signature, made.example)
+    subject = files.prepared(name)
+    return exported_program.to_program(subject.flat, subject.signature, subject.example)
 
 
 @pytest.mark.slow
 def test_program_on_its_device_stays_the_same_to_the_byte(tmp_path: Path) -> None:
     name = "llama"
-    made, its = files.prepared(name), program(name)
-    path, names = tmp_path / "model.pt2", made.signature.output_names
-    exported_program.save(its, path)
+    subject, its = files.prepared(name), program(name)
+    path, names = tmp_path / "model.pt2", subject.signature.output_names
+    pt2.save(its, path)
     before = path.read_bytes()
-    moved = placement.program_to(its, "cpu")
-    exported_program.save(moved, path)
+    moved = placement.move_program(its, "cpu")
+    pt2.save(moved, path)
     assert path.read_bytes() == before
-    files.agrees(name, runners.open_pt2(path, names), 5e-6)
-    assert exporter.save(moved, made.signature, made.example, tmp_path / "model.pt") is None
-    files.agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
+    files.assert_agrees(name, runners.open_pt2(path, names), 5e-6)
+    assert torchscript.save(moved, subject.signature, subject.example, tmp_path / "model.pt") is None
+    files.assert_agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
 
 
 @pytest.mark.slow
@@ -48,7 +47,7 @@ def test_weights_constants_and_graph_devices_are_moved(name: str) -> None:
     its = program(name)
     assert "cpu" in str(its.graph)
     weights = dict(its.state_dict)
-    moved = placement.program_to(its, META)
+    moved = placement.move_program(its, META)
     assert "cpu" not in str(moved.graph)
     assert {tensor.device.type for tensor in (*moved.state_dict.values(), *moved.constants.values())} == {"meta"}
     values = [node.meta.get("val") for node in moved.graph.nodes]
@@ -58,8 +57,8 @@ def test_weights_constants_and_graph_devices_are_moved(name: str) -> None:
 
 @pytest.mark.slow
 def test_program_runs_on_the_new_device() -> None:
-    made, moved = files.prepared("llama"), placement.program_to(program("llama"), META)
-    inputs = {name: tensor.to("meta") for name, tensor in made.example.items()}
+    subject, moved = files.prepared("llama"), placement.move_program(program("llama"), META)
+    inputs = {name: tensor.to("meta") for name, tensor in subject.example.items()}
     (result, *_) = moved.module(check_guards=False)(**inputs)
     assert result.device.type == "meta"
 
@@ -75,7 +74,7 @@ class Places(nn.Module):
 
 def test_copy_of_a_model_moves_and_the_model_stays() -> None:
     model = Places()
-    moved = placement.model_to(model, META)
+    moved = placement.move_model(model, META)
     assert moved(torch.zeros(2, 3, device="meta")).device.type == "meta"
     assert model(torch.zeros(2, 3)).device.type == "cpu"
 
@@ -85,6 +84,6 @@ def test_graph_that_names_a_device_is_moved_too() -> None:
     graph_module = torch.export.export(Places(), (torch.zeros(2, 3),)).module()
     assert isinstance(graph_module, fx.GraphModule)
     assert "device(type='cpu')" in graph_module.code
-    moved = placement.model_to(graph_module, META)
+    moved = placement.move_model(graph_module, META)
     assert moved(torch.zeros(2, 3, device="meta")).device.type == "meta"
     assert graph_module(torch.zeros(2, 3)).device.type == "cpu"

@@ -16,7 +16,7 @@ from torch import nn
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
-from optexport.exporters.writer import Writer
+from optexport.exporters.graph_writer import GraphWriter
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.loading.loader import Loaded
@@ -191,7 +191,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
         "graph",
         lambda: [candidate_checker.check("graph", lambda: graph_runner(transformed.graph_module, call))],
     )
-    writer = Writer(
+    writer = GraphWriter(
         transformed.graph_module, traced.signature, job.example, job.loaded.weights_sha256, transformed.applied
     )
     for name in formats:
@@ -200,7 +200,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             artifact = writer.write(name, folder, ())
             fixed = artifact.fixed_shape is not None
             checked = []
-            for target, opened in runners.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
+            for target, opened in runners.list_openers(folder / artifact.path, name, traced.signature.output_names):
                 checked.append(candidate_checker.check(target, opened, traced_shape_only=fixed))
             if fixed:
                 outcome.stages[name] = FIXED

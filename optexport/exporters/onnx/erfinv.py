@@ -7,7 +7,7 @@ import math
 
 import torch
 
-# Coefficients of `inverse_of_erf`: numerator and denominator, highest power first, for |x| <= 0.85 and two tails.
+# Coefficients of `erfinv`: numerator and denominator, highest power first, for |x| <= 0.85 and two tails.
 _PERCENTAGE_POINTS = (
     (
         (
@@ -78,25 +78,25 @@ _PERCENTAGE_POINTS = (
 )
 
 
-def inverse_of_erf(x: torch.Tensor) -> torch.Tensor:
+def erfinv(x: torch.Tensor) -> torch.Tensor:
     """Computes the inverse of the error function.
 
     It computes in float64 and casts to the input's dtype. It does not call the error function, which ONNX Runtime lacks
     in float64. Source: algorithm AS 241 of Wichura, "The Percentage Points of the Normal Distribution", Applied
     Statistics 37 (1988). Three rational functions give about 16 digits.
     """
-    given, x = x.dtype, (x if x.is_floating_point() else x.float()).double()
+    dtype, x = x.dtype, (x if x.is_floating_point() else x.float()).double()
     half = x / 2
     tail = torch.sqrt(-torch.log((1 - x.abs()) / 2))
     near_zero = _quotient(0.180625 - half * half, 0) * half
     near_end = torch.where(tail <= 5, _quotient(tail - 1.6, 1), _quotient(tail - 5, 2)) * torch.sign(x)
-    found = torch.where(half.abs() <= 0.425, near_zero, near_end) / math.sqrt(2)
-    return torch.where(x.abs() == 1, x * math.inf, found).to(given if given.is_floating_point else torch.float32)
+    result = torch.where(half.abs() <= 0.425, near_zero, near_end) / math.sqrt(2)
+    return torch.where(x.abs() == 1, x * math.inf, result).to(dtype if dtype.is_floating_point else torch.float32)
 
 
-def _quotient(x: torch.Tensor, which: int) -> torch.Tensor:
-    over, under = (
-        functools.reduce(lambda found, factor: found * x + factor, factors, torch.zeros_like(x))
-        for factors in _PERCENTAGE_POINTS[which]
+def _quotient(x: torch.Tensor, index: int) -> torch.Tensor:
+    numerator, denominator = (
+        functools.reduce(lambda total, factor: total * x + factor, factors, torch.zeros_like(x))
+        for factors in _PERCENTAGE_POINTS[index]
     )
-    return over / under
+    return numerator / denominator

@@ -22,15 +22,31 @@ from torch.onnx._internal.exporter import _registration
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.exporters.exported_program import to_program
+from optexport.exporters.format import FlatGraph, Format
 from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.onnx.session_probe import check_opens
+from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
 # Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
+
+
+class OnnxFormat(Format):
+    """Files of ONNX. Files with the same opset share one conversion."""
+
+    file_name = "model.onnx"
+
+    def __init__(self, graph: FlatGraph) -> None:
+        super().__init__(graph)
+        self._convert = functools.cache(functools.partial(convert, graph.flat, graph.signature, graph.example))
+
+    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
+        model = self._convert(onnx_passes.choose_opset(passes, opset))
+        write(model, path, metadata=self.graph.metadata(passes), passes=passes)
+        return None
 
 
 def convert(
@@ -59,9 +75,9 @@ def convert(
         ) from error
     if opset is not None and (written := model.opset_imports.get("")) != opset:
         raise ExportError(
-            f"torch.onnx wrote opset {written} where {opset} was asked for",
+            f"torch.onnx wrote opset {written} instead of {opset}",
             location="export.opset",
-            hint="Ask for an opset that it knows, or leave the choice to it.",
+            hint="Set export.opset to a version that torch.onnx supports, or remove it.",
         )
     return model
 
@@ -85,7 +101,7 @@ def write(
     Raises:
         ExportError: A format pass fails, ``onnx.checker`` rejects the file, or the file crashes ONNX Runtime.
     """
-    model = onnx_passes.lower(model.clone(), passes)
+    model = onnx_passes.apply_passes(model.clone(), passes)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
@@ -93,11 +109,11 @@ def write(
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise ExportError(
-            f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
+            f"onnx.checker rejects the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
             location=path.name,
-            hint="This is a defect of the exporter: please report it with the config.",
+            hint="This is a bug in optexport. Please report it with the config.",
         ) from error
-    check_opens(path, {node.op_type for node in model.graph.all_nodes()})
+    check_no_crash(path, {node.op_type for node in model.graph.all_nodes()})
 
 
 def _convert(
@@ -107,7 +123,7 @@ def _convert(
     patched.graph = copy.deepcopy(graph_module.graph)
     transformers_exporter.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
-    program = fourier.as_products(to_program(patched, signature, example))
+    program = fourier.replace_with_matmuls(to_program(patched, signature, example))
     transformers_exporter.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,
@@ -168,13 +184,13 @@ _read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
     """Returns products by a transposed weight, each with the weight's name."""
-    found = []
+    products = []
     for node in graph.all_nodes():
         source = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
         weight = source.inputs[0] if source is not None and source.op_type == "Transpose" else None
         if weight is not None and weight.is_initializer() and weight.name is not None:
-            found.append((node, weight.name))
-    return found
+            products.append((node, weight.name))
+    return products
 
 
 def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node, str]]) -> None:
@@ -182,8 +198,8 @@ def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node,
     for node, name in weights:
         value = node.inputs[1]
         if value is not None and value.is_initializer() and TRANSPOSED not in (value.name or ""):
-            same = sum(known.startswith(f"{name}{TRANSPOSED}") for known in graph.initializers)
-            value.name = f"{name}{TRANSPOSED}" + (f"_{same}" if same else "")
+            duplicates = sum(initializer.startswith(f"{name}{TRANSPOSED}") for initializer in graph.initializers)
+            value.name = f"{name}{TRANSPOSED}" + (f"_{duplicates}" if duplicates else "")
 
 
 def _expand_masks(model: onnx_ir.Model) -> None:
@@ -197,8 +213,8 @@ def _expand_masks(model: onnx_ir.Model) -> None:
         query, key, _, mask = node.inputs[:4]
         assert query is not None and key is not None and mask is not None
         if mask.shape is not None and query.shape is not None and key.shape is not None:
-            wanted = [query.shape[-2], key.shape[-2]]
-            if list(mask.shape[-2:]) == wanted and None not in wanted:
+            expanded_shape = [query.shape[-2], key.shape[-2]]
+            if list(mask.shape[-2:]) == expanded_shape and None not in expanded_shape:
                 continue
         tape = onnx_ir.tape.Tape()
         rows, columns = (tape.op("Shape", [value], {"start": -2, "end": -1}) for value in (query, key))

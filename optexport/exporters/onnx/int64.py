@@ -23,34 +23,34 @@ def fix(model: onnx_ir.Model) -> None:
     int64.
     """
     for node in list(model.graph.all_nodes()):
-        build = None if node.domain else _BUILT.get(node.op_type)
+        build = None if node.domain else _BUILDERS.get(node.op_type)
         if build is None or node.inputs[0] is None or node.inputs[0].dtype != onnx_ir.DataType.INT64:
             continue
         assert node.graph is not None
         tape, result = onnx_ir.tape.Tape(), node.outputs[0]
-        built = build(tape, node)
-        if built is None or not tape.nodes:
+        result_value = build(tape, node)
+        if result_value is None or not tape.nodes:
             continue
-        built.dtype, built.shape = onnx_ir.DataType.INT64, result.shape
-        onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], [*tape.nodes], [result], [built])
+        result_value.dtype, result_value.shape = onnx_ir.DataType.INT64, result.shape
+        onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], [*tape.nodes], [result], [result_value])
 
 
-def _picked(operator: str, tape: onnx_ir.tape.Tape, x: Any, y: Any) -> Any:
+def _select(operator: str, tape: onnx_ir.tape.Tape, x: Any, y: Any) -> Any:
     """Selects x or y by a comparison of the two; returns x if y is missing."""
     return x if y is None else tape.op("Where", [tape.op(operator, [x, y]), x, y])
 
 
-def _of_all(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
-    return reduce(partial(_picked, operator, tape), node.inputs)
+def _select_all(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    return reduce(partial(_select, operator, tape), node.inputs)
 
 
 def _clip(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
     x, low, high = [*node.inputs, None, None][:3]
-    return _picked("Less", tape, _picked("Greater", tape, x, low), high)
+    return _select("Less", tape, _select("Greater", tape, x, low), high)
 
 
 def _relu(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
-    return _picked("Greater", tape, node.inputs[0], _zero(tape))
+    return _select("Greater", tape, node.inputs[0], _zero(tape))
 
 
 def _sign(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
@@ -62,7 +62,7 @@ def _zero(tape: onnx_ir.tape.Tape) -> Any:
     return tape.op("Constant", [], {"value_int": 0})
 
 
-def _along_axes(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+def _gather_extreme(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
     """Gathers by ArgMax or ArgMin along each axis; returns None if the axes are unknown."""
     x, axes = node.inputs[0], _axes(node)
     if axes is None:
@@ -75,23 +75,23 @@ def _along_axes(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> A
 
 
 def _axes(node: onnx_ir.Node) -> list[int] | None:
-    x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
-    if given is not None:
-        found = None if given.const_value is None else [int(axis) for axis in given.const_value.numpy().reshape(-1)]
+    x, operand = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    if operand is not None:
+        axes = None if operand.const_value is None else [int(axis) for axis in operand.const_value.numpy().reshape(-1)]
     else:
-        found = [*node.attributes.get_ints("axes", [])]
+        axes = [*node.attributes.get_ints("axes", [])]
     is_noop: int = node.attributes.get_int("noop_with_empty_axes", 0)
-    if found or found is None or is_noop:
-        return found
+    if axes or axes is None or is_noop:
+        return axes
     return None if x is None or x.shape is None else list(range(len(x.shape)))
 
 
-_BUILT: Mapping[str, _Build] = {
-    "Max": partial(_of_all, "Greater"),
-    "Min": partial(_of_all, "Less"),
+_BUILDERS: Mapping[str, _Build] = {
+    "Max": partial(_select_all, "Greater"),
+    "Min": partial(_select_all, "Less"),
     "Clip": _clip,
     "Relu": _relu,
     "Sign": _sign,
-    "ReduceMax": partial(_along_axes, "ArgMax"),
-    "ReduceMin": partial(_along_axes, "ArgMin"),
+    "ReduceMax": partial(_gather_extreme, "ArgMax"),
+    "ReduceMin": partial(_gather_extreme, "ArgMin"),
 }

@@ -15,7 +15,7 @@ _FINITE = frozenset(
     }
 )
 # Operators with a finite result if all their inputs are finite.
-_HANDING_ON = frozenset(
+_FINITE_IF_INPUTS_ARE = frozenset(
     {
         *("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Split", "Slice", "Pad", "Transpose", "Reshape"),
         *("Unsqueeze", "Squeeze", "Flatten", "Identity", "Cast", "Add", "Sub", "Mul", "Neg", "Abs", "Resize"),
@@ -28,12 +28,12 @@ def fix(model: onnx_ir.Model) -> None:
     """Makes every MaxPool compute torch's result, in place."""
     for node in list(model.graph.all_nodes()):
         if node.op_type == "MaxPool" and not node.domain:
-            _pad_before(node)
+            _name_pad_axes(node)
             if len(node.outputs) == 1 and not _is_finite(node.inputs[0]):
-                _keep_infinity(node)
+                _keep_minus_infinity(node)
 
 
-def _pad_before(node: onnx_ir.Node) -> None:
+def _name_pad_axes(node: onnx_ir.Node) -> None:
     """Adds the input of axes to a Pad before a MaxPool.
 
     ONNX Runtime 1.31 fuses Pad and MaxPool and then pads with minus infinity instead of zeros. It does not fuse a Pad
@@ -51,7 +51,7 @@ def _pad_before(node: onnx_ir.Node) -> None:
     pad.replace_input_with(3, axes)
 
 
-def _keep_infinity(node: onnx_ir.Node) -> None:
+def _keep_minus_infinity(node: onnx_ir.Node) -> None:
     """Returns minus infinity for windows of minus infinity; ONNX Runtime 1.31 gives -3.4e38.
 
     A MaxPool with indices uses another kernel that gives minus infinity, but takes 60 times as long.
@@ -62,42 +62,42 @@ def _keep_infinity(node: onnx_ir.Node) -> None:
     assert node.graph is not None
     tape = onnx_ir.tape.Tape()
     is_above = tape.op("Not", [tape.op("IsInf", [x], {"detect_positive": 0})])
-    found = tape.op("MaxPool", [tape.op("Cast", [is_above], {"to": onnx_ir.DataType.FLOAT})], node.attributes)
+    pooled = tape.op("MaxPool", [tape.op("Cast", [is_above], {"to": onnx_ir.DataType.FLOAT})], node.attributes)
     low = tape.op("Constant", [], {"value": onnx_ir.tensor(-math.inf, dtype=x.dtype)})
-    kept = tape.op("Where", [tape.op("Cast", [found], {"to": onnx_ir.DataType.BOOL}), largest, low])
-    kept.type, kept.shape = largest.type, largest.shape
-    users = [(user, index) for user, index in largest.uses() if user is not kept.producer()]
+    result = tape.op("Where", [tape.op("Cast", [pooled], {"to": onnx_ir.DataType.BOOL}), largest, low])
+    result.type, result.shape = largest.type, largest.shape
+    users = [(user, index) for user, index in largest.uses() if user is not result.producer()]
     node.graph.insert_after(node, list(tape.nodes))
     for user, index in users:
-        user.replace_input_with(index, kept)
+        user.replace_input_with(index, result)
     for index, output in enumerate(node.graph.outputs):
         if output is largest:
-            node.graph.outputs[index] = kept
+            node.graph.outputs[index] = result
 
 
 def _is_finite(value: onnx_ir.Value | None) -> bool:
     """Returns True if the operators show that a value never contains minus infinity."""
-    waiting, seen = [value], set[onnx_ir.Value]()
-    while waiting:
-        value = waiting.pop()
-        if value is None or value in seen:
+    todo, visited = [value], set[onnx_ir.Value]()
+    while todo:
+        value = todo.pop()
+        if value is None or value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         node = value.producer()
         if node is None or node.op_type == "Constant":
-            if value.const_value is None or not _holds_finite(value.const_value):
+            if value.const_value is None or not _is_all_finite(value.const_value):
                 return False
-        elif node.domain or node.op_type not in _FINITE | _HANDING_ON:
+        elif node.domain or node.op_type not in _FINITE | _FINITE_IF_INPUTS_ARE:
             return False
-        elif node.op_type in _HANDING_ON:
-            waiting += node.inputs[:1] if node.op_type in _BY_THE_FIRST else node.inputs
+        elif node.op_type in _FINITE_IF_INPUTS_ARE:
+            todo += node.inputs[:1] if node.op_type in _VALUES_IN_FIRST_INPUT else node.inputs
     return True
 
 
 # Only the first input holds values; the others are sizes and indices.
-_BY_THE_FIRST = frozenset({"Split", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Resize"})
+_VALUES_IN_FIRST_INPUT = frozenset({"Split", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Resize"})
 
 
-def _holds_finite(tensor: onnx_ir.TensorProtocol) -> bool:
+def _is_all_finite(tensor: onnx_ir.TensorProtocol) -> bool:
     numbers = tensor.numpy()
     return numbers.dtype.kind not in "fV" or bool(np.isfinite(numbers.astype(np.float64)).all())

@@ -14,10 +14,10 @@ from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx import transformers_exporter
 
 # onnxscript's patterns treat numbers up to this one as zero.
-_TAKEN_FOR_ZERO = 1e-8
+_ZERO_THRESHOLD = 1e-8
 
 
-def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+def apply_passes(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     """Applies format passes in the order of `optexport.config.format_passes.PASSES`.
 
     The order of the names does not matter.
@@ -34,9 +34,9 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     return model
 
 
-def opset(names: Sequence[str], asked: int | None) -> int | None:
+def choose_opset(names: Sequence[str], opset: int | None) -> int | None:
     """Returns the requested opset, or by default one that the format passes can use."""
-    return ATTENTION_OPSET if asked is None and "attention" in names else asked
+    return ATTENTION_OPSET if opset is None and "attention" in names else opset
 
 
 def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
@@ -47,34 +47,36 @@ def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
     tests.benchmarks.profiling`).
     """
     for norm in model.graph.all_nodes():
-        add = _producer(norm.inputs[0], "Add") if _is(norm, "LayerNormalization") else None
+        add = _producer(norm.inputs[0], "Add") if _is_standard(norm, "LayerNormalization") else None
         if add is not None and not any(_constant_shape(operand) is not None for operand in add.inputs):
             add.op_type = "Sum"
     return model
 
 
-def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
+def _use_gemm(model: onnx_ir.Model) -> onnx_ir.Model:
     """Replaces ``Add(MatMul(x, W), b)`` by Reshape, Gemm and Reshape if x is at least 3-D."""
     for add in list(model.graph.all_nodes()):
-        if not _is(add, "Add"):
+        if not _is_standard(add, "Add"):
             continue
         for product, bias in (add.inputs, reversed(add.inputs)):
             matmul = _producer(product, "MatMul")
-            nodes = [] if matmul is None else _gemm_nodes(matmul, bias)
+            nodes = [] if matmul is None else _build_gemm(matmul, bias)
             if matmul is not None and nodes:
                 graph = add.graph
                 assert graph is not None
                 onnx_ir.convenience.replace_nodes_and_values(graph, add, [add], nodes, add.outputs, nodes[-1].outputs)
-                turned = _producer(matmul.inputs[1], "Transpose")
+                transpose = _producer(matmul.inputs[1], "Transpose")
                 graph.remove(matmul, safe=True)
-                if turned is not None and not (turned.outputs[0].uses() or turned.outputs[0].is_graph_output()):
-                    assert turned.graph is not None
-                    turned.graph.remove(turned, safe=True)
+                if transpose is not None and not (
+                    transpose.outputs[0].uses() or transpose.outputs[0].is_graph_output()
+                ):
+                    assert transpose.graph is not None
+                    transpose.graph.remove(transpose, safe=True)
                 break
     return model
 
 
-def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
+def _build_gemm(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
     """Returns nodes that compute a product and a bias by one Gemm; empty if they do not fit."""
     (x, weight), product = matmul.inputs, matmul.outputs[0]
     if len(product.uses()) > 1 or product.is_graph_output():
@@ -113,7 +115,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
     zero. In the second, fusing adds an operator that the standard domain lacks (SimplifiedLayerNormalization), which
     onnx.checker rejects.
     """
-    if any(_holds_tiny(tensor) for tensor in _constants(model)):
+    if any(_is_tiny_scalar(tensor) for tensor in _constants(model)):
         return model
     fused = model.clone()
     try:
@@ -122,7 +124,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
             location="pass transformers-fusions",
-            hint="Leave it out.",
+            hint='Remove "transformers-fusions" from export.passes.',
         ) from error
     if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
         return model
@@ -135,18 +137,18 @@ def _constants(model: onnx_ir.Model) -> list[onnx_ir.TensorProtocol]:
     return nodes + [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
 
 
-def _holds_tiny(tensor: onnx_ir.TensorProtocol) -> bool:
+def _is_tiny_scalar(tensor: onnx_ir.TensorProtocol) -> bool:
     """Returns True if a tensor is a single nonzero number that patterns treat as zero."""
-    return tensor.size == 1 and bool(0 < np.abs(tensor.numpy().astype(np.float64)).item() <= _TAKEN_FOR_ZERO)
+    return tensor.size == 1 and bool(0 < np.abs(tensor.numpy().astype(np.float64)).item() <= _ZERO_THRESHOLD)
 
 
 def _producer(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
     """Returns the node that computes a value, or None if it has another type."""
     node = value.producer() if value is not None else None
-    return node if node is not None and _is(node, op_type) else None
+    return node if node is not None and _is_standard(node, op_type) else None
 
 
-def _is(node: onnx_ir.Node, op_type: str) -> bool:
+def _is_standard(node: onnx_ir.Node, op_type: str) -> bool:
     return node.op_type == op_type and node.domain == ""
 
 
@@ -157,6 +159,6 @@ def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
 
 _PASSES: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
     "sum-residuals": _sum_residuals,
-    "gemm": _gemm,
+    "gemm": _use_gemm,
     "transformers-fusions": _fuse_as_transformers,
 }

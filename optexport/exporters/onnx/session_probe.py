@@ -14,9 +14,9 @@ from pathlib import Path
 
 from optexport.errors import ExportError
 
-_RISKY = frozenset({"LSTM", "GRU", "RNN"})
+_CRASHING_OPERATORS = frozenset({"LSTM", "GRU", "RNN"})
 # Exceptions are ignored here, because the parity check opens the file again and reports them.
-_OPEN = """
+_SCRIPT = """
 import contextlib, sys
 import onnxruntime
 for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
@@ -28,7 +28,7 @@ for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
 """
 
 
-def check_opens(path: Path, operators: Iterable[str]) -> None:
+def check_no_crash(path: Path, operators: Iterable[str]) -> None:
     """Checks that ONNX Runtime does not crash when it opens a file.
 
     Files without risky operators are not opened, to save time.
@@ -39,10 +39,10 @@ def check_opens(path: Path, operators: Iterable[str]) -> None:
     Raises:
         ExportError: ONNX Runtime crashes.
     """
-    if _RISKY.isdisjoint(operators):
+    if _CRASHING_OPERATORS.isdisjoint(operators):
         return
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _OPEN, str(path)],  # -P: no imports from the current folder
+        [sys.executable, "-P", "-c", _SCRIPT, str(path)],  # -P: no imports from the current folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -14,11 +14,11 @@ def fix(model: onnx_ir.Model) -> None:
     quotient.
     """
     for node in list(model.graph.all_nodes()):
-        if node.op_type == "Sigmoid" and not node.domain and not _is_of_silu(node):
-            _write_out(node)
+        if node.op_type == "Sigmoid" and not node.domain and not _is_part_of_silu(node):
+            _expand(node)
 
 
-def _is_of_silu(node: onnx_ir.Node) -> bool:
+def _is_part_of_silu(node: onnx_ir.Node) -> bool:
     x, result = node.inputs[0], node.outputs[0]
     uses = result.uses()
     return (
@@ -28,7 +28,7 @@ def _is_of_silu(node: onnx_ir.Node) -> bool:
     )
 
 
-def _write_out(node: onnx_ir.Node) -> None:
+def _expand(node: onnx_ir.Node) -> None:
     """Replaces a Sigmoid by ``1 / (1 + exp(-x))``.
 
     For large negative numbers, the exponential is infinite and the result is 0.

@@ -18,9 +18,9 @@ from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters import onnxruntime_fusions
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 
-from optexport.exporters.onnx import functions as onnx_functions
-from optexport.exporters.onnx.erfinv import inverse_of_erf
-from optexport.exporters.onnx.translations import TRANSLATIONS, as_int64, exactly, op
+from optexport.exporters.onnx import replacements
+from optexport.exporters.onnx.erfinv import erfinv
+from optexport.exporters.onnx.translations import TRANSLATIONS, cast_to_int64, keep_float64, op
 from optexport.tracing.transformers_exporter import exporting, quiet
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 # operators, and its file may be wrong then (for rows that mask every key, for example). So these operators become
 # calls of Python functions before the graph is exported again.
 _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    aten.scaled_dot_product_attention.default: onnx_functions.attention,
+    aten.scaled_dot_product_attention.default: replacements.attention,
     aten.where.self: lambda *a: torch.where(*a),
     aten.where.ScalarOther: lambda *a: torch.where(*a),
     aten.where.ScalarSelf: lambda *a: torch.where(*a),
@@ -38,46 +38,46 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: lambda *a: torch.unsqueeze(*a),
     aten.split.Tensor: lambda *a: torch.split(*a),
     aten.chunk.default: lambda *a: torch.chunk(*a),
-    aten.roll.default: onnx_functions.rolled,
+    aten.roll.default: replacements.roll,
     aten.exp.default: lambda *a: torch.exp(*a),
-    aten.masked_scatter.default: onnx_functions.masked_scatter,
-    aten.squeeze.default: onnx_functions.squeeze,
-    aten.squeeze.dim: onnx_functions.squeeze,
-    aten.squeeze.dims: onnx_functions.squeeze,
-    aten.adaptive_avg_pool1d.default: onnx_functions.average_of_windows,
-    aten.adaptive_avg_pool2d.default: onnx_functions.average_of_windows,
-    aten.adaptive_avg_pool3d.default: onnx_functions.average_of_windows,
-    aten.adaptive_max_pool1d.default: onnx_functions.largest_of_windows,
-    aten.adaptive_max_pool2d.default: onnx_functions.largest_of_windows,
-    aten.adaptive_max_pool3d.default: onnx_functions.largest_of_windows,
-    aten.upsample_nearest1d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest1d.vec, *a),
-    aten.upsample_nearest2d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest2d.vec, *a),
-    aten.upsample_nearest3d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest3d.vec, *a),
-    aten.cummax.default: lambda *a: onnx_functions.running(torch.cummax, *a),
-    aten.cummin.default: lambda *a: onnx_functions.running(torch.cummin, *a),
+    aten.masked_scatter.default: replacements.masked_scatter,
+    aten.squeeze.default: replacements.squeeze,
+    aten.squeeze.dim: replacements.squeeze,
+    aten.squeeze.dims: replacements.squeeze,
+    aten.adaptive_avg_pool1d.default: replacements.adaptive_avg_pool,
+    aten.adaptive_avg_pool2d.default: replacements.adaptive_avg_pool,
+    aten.adaptive_avg_pool3d.default: replacements.adaptive_avg_pool,
+    aten.adaptive_max_pool1d.default: replacements.adaptive_max_pool,
+    aten.adaptive_max_pool2d.default: replacements.adaptive_max_pool,
+    aten.adaptive_max_pool3d.default: replacements.adaptive_max_pool,
+    aten.upsample_nearest1d.vec: lambda *a: replacements.upsample_nearest(aten.upsample_nearest1d.vec, *a),
+    aten.upsample_nearest2d.vec: lambda *a: replacements.upsample_nearest(aten.upsample_nearest2d.vec, *a),
+    aten.upsample_nearest3d.vec: lambda *a: replacements.upsample_nearest(aten.upsample_nearest3d.vec, *a),
+    aten.cummax.default: lambda *a: replacements.cumulative_extreme(torch.cummax, *a),
+    aten.cummin.default: lambda *a: replacements.cumulative_extreme(torch.cummin, *a),
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
-    aten.histc.default: onnx_functions.histogram,
-    aten.log_sigmoid.default: onnx_functions.log_sigmoid,
-    aten.erfinv.default: inverse_of_erf,
-    aten.logaddexp.default: onnx_functions.logaddexp,
-    aten.logaddexp2.default: onnx_functions.logaddexp2,
-    aten.remainder.Tensor: onnx_functions.remainder,
-    aten.remainder.Scalar: onnx_functions.remainder,
-    aten.remainder.Scalar_Tensor: onnx_functions.remainder,
-    aten.scatter_reduce.two: onnx_functions.scattered,
-    aten.div.Tensor_mode: onnx_functions.divided,
-    aten.div.Scalar_mode: onnx_functions.divided,
-    aten.floor_divide.default: lambda *a: onnx_functions.divided(*a, rounding_mode="floor"),
+    aten.histc.default: replacements.histogram,
+    aten.log_sigmoid.default: replacements.log_sigmoid,
+    aten.erfinv.default: erfinv,
+    aten.logaddexp.default: replacements.logaddexp,
+    aten.logaddexp2.default: replacements.logaddexp2,
+    aten.remainder.Tensor: replacements.remainder,
+    aten.remainder.Scalar: replacements.remainder,
+    aten.remainder.Scalar_Tensor: replacements.remainder,
+    aten.scatter_reduce.two: replacements.scatter_reduce,
+    aten.div.Tensor_mode: replacements.divide,
+    aten.div.Scalar_mode: replacements.divide,
+    aten.floor_divide.default: lambda *a: replacements.divide(*a, rounding_mode="floor"),
     aten.argsort.stable: lambda x, **how: torch.sort(x, **how)[1],
-    aten.fmod.Tensor: onnx_functions.truncated_remainder,
-    aten.fmod.Scalar: onnx_functions.truncated_remainder,
-    aten.floor.default: lambda x: onnx_functions.rounded(aten.floor.default, x),
-    aten.ceil.default: lambda x: onnx_functions.rounded(aten.ceil.default, x),
-    aten.trunc.default: lambda x: onnx_functions.rounded(aten.trunc.default, x),
-    aten.round.default: lambda x: onnx_functions.rounded(aten.round.default, x),
-    aten.angle.default: onnx_functions.angle,
-    aten.fft_fftshift.default: onnx_functions.shifted,
-    aten.fft_ifftshift.default: lambda *a: onnx_functions.shifted(*a, back=True),
+    aten.fmod.Tensor: replacements.truncated_remainder,
+    aten.fmod.Scalar: replacements.truncated_remainder,
+    aten.floor.default: lambda x: replacements.round_floats(aten.floor.default, x),
+    aten.ceil.default: lambda x: replacements.round_floats(aten.ceil.default, x),
+    aten.trunc.default: lambda x: replacements.round_floats(aten.trunc.default, x),
+    aten.round.default: lambda x: replacements.round_floats(aten.round.default, x),
+    aten.angle.default: replacements.angle,
+    aten.fft_fftshift.default: replacements.fftshift,
+    aten.fft_ifftshift.default: lambda *a: replacements.fftshift(*a, back=True),
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
@@ -97,7 +97,7 @@ def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool)
     """
     functions = {**_PATCHED_FUNCTIONS}
     if not has_attention:
-        functions[aten.scaled_dot_product_attention.default] = onnx_functions.attention_by_products
+        functions[aten.scaled_dot_product_attention.default] = replacements.attention_by_products
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target in functions:
             node.target = functions[node.target]
@@ -118,16 +118,16 @@ def fix_for_onnx(program: ExportedProgram) -> None:
 def onnx_translations() -> dict[Any, Any]:
     """Returns translations for ``custom_translation_table`` of ``torch.onnx``."""
     additions = {
-        aten.index_put.default: _put,
-        aten._unsafe_index_put.default: _put,
-        aten.masked_fill.Scalar: exactly(_onnx._aten_masked_fill),
+        aten.index_put.default: _index_put,
+        aten._unsafe_index_put.default: _index_put,
+        aten.masked_fill.Scalar: keep_float64(_onnx._aten_masked_fill),
     }
     return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **additions}
 
 
-def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def _index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """Extends transformers' translation, which fails if no element is masked."""
-    indices = [as_int64(index) for index in indices]
+    indices = [cast_to_int64(index) for index in indices]
     is_mask = indices[0] is not None and indices[0].dtype == onnx_ir.DataType.BOOL
     if is_mask and not accumulate and not _onnx._values_broadcast_to_self(values, self):
         zero = op.CastLike(op.Constant(value_ints=[0]), values)

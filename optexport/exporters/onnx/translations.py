@@ -20,7 +20,7 @@ aten = torch.ops.aten
 op: Any = opset18  # Any, because its functions also accept onnx_ir values
 
 
-def exactly(translate: Callable[..., Any]) -> Callable[..., Any]:
+def keep_float64(translate: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a translation so that Python floats become float64 if the result is float64.
 
     ``torch.onnx`` converts ``x * 0.1`` in float64 to a product with 0.10000000149. A Python float has no dtype, and
@@ -32,13 +32,13 @@ def exactly(translate: Callable[..., Any]) -> Callable[..., Any]:
         of_tensors = (arg.dtype for arg in args if isinstance(arg, onnx_ir.Value))
         dtype = kw.get("dtype", -1)
         if (next(of_tensors, None) if dtype == -1 else dtype) == onnx_ir.DataType.DOUBLE:
-            args = tuple(_of(arg, onnx_ir.DataType.DOUBLE) if isinstance(arg, float) else arg for arg in args)
+            args = tuple(_constant(arg, onnx_ir.DataType.DOUBLE) if isinstance(arg, float) else arg for arg in args)
         return translate(*args, **kw)
 
     return translated
 
 
-def as_int64(index: Any) -> Any:
+def cast_to_int64(index: Any) -> Any:
     """Casts an int32 index to int64, as ONNX requires; returns anything else unchanged."""
     if index is None or index.dtype != onnx_ir.DataType.INT32:
         return index
@@ -47,7 +47,7 @@ def as_int64(index: Any) -> Any:
     return cast
 
 
-def _of(number: float, dtype: onnx_ir.DataType) -> Any:
+def _constant(number: float, dtype: onnx_ir.DataType) -> Any:
     return op.Constant(value=onnx_ir.tensor(number, dtype=dtype))
 
 
@@ -56,7 +56,7 @@ def _atan2(y: Any, x: Any) -> Any:
 
     For y = 0 and negative x, ``torch.onnx`` gives -π instead of π.
     """
-    zero, one, pi = (_of(number, y.dtype) for number in (0.0, 1.0, math.pi))
+    zero, one, pi = (_constant(number, y.dtype) for number in (0.0, 1.0, math.pi))
     is_below, is_left = (op.Or(op.Less(v, zero), op.Less(op.Div(one, v), zero)) for v in (y, x))
     is_nowhere = op.And(op.Equal(y, zero), op.Equal(x, zero))
     angle = op.Where(is_nowhere, y, op.Atan(op.Div(y, x)))
@@ -81,12 +81,12 @@ def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
 
 
 TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
-    aten.scalar_tensor.default: exactly(core.aten_scalar_tensor),
-    aten.full.default: exactly(core.aten_full),
-    aten.full_like.default: exactly(core.aten_full_like),
-    aten.pow.Scalar: exactly(core.aten_pow_scalar),
-    aten.new_full.default: exactly(core.aten_new_full),
-    aten.fill.Scalar: exactly(core.aten_fill),
+    aten.scalar_tensor.default: keep_float64(core.aten_scalar_tensor),
+    aten.full.default: keep_float64(core.aten_full),
+    aten.full_like.default: keep_float64(core.aten_full_like),
+    aten.pow.Scalar: keep_float64(core.aten_pow_scalar),
+    aten.new_full.default: keep_float64(core.aten_new_full),
+    aten.fill.Scalar: keep_float64(core.aten_fill),
     aten.atan2.default: _atan2,
     aten.diagonal.default: _diagonal,
 }

@@ -50,7 +50,7 @@ def load_pt2(path: Path) -> ExportedProgram:
         SourceError: The file is not an exported program, is damaged, or holds a pickle that could run code.
     """
     check_pt2(path)
-    warned, log = _Warned(), logging.getLogger("torch.export")
+    warned, log = _LoggedError(), logging.getLogger("torch.export")
     log.addFilter(warned)
     try:
         program = torch.export.load(path)
@@ -58,7 +58,9 @@ def load_pt2(path: Path) -> ExportedProgram:
         return program
     except Exception as error:  # any part of an archive may be damaged
         cause = first_line(warned.error or error)
-        raise SourceError(f"it is not an exported program: {cause}", location=str(path), hint=HINT) from error
+        raise SourceError(
+            f"the file is not a valid exported program: {cause}", location=str(path), hint=HINT
+        ) from error
     finally:
         log.removeFilter(warned)
 
@@ -78,7 +80,7 @@ def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
         return program.module(check_guards=check_guards)
     except Exception as error:  # torch generates code from the content of the file
         raise SourceError(
-            f"torch cannot make a module of it: {first_line(error)}", location=str(path), hint=HINT
+            f"torch cannot create a module from the file: {first_line(error)}", location=str(path), hint=HINT
         ) from error
 
 
@@ -97,10 +99,10 @@ def _check_call(program: ExportedProgram) -> None:
         sum(spec.kind is InputKind.USER_INPUT for spec in signature.input_specs),
         sum(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs),
     ):
-        raise ValueError("its call signature does not match the inputs and outputs of its graph")
+        raise ValueError("the call signature does not match the inputs and outputs of the graph")
 
 
-class _Warned(logging.Filter):
+class _LoggedError(logging.Filter):
     """Records the error that torch logs before it raises a less specific one."""
 
     error: BaseException | None = None
@@ -117,13 +119,13 @@ def check_pt2(path: Path) -> None:
         SourceError: The file is not an exported program, is damaged, or could run code.
     """
     try:
-        archive = _Archive.opened(path)
+        archive = _Archive.open(path)
         if "archive_format" not in archive.sizes:
-            raise SourceError("it is not a .pt2 archive of a supported version", location=str(path), hint=HINT)
+            raise SourceError("the file is not a .pt2 archive of a supported version", location=str(path), hint=HINT)
         for name, size in archive.sizes.items():
             location = f"{path.name}: {name}"
             if not _MEMBER.fullmatch(name):
-                raise SourceError("torch.export.save does not write a member of this name", location=location)
+                raise SourceError("the archive has a member that torch.export.save does not write", location=location)
             if name.endswith("_config.json"):
                 config = json.loads(archive.read(name))
                 program_texts.check(config, location)
@@ -143,7 +145,7 @@ def check_pt2(path: Path) -> None:
         RuntimeError,
     ) as error:
         raise SourceError(
-            f"it is not a .pt2 archive, or it is damaged: {first_line(error)}", location=str(path)
+            f"the file is not a .pt2 archive, or is damaged: {first_line(error)}", location=str(path)
         ) from error
 
 
@@ -165,7 +167,7 @@ class _Archive:
         return content
 
     @classmethod
-    def opened(cls, path: Path) -> _Archive:
+    def open(cls, path: Path) -> _Archive:
         """Opens an archive if Python's reader and torch's reader find the same members.
 
         torch's reader ignores case and takes the first of two members with one name; Python's takes the last.
@@ -180,12 +182,12 @@ class _Archive:
         members = {info.filename.partition("/")[2]: info.file_size for info in infos}
         folders = {info.filename.partition("/")[0] for info in infos}
         if len(folders) != 1 or len({name.casefold() for name in members}) != len(infos):
-            raise SourceError("two of its members have the same name", location=str(path), hint=HINT)
+            raise SourceError("two members of the archive have the same name", location=str(path), hint=HINT)
         binding: Any = torch._C  # its type stubs lack PyTorchFileReader
         reader = binding.PyTorchFileReader(str(path))
         sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
         if sizes != members:
-            raise SourceError("it holds more than one archive", location=str(path), hint=HINT)
+            raise SourceError("the file contains more than one archive", location=str(path), hint=HINT)
         return cls(sizes, reader)
 
 
@@ -214,7 +216,7 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
             directory_end = -1
         length, offset = wide_length, wide_offset
     if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
-        raise SourceError("it holds more than one archive", location=str(path), hint=HINT)
+        raise SourceError("the file contains more than one archive", location=str(path), hint=HINT)
 
 
 def _check_payloads(config: Any, archive: _Archive, location: str) -> None:
@@ -235,14 +237,16 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
         SourceError: The program calls an operator that does more than compute, or the file is damaged.
     """
     try:
-        archive = _Archive.opened(path)
+        archive = _Archive.open(path)
         if not any(name.endswith("constants.pkl") for name in archive.sizes):
             raise SourceError(
-                "it is not a TorchScript program (torch.save may have written it)", location=path.name, hint=_SAVE
+                "the file is not a TorchScript program (torch.save may have written it)", location=path.name, hint=_SAVE
             )
         for name in archive.sizes:
             if not _TORCHSCRIPT_MEMBER.fullmatch(name):
-                raise SourceError("torch.jit.save does not write a member of this name", location=name, hint=HINT)
+                raise SourceError(
+                    "the archive has a member that torch.jit.save does not write", location=name, hint=HINT
+                )
             if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads .debug_pkl if a call fails
                 folder = f"{name.removesuffix('.pkl')}/"
                 records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
@@ -250,30 +254,30 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
             if name.endswith(".py"):
                 code = archive.read(name).decode()
                 script_code.check_depth(code)
-                if (forbidden := script_code.forbidden_text(code)) is not None:
-                    raise _does_more(forbidden, f"{path.name}: {name}")
+                if (forbidden := script_code.find_forbidden_text(code)) is not None:
+                    raise _forbidden_error(forbidden, f"{path.name}: {name}")
     except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
-        cause = f"it is not a TorchScript archive, or it is damaged: {first_line(error)}"
+        cause = f"the file is not a TorchScript archive, or is damaged: {first_line(error)}"
         raise SourceError(cause, location=path.name, hint=HINT) from error
     binding: Any = torch._C  # its type stubs lack the arguments that torch.jit.load passes
     unit = binding.CompilationUnit()
     try:
         module = binding.import_ir_module(unit, str(path), None, {}, False)
     except (RuntimeError, LookupError, MemoryError) as error:  # for instance if a name is damaged
-        raise SourceError(f"torch cannot load it: {first_line(error)}", location=path.name) from error
-    if (forbidden := script_code.forbidden_operator(unit)) is not None:
-        raise _does_more(forbidden, path.name)
+        raise SourceError(f"torch cannot load the file: {first_line(error)}", location=path.name) from error
+    if (forbidden := script_code.find_forbidden_operator(unit)) is not None:
+        raise _forbidden_error(forbidden, path.name)
     wrapped = torch.jit._recursive.wrap_cpp_module(module)
     assert isinstance(wrapped, torch.jit.ScriptModule)
     return wrapped
 
 
-def _does_more(forbidden: str, location: str) -> SourceError:
-    return SourceError(f"its code uses {forbidden}, which does more than compute", location=location, hint=HINT)
+def _forbidden_error(forbidden: str, location: str) -> SourceError:
+    return SourceError(f"the code uses {forbidden}, which does more than compute", location=location, hint=HINT)
 
 
 def _check_pickle(content: bytes, location: str) -> None:
     try:
         torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
     except Exception as error:  # refused or damaged: torch.export.load would fall back to plain pickle
-        raise SourceError("it holds a pickle that could run code", location=location, hint=HINT) from error
+        raise SourceError("the member is a pickle that could run code", location=location, hint=HINT) from error

@@ -71,7 +71,7 @@ _SYNTAX = (
     *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.operator, ast.unaryop),
 )
 _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
-HINT = "Export the model again from its source, and only load files of people you trust."
+HINT = "Export the model again from its source. Only load files from people you trust."
 
 
 def check(value: Any, location: str, key: str = "") -> None:
@@ -102,7 +102,7 @@ def check(value: Any, location: str, key: str = "") -> None:
     elif isinstance(value, str) and not _is_allowed(value, key):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise SourceError(f"{shown!r} is neither a name nor a size", location=location, hint=HINT)
+        raise SourceError(f"the text {shown!r} is neither a name nor a size", location=location, hint=HINT)
 
 
 def _check_record(record: dict[str, Any], location: str) -> None:
@@ -124,7 +124,7 @@ def _check_record(record: dict[str, Any], location: str) -> None:
 def _check_argument_kinds(argument: dict[str, Any], location: str) -> None:
     for kind in argument:
         if not _ARGUMENT_KIND.fullmatch(kind):
-            raise SourceError(f"{kind} is not a known kind of argument", location=location, hint=HINT)
+            raise SourceError(f"unknown kind of argument: {kind}", location=location, hint=HINT)
 
 
 def _is_table_of_texts(item: Any) -> bool:
@@ -143,13 +143,15 @@ def _check_tree(node: Any, location: str) -> None:
     """Refuses a tree of arguments or outputs that would make torch import a module."""
     kind, context = node["type"], node["context"]
     if set(node) != {"type", "context", "children_spec"} or not (kind is None or _CONTAINER.fullmatch(kind)):
-        raise SourceError(f"its arguments or outputs use {kind}, not a plain container", location=location, hint=HINT)
+        raise SourceError(
+            f"the arguments or outputs use {kind}, which is not a plain container", location=location, hint=HINT
+        )
     keys = None if context is None else json.loads(context)
     if any(not isinstance(key, str | int | None) for key in (keys if isinstance(keys, list) else [keys])):
-        raise SourceError(f"the keys of its {kind} are not names or numbers", location=location, hint=HINT)
+        raise SourceError(f"the keys of a {kind} are neither names nor numbers", location=location, hint=HINT)
     if kind in ("builtins.dict", "collections.OrderedDict") and len(keys or ()) != len(node["children_spec"]):
         raise SourceError(
-            f"a {kind} of its arguments or outputs has too many keys or too few keys", location=location, hint=HINT
+            f"a {kind} in the arguments or outputs has the wrong number of keys", location=location, hint=HINT
         )
     check(keys, location)
     for child in node["children_spec"]:
@@ -159,12 +161,12 @@ def _check_tree(node: Any, location: str) -> None:
 def _check_operator(name: str, location: str) -> None:
     """Refuses the name of a called function unless it is an operator that only computes."""
     if not _OPERATOR.fullmatch(name):
-        raise SourceError(f"its graph calls {name}, which is not an operator", location=location, hint=HINT)
+        raise SourceError(f"the graph calls {name}, which is not an operator", location=location, hint=HINT)
     parts = name.split(".")
-    if any(map(script_code.forbidden_name, parts, itertools.repeat("."))) or (
+    if any(map(script_code.find_forbidden_name, parts, itertools.repeat("."))) or (
         name.startswith("torch.ops.") and script_code.is_forbidden("::".join(parts[2:4]))
     ):
-        raise SourceError(f"its graph calls {name}, which does more than compute", location=location, hint=HINT)
+        raise SourceError(f"the graph calls {name}, which does more than compute", location=location, hint=HINT)
 
 
 def _is_expression(text: str) -> bool:

@@ -28,9 +28,9 @@ _OPERATORS = re.compile(
 )
 # torch parses brackets, operators and blocks recursively. With a stack of 8 MB, the process ended by SIGSEGV without a
 # message at 2,000 to 10,000 levels. torch itself writes fewer than a hundred.
-_DEEPEST = 500
+_MAX_DEPTH = 500
 # torch calls this method while it loads a file.
-_AT_LOADING = "__setstate__"
+_LOAD_METHOD = "__setstate__"
 # Tokens of torch's own lexer. Blanks and comments may occur between any two of them.
 _TOKEN = re.compile(
     r"""
@@ -45,14 +45,14 @@ _TOKEN = re.compile(
 )
 
 
-def forbidden_name(name: str, after: str) -> str | None:
+def find_forbidden_name(name: str, after: str) -> str | None:
     """Returns the name if it belongs to an operator that does more than compute.
 
     Args:
         name: A name in a program.
         after: The token after the name: only a name before a dot is a namespace.
     """
-    if name in _FILES or name == _AT_LOADING or (after == "." and _NAMESPACE.fullmatch(name)):
+    if name in _FILES or name == _LOAD_METHOD or (after == "." and _NAMESPACE.fullmatch(name)):
         return name
     return None
 
@@ -62,7 +62,7 @@ def is_forbidden(operator: str) -> bool:
     return _OPERATORS.fullmatch(operator) is not None
 
 
-def forbidden_text(code: str) -> str | None:
+def find_forbidden_text(code: str) -> str | None:
     """Returns a forbidden name in a program, or None.
 
     A name is forbidden if it does more than compute. Text that could hide a name is forbidden too.
@@ -71,7 +71,7 @@ def forbidden_text(code: str) -> str | None:
     of_getattr: list[bool] = []  # for each open bracket: True if it belongs to getattr
     earlier = before = word = ""
     for after in itertools.chain(words, [""]):
-        if name := forbidden_name(word, after):
+        if name := find_forbidden_name(word, after):
             return name
         # A method or a declared attribute may also be called print.
         if word == "print" and before not in (".", "def") and after != ":":
@@ -84,7 +84,7 @@ def forbidden_text(code: str) -> str | None:
             # Escapes and adjacent texts could form any name.
             if earlier != "," or before[0] not in "\"'" or "\\" in before:
                 return "getattr of a name that is not written plainly"
-            if name := forbidden_name(before.strip("\"'"), after):
+            if name := find_forbidden_name(before.strip("\"'"), after):
                 return name
         earlier, before, word = before, word, after
     return None
@@ -118,11 +118,11 @@ def check_depth(code: str) -> None:
             deep += 1
         if word in ("(", "[", "{"):
             open_brackets.append(0)
-        if deep + len(blocks) + variants > _DEEPEST:
-            raise ValueError(f"its code nests more than {_DEEPEST} deep")
+        if deep + len(blocks) + variants > _MAX_DEPTH:
+            raise ValueError(f"the code is nested more than {_MAX_DEPTH} levels deep")
 
 
-def forbidden_operator(unit: Any) -> str | None:
+def find_forbidden_operator(unit: Any) -> str | None:
     """Returns an operator or a class of a loaded program that does more than compute, or None.
 
     Args:
@@ -135,7 +135,7 @@ def forbidden_operator(unit: Any) -> str | None:
                 return str(node.kind())
             if node.kind() == "prim::CreateObject":
                 class_name = node.output().type().annotation_str
-                if any(map(forbidden_name, class_name.split("."), itertools.repeat("."))):
+                if any(map(find_forbidden_name, class_name.split("."), itertools.repeat("."))):
                     return str(class_name)
     return None
 

@@ -20,8 +20,8 @@ import torch
 _DTYPES = {**torch.storage._storage_type_to_dtype_map(), "ComplexHalfStorage": torch.complex32}
 # torch frees nested values recursively: at millions of levels, the process ended by SIGSEGV. Saved models are nested
 # as deeply as their modules.
-_DEEPEST = 2000
-_REBUILDING = ("_rebuild_tensor_v2", "_rebuild_qtensor")
+_MAX_DEPTH = 2000
+_REBUILD_FUNCTIONS = ("_rebuild_tensor_v2", "_rebuild_qtensor")
 
 
 class OutOfBoundsError(ValueError):
@@ -87,7 +87,7 @@ class _Reader(pickle.Unpickler):
         self._records = records
 
     def find_class(self, module: str, name: str) -> type[_Inert]:
-        return type(name, (_Tensor if name in _REBUILDING else _Inert,), {})
+        return type(name, (_Tensor if name in _REBUILD_FUNCTIONS else _Inert,), {})
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, kind, key, _, elements = pid
@@ -95,7 +95,7 @@ class _Reader(pickle.Unpickler):
         dtype = _DTYPES.get(name) or getattr(torch, name.removesuffix("Storage").lower())
         available, needed = self._records.get(key, 0), elements * dtype.itemsize
         if not 0 <= needed <= available:
-            raise OutOfBoundsError(f"record {key} holds {available} bytes, where {needed} are needed")
+            raise OutOfBoundsError(f"record {key} has {available} bytes (expected {needed})")
         return _Storage(key, elements)
 
 
@@ -113,13 +113,15 @@ def check(content: bytes, records: Mapping[str, int]) -> None:
     for opcode, argument, _ in pickletools.genops(content):
         # torch ended by SIGSEGV at a large index.
         if "PUT" in opcode.name and isinstance(argument, int) and argument > len(content):
-            raise ValueError(f"its pickle remembers {argument} values")
+            raise ValueError(
+                f"the pickle stores a value at index {argument}, which is larger than its {len(content)} bytes"
+            )
     try:
         value = _Reader(content, records).load()
     except OutOfBoundsError:
         raise
     except Exception as error:  # a damaged or foreign pickle may raise any type
-        raise ValueError(f"its pickle cannot be read: {error}") from error
+        raise ValueError(f"the pickle cannot be read: {error}") from error
     _check_depth(value)
 
 
@@ -131,8 +133,8 @@ def _check_depth(root: object) -> None:
         inner = _inner(value)
         if measured:
             depths[id(value)] = 1 + max((depths.get(id(item), 0) for item in inner), default=0)
-            if depths[id(value)] > _DEEPEST:
-                raise ValueError(f"the values in its pickle are nested more than {_DEEPEST} deep")
+            if depths[id(value)] > _MAX_DEPTH:
+                raise ValueError(f"the values in the pickle are nested more than {_MAX_DEPTH} levels deep")
         elif inner and id(value) not in depths:
             depths[id(value)] = 0
             todo += [(value, True), *((item, False) for item in inner)]

@@ -18,7 +18,7 @@ from torch.onnx._internal.exporter import _registration
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
 from optexport.exporters.onnx import transformers_exporter
-from optexport.exporters.onnx.session_probe import check_opens
+from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program
@@ -34,10 +34,10 @@ def shape(value: onnx.ValueInfoProto) -> list[int | str]:
 
 
 def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -> tuple[files.Prepared, Path]:
-    made = files.prepare(model, {"x": X}, dynamic)
+    subject = files.prepare(model, {"x": X}, dynamic)
     path = place / "model.onnx"
-    files.save_onnx(made, path, **options)
-    return made, path
+    files.save_onnx(subject, path, **options)
+    return subject, path
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimized: bool) -> None:
     outputs = files.prepared(name).signature.output_names
-    files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimized=optimized), 5e-6)
+    files.assert_agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimized=optimized), 5e-6)
 
 
 @pytest.mark.sample(2)
@@ -66,12 +66,12 @@ def test_file_is_valid_and_holds_no_paths_of_the_machine(name: str) -> None:
     path = files.onnx_file(name)
     onnx.checker.check_model(str(path), full_check=True)
     content = path.read_bytes()
-    for told in (sys.prefix, str(Path(__file__).parent), str(Path.home()) + "/", "site-packages", "stack_trace"):
-        assert told.encode() not in content
+    for text in (sys.prefix, str(Path(__file__).parent), str(Path.home()) + "/", "site-packages", "stack_trace"):
+        assert text.encode() not in content
 
 
 def test_metadata_is_stored_as_json() -> None:
-    model = onnx.load(files.onnx_file("bert"))
+    model = onnx.load(files.onnx_file("albert"))
     metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert metadata == {"optexport.transformations": ["one", "two"]}
 
@@ -79,18 +79,18 @@ def test_metadata_is_stored_as_json() -> None:
 @pytest.mark.slow
 def test_repeated_and_passed_through_outputs_have_unique_names(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: (y := m.a(x), y, x, x, m.a.weight, y + 1), a=nn.Linear(4, 4)))
-    made, path = saved(model, tmp_path)
+    subject, path = saved(model, tmp_path)
     names = [value.name for value in onnx.load(path).graph.output]
-    assert names == made.signature.output_names
+    assert names == subject.signature.output_names
     assert len(set(names)) == 6
-    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
+    files.assert_outputs(subject, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
 
 
 @pytest.mark.slow
 def test_output_with_the_name_of_an_input_is_renamed(tmp_path: Path) -> None:
-    made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
+    subject, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
     assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
-    files.runs(made, path, {"x": torch.randn(5, 4)})
+    files.assert_outputs(subject, path, {"x": torch.randn(5, 4)})
 
 
 class InPlace(nn.Module):
@@ -106,8 +106,8 @@ class InPlace(nn.Module):
 
 @pytest.mark.slow
 def test_in_place_writes_are_exported(tmp_path: Path) -> None:
-    made, path = saved(InPlace(), tmp_path)
-    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
+    subject, path = saved(InPlace(), tmp_path)
+    files.assert_outputs(subject, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
 
 
 class Rows(nn.Module):
@@ -133,13 +133,13 @@ class Rows(nn.Module):
 def test_fully_masked_rows_give_the_numbers_of_torch(kind: str, opset: int | None, tmp_path: Path) -> None:
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
-    made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
-    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
+    subject = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
+    files.save_onnx(subject, tmp_path / "model.onnx", example=example, opset=opset)
     mask = torch.ones(4, 7)
     mask[1] = 0
     mask[2, 3:] = 0
     mask[3, :5] = 0
-    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
 
 
 @pytest.mark.slow
@@ -147,8 +147,8 @@ def test_fully_masked_rows_give_the_numbers_of_torch(kind: str, opset: int | Non
 def test_fully_masked_rows_are_zeros_in_half_precision(opset: int | None, tmp_path: Path) -> None:
     example = {"x": 40 * torch.randn(3, 5, 4).half(), "mask": torch.ones(3, 5).half()}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
-    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
-    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
+    subject = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(subject, tmp_path / "model.onnx", example=example, opset=opset)
     x, mask = 40 * torch.randn(2, 7, 4), torch.ones(2, 7)
     mask[1] = 0
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -181,18 +181,20 @@ def test_every_kind_of_attention_gives_the_numbers_of_torch(arguments: dict[str,
         "q": {0: Dim("batch", 1, 16), 2: Dim("rows", 2, 32)},
         "k": {0: Dim("batch", 1, 16), 2: Dim("columns", 2, 32)},
     }
-    made = files.prepare(Attention(**arguments), example, axes)
-    files.save_onnx(made, tmp_path / "model.onnx", example=example)
-    files.runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
+    subject = files.prepare(Attention(**arguments), example, axes)
+    files.save_onnx(subject, tmp_path / "model.onnx", example=example)
+    files.assert_outputs(
+        subject, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)}
+    )
 
 
 @pytest.mark.slow
 def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.conv(x), conv=nn.Conv3d(2, 3, 2, bias=False))
     x = torch.randn(5, 2, 3, 4, 5)
-    made = files.prepare(model, {"x": x[:2]}, BATCH)
-    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x[:2]})
-    files.runs(made, tmp_path / "model.onnx", {"x": x})
+    subject = files.prepare(model, {"x": x[:2]}, BATCH)
+    files.save_onnx(subject, tmp_path / "model.onnx", example={"x": x[:2]})
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x})
 
 
 @pytest.mark.slow
@@ -211,17 +213,17 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
 )
 def test_functions_without_an_onnx_operator_are_decomposed(forward: Any, tmp_path: Path) -> None:
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
-    made = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
-    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
-    files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
+    subject = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(subject, tmp_path / "model.onnx", example={"x": x})
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
 
 
 @pytest.mark.slow
 def test_attention_keys_are_not_copied_for_a_transpose(tmp_path: Path) -> None:
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
-    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
-    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    subject = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(subject, tmp_path / "model.onnx", example=example)
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
@@ -233,14 +235,14 @@ def test_attention_keys_are_not_copied_for_a_transpose(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("opset", [18, 20, 23, 26])
 def test_file_has_the_requested_opset(opset: int, tmp_path: Path) -> None:
-    made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
+    subject, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
     assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
-    files.runs(made, path, {"x": torch.randn(6, 4)})
+    files.assert_outputs(subject, path, {"x": torch.randn(6, 4)})
 
 
 def test_large_weights_go_to_an_external_file(tmp_path: Path) -> None:
     model = randomise(Program(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 64), b=nn.Linear(64, 4)))
-    made, path = saved(model, tmp_path, external_data_above=100, metadata={"key": "value"})
+    subject, path = saved(model, tmp_path, external_data_above=100, metadata={"key": "value"})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert (tmp_path / "model.onnx.data").stat().st_size > 4 * 64 * 4
     stored = onnx.load(path, load_external_data=False)
@@ -248,7 +250,7 @@ def test_large_weights_go_to_an_external_file(tmp_path: Path) -> None:
     assert places == {"model.onnx.data"}
     assert [entry.key for entry in stored.metadata_props] == ["key"]
     onnx.checker.check_model(str(path))
-    files.runs(made, path, {"x": torch.randn(5, 4)})
+    files.assert_outputs(subject, path, {"x": torch.randn(5, 4)})
 
 
 @pytest.mark.slow
@@ -260,11 +262,11 @@ def test_small_weights_stay_in_the_model_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    made, path = saved(
+    subject, path = saved(
         randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path / "one", external_data_above=100
     )
     moved = (tmp_path / "one").rename(tmp_path / "two")
-    files.runs(made, moved / path.name, {"x": torch.randn(5, 4)})
+    files.assert_outputs(subject, moved / path.name, {"x": torch.randn(5, 4)})
 
 
 def test_operator_without_translation_is_named_in_the_error(tmp_path: Path) -> None:
@@ -283,20 +285,20 @@ def test_unsupported_opset_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_saving_does_not_change_the_graph_or_the_inputs(tmp_path: Path) -> None:
-    made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
-    before, code = str(made.flat.graph), made.flat.code
-    example = {name: value.clone() for name, value in made.example.items()}
-    files.save_onnx(made, tmp_path / "model.onnx")
-    assert (str(made.flat.graph), made.flat.code) == (before, code)
-    assert all(torch.equal(made.example[name], value) for name, value in example.items())
+    subject = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
+    before, code = str(subject.flat.graph), subject.flat.code
+    example = {name: value.clone() for name, value in subject.example.items()}
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    assert (str(subject.flat.graph), subject.flat.code) == (before, code)
+    assert all(torch.equal(subject.example[name], value) for name, value in example.items())
 
 
 @pytest.mark.slow
 def test_unread_input_is_accepted(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
-    made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
-    files.save_onnx(made, tmp_path / "model.onnx", example=both)
-    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
+    subject = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
+    files.save_onnx(subject, tmp_path / "model.onnx", example=both)
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
 
 
 class Unread(nn.Module):
@@ -310,16 +312,16 @@ class Unread(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
 def test_inputs_and_outputs_may_have_any_supported_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
-    made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
-    files.save_onnx(made, tmp_path / "model.onnx")
-    files.runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
+    subject = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])
 def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(content)
-    told = r"model\.onnx: (ONNX Runtime refuses the file|it is no ONNX file)"
-    with pytest.raises((ExportError, SourceError), match=told):
+    message = r"model\.onnx: ONNX Runtime rejects the file"
+    with pytest.raises((ExportError, SourceError), match=message):
         runners.open_onnx(tmp_path / "model.onnx", ["output"], optimized=False)
 
 
@@ -327,17 +329,17 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
 @pytest.mark.parametrize("eps", [1e-8, 1e-10, 1e-12])
 def test_small_addends_are_not_removed(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
-    made, path = saved(model, tmp_path)
-    files.runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
+    subject, path = saved(model, tmp_path)
+    files.assert_outputs(subject, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
 
 
 def test_torchlib_is_read_once_and_its_registry_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = _registration.ONNXRegistry.from_torchlib
-    made, path = saved(Program(lambda m, x: x.relu()), tmp_path)
+    subject, path = saved(Program(lambda m, x: x.relu()), tmp_path)
     monkeypatch.setattr(transformers_exporter, "onnx_translations", dict)
     monkeypatch.setattr(_registration, "onnxscript_apis", None)  # an export would read torchlib from here
-    files.save_onnx(made, path)
-    files.runs(made, path, made.example)
+    files.save_onnx(subject, path)
+    files.assert_outputs(subject, path, subject.example)
     assert original == _registration.ONNXRegistry.from_torchlib
 
 
@@ -359,22 +361,22 @@ def tagger(dtype: torch.dtype) -> files.Prepared:
 
 @pytest.mark.slow
 def test_file_that_crashes_onnx_runtime_is_an_error(tmp_path: Path) -> None:
-    made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
+    subject, path, message = tagger(torch.float16), tmp_path / "model.onnx", ""
     try:
-        files.save_onnx(made, path)
+        files.save_onnx(subject, path)
     except ExportError as error:
-        told = str(error)
-    if told:
-        assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", told)
+        message = str(error)
+    if message:
+        assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", message)
     else:  # a version of ONNX Runtime without the bug
-        runners.open_onnx(path, made.signature.output_names, optimized=True)
+        runners.open_onnx(path, subject.signature.output_names, optimized=True)
 
 
 @pytest.mark.slow
 def test_recurrent_file_without_a_crash_is_written(tmp_path: Path) -> None:
-    made, path = tagger(torch.float32), tmp_path / "model.onnx"
-    files.save_onnx(made, path)
-    files.runs(made, path, made.example)
+    subject, path = tagger(torch.float32), tmp_path / "model.onnx"
+    files.save_onnx(subject, path)
+    files.assert_outputs(subject, path, subject.example)
 
 
 @pytest.mark.slow
@@ -382,6 +384,6 @@ def test_recurrent_file_without_a_crash_is_written(tmp_path: Path) -> None:
 def test_refused_file_is_not_reported_as_a_crash(operators: set[str], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"x" * 999)
-    check_opens(path, operators)
-    with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
+    check_no_crash(path, operators)
+    with pytest.raises(ExportError, match="ONNX Runtime rejects the file"):
         runners.open_onnx(path, [], optimized=False)

@@ -29,8 +29,8 @@ def _numbers(m: nn.Module, x: torch.Tensor) -> Any:
 
 def test_python_number_is_not_rounded_to_float32(tmp_path: Path) -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
-    made = export(Program(_numbers).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
-    assert made.passed
+    subject = export(Program(_numbers).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert subject.passed
 
 
 @pytest.mark.slow
@@ -39,17 +39,17 @@ def test_float32_model_may_compute_in_float64(tmp_path: Path) -> None:
         return torch.sin(x.double() * 1234567.1).float()  # a factor in float32 makes the angle wrong by 0.1
 
     x = torch.rand(3, 6)
-    made = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
-    assert made.passed
+    subject = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert subject.passed
 
 
 @pytest.mark.slow
 def test_atan2_is_right_for_signed_zeros_and_infinities(tmp_path: Path) -> None:
-    made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
-    files.save_onnx(made, tmp_path / "model.onnx")
+    subject = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
     numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
     points = torch.cartesian_prod(numbers, numbers).T
-    files.runs(made, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
 
 
 def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
@@ -59,17 +59,17 @@ def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_diagonal_is_the_same_as_in_torch_at_other_sizes(tmp_path: Path) -> None:
-    made = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
-    files.save_onnx(made, tmp_path / "model.onnx")
-    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
+    subject = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
 
 
 @pytest.mark.slow
 def test_diagonal_with_infinite_neighbours_is_finite(tmp_path: Path) -> None:
-    made = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
-    files.save_onnx(made, tmp_path / "model.onnx")
+    subject = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
     masked = torch.randn(3, 4, 4).masked_fill(~torch.eye(4, dtype=torch.bool), -torch.inf)
-    files.runs(made, tmp_path / "model.onnx", {"x": masked})
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": masked})
 
 
 @pytest.mark.slow
@@ -79,5 +79,5 @@ def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
         return half.real, half.imag, fft.irfft(half * 2, n=x.shape[1]), torch.view_as_real(fft.fft(x, norm="ortho"))
 
     x = torch.randn(3, 7, dtype=torch.float64)
-    made = export(Program(there_and_back).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
-    assert made.passed
+    subject = export(Program(there_and_back).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert subject.passed

@@ -64,14 +64,14 @@ def members_of(path: Path) -> dict[str, bytes]:
 
 def forged(path: Path, good: Mapping[str, bytes], evil: Mapping[str, bytes]) -> None:
     """Writes a file whose locator points to another directory than the last one, which Python reads."""
-    made = Archives()
-    good_directory, evil_directory = made.members(good), made.members(evil)
-    evil_end = made.wide_directory(*evil_directory)
-    offset = len(made.content)
-    made.wide_directory(*good_directory)
-    made.content += struct.pack("<4sLQL", b"PK\6\7", 0, evil_end, 1)
-    made.content += struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(good_directory[1]), offset, 0)
-    path.write_bytes(made.content)
+    builder = Archives()
+    good_directory, evil_directory = builder.members(good), builder.members(evil)
+    evil_end = builder.wide_directory(*evil_directory)
+    offset = len(builder.content)
+    builder.wide_directory(*good_directory)
+    builder.content += struct.pack("<4sLQL", b"PK\6\7", 0, evil_end, 1)
+    builder.content += struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(good_directory[1]), offset, 0)
+    path.write_bytes(builder.content)
 
 
 def as_torch_reads(path: Path, name: str) -> bytes:
@@ -92,7 +92,7 @@ def test_locator_of_another_directory_is_refused(archive: Path, tmp_path: Path) 
     forged(archive, good, evil)
     assert members_of(archive) == good
     assert as_torch_reads(archive, _SAMPLE) == evil[sample]
-    refused(archive, tmp_path / "ran", "it holds more than one archive")
+    refused(archive, tmp_path / "ran", "the file contains more than one archive")
 
 
 def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -
         path.write_bytes(written.getvalue())
         programs.append({f"model/{name.partition('/')[2]}": data for name, data in members_of(path).items()})
     forged(path, *programs)
-    with pytest.raises(SourceError, match="it holds more than one archive"):
+    with pytest.raises(SourceError, match="the file contains more than one archive"):
         archives.load_torchscript(path)
 
 
@@ -113,22 +113,22 @@ def test_names_in_an_extra_field_do_not_hide_members(archive: Path, tmp_path: Pa
     """Python 3.12 and later read such a name, and torch does not, so the member was mistaken for another one."""
     members = members_of(archive)
     (sample,) = (name for name in members if name.endswith(_SAMPLE))
-    made = Archives()
-    count, directory = made.members(members | {sample: malice(tmp_path / "ran")}, {sample: "model/extra/x"})
-    end = struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, count, count, len(directory), len(made.content), 0)
-    archive.write_bytes(made.content + directory + end)
+    builder = Archives()
+    count, directory = builder.members(members | {sample: malice(tmp_path / "ran")}, {sample: "model/extra/x"})
+    end = struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, count, count, len(directory), len(builder.content), 0)
+    archive.write_bytes(builder.content + directory + end)
     assert as_torch_reads(archive, _SAMPLE) == malice(tmp_path / "ran")
     refused(archive, tmp_path / "ran")
 
 
 def test_rewritten_archive_is_opened(archive: Path) -> None:
     """This shows that the other archives are refused for their contradictions only."""
-    made = Archives()
-    made.wide_directory(*made.members(members_of(archive)))
-    end, size = len(made.content) - 56, len(made.content)
-    made.content += struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
-    count, length, offset = struct.unpack("<QQQ", made.content[end + 32 : size])
+    builder = Archives()
+    builder.wide_directory(*builder.members(members_of(archive)))
+    end, size = len(builder.content) - 56, len(builder.content)
+    builder.content += struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
+    count, length, offset = struct.unpack("<QQQ", builder.content[end + 32 : size])
     assert count
-    made.content += struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, length, offset, 0)
-    archive.write_bytes(made.content)
+    builder.content += struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, length, offset, 0)
+    archive.write_bytes(builder.content)
     archives.load_pt2(archive)

@@ -11,7 +11,7 @@ from torch import nn
 
 from optexport import export
 from optexport.exporters import exported_program
-from optexport.exporters.writer import Writer
+from optexport.exporters.format import FlatGraph
 from optexport.loading.loader import Loaded
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
@@ -20,9 +20,9 @@ from tests._helpers.exports import quick, run
 from tests._helpers.graphs import Program
 
 
-def writer(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> Writer:
+def flat_graph(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> FlatGraph:
     traced = trace(model, {"x": x}, dynamic)
-    return Writer(traced.graph_module, traced.signature, {"x": x}, Loaded(model).weights_sha256, ())
+    return FlatGraph(traced.graph_module, traced.signature, {"x": x}, Loaded(model).weights_sha256, ())
 
 
 def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
@@ -32,7 +32,7 @@ def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
 
 def test_export_holds_at_sizes_that_only_it_excludes() -> None:
     model = Program(whole_parts, down=nn.Conv1d(1, 1, 4, 4), up=nn.ConvTranspose1d(1, 1, 4, 4))
-    made = writer(model, torch.randn(2, 1, 10))
+    made = flat_graph(model, torch.randn(2, 1, 10))
     program = exported_program.to_program(made.flat, made.signature, made.example)
     whole = torch.randn(2, 1, 16)
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
@@ -43,7 +43,7 @@ def test_export_holds_at_sizes_that_only_it_excludes() -> None:
 
 def test_assertions_of_the_graph_stay() -> None:
     model = Program(lambda m, x: (torch._check(x.shape[1] % 4 != 0), x * 2)[1])
-    module = writer(model, torch.randn(2, 10)).program.module()
+    module = flat_graph(model, torch.randn(2, 10)).program.module()
     module(x=torch.randn(2, 13))
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
         module(x=torch.randn(2, 12))
@@ -52,7 +52,7 @@ def test_assertions_of_the_graph_stay() -> None:
 @pytest.mark.slow
 def test_padding_to_a_multiple_is_exported_again() -> None:
     model = Program(lambda m, x: nn.functional.pad(x, (0, -x.shape[1] % 4)).reshape(x.shape[0], -1, 4).sum(1))
-    made = writer(model, torch.randn(2, 10))
+    made = flat_graph(model, torch.randn(2, 10))
     for x in (torch.randn(3, 11), torch.randn(1, 8)):
         torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
 

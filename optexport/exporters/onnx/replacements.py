@@ -54,10 +54,10 @@ def attention(
 
 def attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
     """Computes `attention` with two matrix products and a softmax."""
-    return attention(*args, attend=_products, **kw)
+    return attention(*args, attend=_attend_by_products, **kw)
 
 
-def _products(  # noqa: PLR0913 - the parameters of scaled_dot_product_attention
+def _attend_by_products(  # noqa: PLR0913 - the parameters of scaled_dot_product_attention
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -84,7 +84,7 @@ def _products(  # noqa: PLR0913 - the parameters of scaled_dot_product_attention
     return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 
-def running(
+def cumulative_extreme(
     extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes a running maximum or minimum, and the index of the last of equal elements.
@@ -97,8 +97,8 @@ def running(
     size = x.shape[dim]
     if x.is_floating_point():
         pick, outside = (torch.amax, -math.inf) if extreme is torch.cummax else (torch.amin, math.inf)
-        until = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        windows = torch.where(until, x.movedim(dim, -1).unsqueeze(-2), torch.full((), outside, dtype=x.dtype))
+        is_before = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        windows = torch.where(is_before, x.movedim(dim, -1).unsqueeze(-2), torch.full((), outside, dtype=x.dtype))
         values = pick(windows, -1).movedim(-1, dim)
     else:
         values = extreme(x, dim)[0]
@@ -111,7 +111,7 @@ def angle(x: torch.Tensor) -> torch.Tensor:
     return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
 
 
-def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> torch.Tensor:
+def roll(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> torch.Tensor:
     """Computes ``torch.roll`` for any shifts and sizes.
 
     The patch of transformers fixes the split point at the traced size. It skips the roll if that size is a multiple of
@@ -120,7 +120,7 @@ def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[in
     steps = (shifts,) if isinstance(shifts, int | torch.SymInt) else shifts
     axes = (dims,) if isinstance(dims, int) else dims
     if not axes:
-        return rolled(x.reshape(-1), steps, 0).reshape(x.shape)
+        return roll(x.reshape(-1), steps, 0).reshape(x.shape)
     if all(isinstance(number, int) for number in (*steps, *(x.shape[axis] for axis in axes))):
         same = torch.roll(x, [*steps], [*axes])
         return same.clone() if same is x else same  # an output that is an input would have two names
@@ -129,7 +129,7 @@ def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[in
     return x
 
 
-def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
+def fftshift(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
     """Computes ``torch.fft.fftshift``, or ``ifftshift``.
 
     ONNX supports shifts of known sizes only.
@@ -154,8 +154,8 @@ def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def logaddexp(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Computes the logarithm of a sum of exponentials, which overflows in ``torch.onnx``."""
-    apart = torch.maximum(x, y) + functional.softplus(-(x - y).abs())
-    return torch.where(x == y, x + math.log(2), apart)  # the difference of two infinities is NaN
+    result = torch.maximum(x, y) + functional.softplus(-(x - y).abs())
+    return torch.where(x == y, x + math.log(2), result)  # the difference of two infinities is NaN
 
 
 def logaddexp2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -163,25 +163,25 @@ def logaddexp2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return logaddexp(x * math.log(2), y * math.log(2)) / math.log(2)
 
 
-def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+def divide(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Divides, with torch's rounding.
 
     For floats rounded down, torch gives -11 for -7 / 0.7, although the quotient in floats is -10. ``torch.onnx``
     divides integers in float32, so that 1,699,999,199 // 3,600 is too large by one.
     """
-    is_fraction = _is_fraction(x, y)
+    is_fraction = _has_float(x, y)
     if rounding_mode is None or (is_fraction and rounding_mode != "floor"):
         return torch.div(x, y, rounding_mode=rounding_mode)
-    x, y = _alike(x, y)
+    x, y = _promote(x, y)
     if not is_fraction:
         dtype, x, y = x.dtype, x.long(), y.long()  # ONNX Runtime does not divide smaller integers
-        whole: torch.Tensor = aten.floor_divide.default(x, y)
+        quotient: torch.Tensor = aten.floor_divide.default(x, y)
         if rounding_mode == "trunc":
-            whole = whole + ((torch.remainder(x, y) != 0) & ((x < 0) != (y < 0))).long()
-        return whole.to(dtype)
+            quotient = quotient + ((torch.remainder(x, y) != 0) & ((x < 0) != (y < 0))).long()
+        return quotient.to(dtype)
     rest = torch.fmod(x, y)
-    whole = (x - rest) / y - ((rest != 0) & ((rest < 0) != (y < 0))).to(x.dtype)
-    return torch.where(y == 0, x / y, torch.round(whole))
+    quotient = (x - rest) / y - ((rest != 0) & ((rest < 0) != (y < 0))).to(x.dtype)
+    return torch.where(y == 0, x / y, torch.round(quotient))
 
 
 def remainder(x: Any, y: Any) -> torch.Tensor:
@@ -189,8 +189,8 @@ def remainder(x: Any, y: Any) -> torch.Tensor:
 
     ``torch.onnx`` subtracts a rounded product, so that 60,000 % 6.2831855 has an error of 0.003.
     """
-    is_fraction = _is_fraction(x, y)
-    x, y = _alike(x, y)
+    is_fraction = _has_float(x, y)
+    x, y = _promote(x, y)
     if not is_fraction:
         return torch.remainder(x, y)
     rest = torch.fmod(x, y)
@@ -202,14 +202,14 @@ def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
 
     ONNX Runtime computes it in float64 for integers.
     """
-    if _is_fraction(x, y):
-        return aten.fmod.Tensor(*_alike(x, y))  # type: ignore[no-any-return]
-    x, y = _alike(x, y)
-    whole = divided(x, y, rounding_mode="trunc")
-    return torch.sub(x, whole * y)
+    if _has_float(x, y):
+        return aten.fmod.Tensor(*_promote(x, y))  # type: ignore[no-any-return]
+    x, y = _promote(x, y)
+    quotient = divide(x, y, rounding_mode="trunc")
+    return torch.sub(x, quotient * y)
 
 
-def rounded(operator: Any, x: torch.Tensor) -> torch.Tensor:
+def round_floats(operator: Any, x: torch.Tensor) -> torch.Tensor:
     """Applies a rounding operator to floats and copies integers.
 
     ONNX has no rounding operators for integers.
@@ -217,18 +217,18 @@ def rounded(operator: Any, x: torch.Tensor) -> torch.Tensor:
     return operator(x) if x.is_floating_point() else x.clone()
 
 
-def _is_fraction(*operands: Any) -> bool:
+def _has_float(*operands: Any) -> bool:
     return any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in operands)
 
 
-def _alike(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _promote(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts two operands, tensors or numbers, to tensors of the result's dtype."""
     dtype = torch.result_type(x, y)
     first, second = (v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=dtype) for v in (x, y))
     return first.to(dtype), second.to(dtype)
 
 
-def scattered(
+def scatter_reduce(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
     """Computes ``torch.scatter_reduce``, with means and with infinite extremes.
@@ -244,7 +244,7 @@ def scattered(
     if reduce != "mean":
         return x.scatter_reduce(dim, index, source, reduce)
     total, count = x.scatter_add(dim, index, source), count + 1 if include_self else count.clamp(min=1)
-    return divided(total, count.to(x.dtype), rounding_mode=None if x.is_floating_point() else "floor")
+    return divide(total, count.to(x.dtype), rounding_mode=None if x.is_floating_point() else "floor")
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
@@ -254,11 +254,11 @@ def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0)
     values outside the range in the first and the last bin.
     """
     x = x.reshape(-1)
-    least, most = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
-    alike = (least == most).to(x.dtype)
-    least, most = least - alike, most + alike
-    places = ((x - least) * bins / (most - least)).clamp(0, bins - 1).long()
-    return x.new_zeros(bins).scatter_add(0, places, ((x >= least) & (x <= most)).to(x.dtype))
+    minimum, maximum = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
+    is_constant = (minimum == maximum).to(x.dtype)
+    minimum, maximum = minimum - is_constant, maximum + is_constant
+    places = ((x - minimum) * bins / (maximum - minimum)).clamp(0, bins - 1).long()
+    return x.new_zeros(bins).scatter_add(0, places, ((x >= minimum) & (x <= maximum)).to(x.dtype))
 
 
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -274,12 +274,12 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
 
     ONNX fails on an axis of another size, which torch ignores.
     """
-    every = range(x.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
-    single = [axis for axis in every if x.dim() and isinstance(x.shape[axis], int) and x.shape[axis] == 1]
+    axes = range(x.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
+    single = [axis for axis in axes if x.dim() and isinstance(x.shape[axis], int) and x.shape[axis] == 1]
     return x.squeeze(single) if single else x.clone()
 
 
-def nearest(
+def upsample_nearest(
     upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, factors: Sequence[float] | None = None
 ) -> torch.Tensor:
     """Upsamples to nearest neighbours with torch's indices.
@@ -308,7 +308,7 @@ def nearest(
     return x
 
 
-def average_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
+def adaptive_avg_pool(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
     """Computes an adaptive average over the last axes.
 
     torch's own decomposition is valid only for the traced sizes.
@@ -317,21 +317,21 @@ def average_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
         sizes: Output size of each of the last axes.
     """
     axes = range(-len(sizes), 0)
-    if _are_one(sizes):
+    if _is_one(sizes):
         return x.mean(list(axes), keepdim=True)
-    if _are_even(x, sizes):
+    if _is_even(x, sizes):
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(sizes) - 1]
         return pool(x, [x.shape[axis] // size for axis, size in zip(axes, sizes, strict=True)])
     for axis, size in zip(axes, sizes, strict=True):
         start, end, steps = _windows(x.shape[axis], size)
         places = start + steps
-        windows = _cut(x, axis, places.clamp(max=x.shape[axis] - 1))
-        windows = torch.where(_before(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
-        x = windows.sum(axis) / _before(axis, end - start).squeeze(axis)
+        windows = _gather_windows(x, axis, places.clamp(max=x.shape[axis] - 1))
+        windows = torch.where(_append_axes(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
+        x = windows.sum(axis) / _append_axes(axis, end - start).squeeze(axis)
     return x
 
 
-def largest_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def adaptive_max_pool(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes an adaptive maximum over the last axes.
 
     Args:
@@ -340,7 +340,7 @@ def largest_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Ten
     Returns:
         The maxima, and the index of each in the flattened last axes.
     """
-    if len(sizes) > 1 and (_are_one(sizes) or _are_even(x, sizes)):
+    if len(sizes) > 1 and (_is_one(sizes) or _is_even(x, sizes)):
         operator = aten.adaptive_max_pool2d if len(sizes) == 2 else aten.adaptive_max_pool3d
         return operator.default(x, sizes)  # type: ignore[no-any-return]
     index = x.new_zeros((), dtype=torch.int64)
@@ -348,19 +348,19 @@ def largest_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Ten
     for axis in range(-1, -len(sizes) - 1, -1):
         start, end, steps = _windows(x.shape[axis], sizes[axis])
         places = torch.minimum(start + steps, end - 1)
-        index = _before(axis, places) * stride + (index if axis == -1 else _cut(index, axis, places))
+        index = _append_axes(axis, places) * stride + (index if axis == -1 else _gather_windows(index, axis, places))
         stride = stride * x.shape[axis]
-        windows = _cut(x, axis, places)
+        windows = _gather_windows(x, axis, places)
         x, first = windows.max(axis)
         index = index.expand_as(windows).gather(axis, first.unsqueeze(axis)).squeeze(axis)
     return x, index
 
 
-def _are_one(sizes: Sequence[Any]) -> bool:
+def _is_one(sizes: Sequence[Any]) -> bool:
     return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
-def _are_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
+def _is_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
     """Returns True if all windows are known to have the same width and not to overlap."""
     pairs = list(zip(x.shape[-len(sizes) :], sizes, strict=True))
     return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
@@ -368,16 +368,16 @@ def _are_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
 
 def _windows(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns starts and ends of an axis's windows, shaped [size, 1], and steps of the widest."""
-    each = torch.arange(size)[:, None]
-    return each * n // size, ((each + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)
+    index = torch.arange(size)[:, None]
+    return index * n // size, ((index + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)
 
 
-def _cut(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
+def _gather_windows(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
     """Replaces an axis by two: one for the windows, and one for the elements of each."""
-    found: torch.Tensor = x.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
-    return found
+    windows: torch.Tensor = x.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
+    return windows
 
 
-def _before(axis: int, windows: torch.Tensor) -> torch.Tensor:
+def _append_axes(axis: int, windows: torch.Tensor) -> torch.Tensor:
     """Appends axes of size 1, so that windows broadcast with the axes after theirs."""
     return windows.reshape(*windows.shape, *[1] * (-1 - axis))

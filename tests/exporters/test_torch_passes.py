@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.exporters.torchscript import passes as torch_passes
+from optexport.exporters import torch_passes
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 from tests.exporters import files
-from tests.exporters.passes_applied import AXES, X, agree, batches, both, prepared, program, save
+from tests.exporters.pass_files import AXES, X, assert_files_agree, batches, prepared, program, save, write_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -25,12 +25,12 @@ LINEAR = torch.ops.mkldnn._linear_pointwise.default
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
 
-def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
+def linears(subject: files.Prepared, place: Path) -> list[list[Any]]:
     """Returns the non-tensor arguments of oneDNN calls in a ``.pt2`` file. Checks TorchScript too."""
-    given = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
+    inputs = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
     for file_format in ("pt2", "torchscript"):
-        plain, lowered = both(made, file_format, "onednn-linear", place)
-        agree(lowered, plain, file_format, made, given)
+        plain, lowered = write_both(subject, file_format, "onednn-linear", place)
+        assert_files_agree(lowered, plain, file_format, subject, inputs)
         if file_format == "pt2":
             called = torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)
     return [list(node.args[3:]) for node in called]
@@ -40,15 +40,17 @@ def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
 @onednn
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_layer_and_gelu_become_one_call_of_onednn(approximate: str, tmp_path: Path) -> None:
-    made = program(lambda m, x: m.b(m.g(m.a(x))), a=nn.Linear(4, 8), g=nn.GELU(approximate), b=nn.Linear(8, 4, False))
-    calls = linears(made, tmp_path)
+    subject = program(
+        lambda m, x: m.b(m.g(m.a(x))), a=nn.Linear(4, 8), g=nn.GELU(approximate), b=nn.Linear(8, 4, False)
+    )
+    calls = linears(subject, tmp_path)
     assert [(attr, algorithm) for attr, _, algorithm in calls] == [("gelu", approximate), ("none", "")]
 
 
 @onednn
 def test_gelu_of_a_value_with_other_readers_is_not_fused(tmp_path: Path) -> None:
-    made = program(lambda m, x: (y := m.a(x), nn.functional.gelu(y)), a=nn.Linear(4, 8))
-    calls = linears(made, tmp_path)
+    subject = program(lambda m, x: (y := m.a(x), nn.functional.gelu(y)), a=nn.Linear(4, 8))
+    calls = linears(subject, tmp_path)
     assert [attr for attr, *_ in calls] == ["none"]
 
 
@@ -69,8 +71,8 @@ class Overwritten(nn.Module):
 @pytest.mark.slow
 @onednn
 def test_gelu_is_not_fused_if_the_layer_input_changes_in_between(tmp_path: Path) -> None:
-    made = files.prepare(randomise(Overwritten()), {"x": X}, {"x": AXES})
-    calls = linears(made, tmp_path)
+    subject = files.prepare(randomise(Overwritten()), {"x": X}, {"x": AXES})
+    calls = linears(subject, tmp_path)
     assert [attr for attr, *_ in calls] == ["none"]
 
 
@@ -82,9 +84,9 @@ def test_inputs_may_have_one_dimension_and_any_strides(tmp_path: Path) -> None:
         a=nn.Linear(4, 6),
     )
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 3, 40)}
-    made = files.prepare(randomise(model), {"x": X}, {"x": axes})
-    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
-    agree(lowered, plain, "pt2", made, [{"x": torch.randn(*size, 4)} for size in ((1, 3), (7, 33))])
+    subject = files.prepare(randomise(model), {"x": X}, {"x": axes})
+    plain, lowered = write_both(subject, "pt2", "onednn-linear", tmp_path)
+    assert_files_agree(lowered, plain, "pt2", subject, [{"x": torch.randn(*size, 4)} for size in ((1, 3), (7, 33))])
     assert len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)) == 4
 
 
@@ -116,36 +118,36 @@ class Striding(nn.Module):
     ids=["strided bias", "activation", "computed", "vector", "bias computed", "float64", "no features"],
 )
 def test_unsupported_linear_layers_are_unchanged(make: Any, tmp_path: Path) -> None:
-    made = files.prepare(make().eval(), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
-    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
-    agree(lowered, plain, "pt2", made, [{"x": torch.randn(size, 5, 4)} for size in (1, 7)])
+    subject = files.prepare(make().eval(), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    plain, lowered = write_both(subject, "pt2", "onednn-linear", tmp_path)
+    assert_files_agree(lowered, plain, "pt2", subject, [{"x": torch.randn(size, 5, 4)} for size in (1, 7)])
     assert lowered.read_bytes() == plain.read_bytes()
 
 
 @onednn
 def test_nan_stays_nan(tmp_path: Path) -> None:
-    made = program(lambda m, x: (nn.functional.gelu(m.a(x)), m.a(x).relu()), a=nn.Linear(4, 4))
-    path = save(made, "pt2", tmp_path, ("onednn-linear",))
-    got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 3, 4), torch.nan)})
+    subject = program(lambda m, x: (nn.functional.gelu(m.a(x)), m.a(x).relu()), a=nn.Linear(4, 4))
+    path = save(subject, "pt2", tmp_path, ("onednn-linear",))
+    got = runners.open_pt2(path, subject.signature.output_names)({"x": torch.full((2, 3, 4), torch.nan)})
     assert all(value.isnan().all() for value in got.values())
 
 
 def test_a_frozen_file_holds_its_weights_as_constants(tmp_path: Path) -> None:
-    path = save(prepared("bert"), "torchscript", tmp_path, ("freeze",))
+    path = save(prepared("masked"), "torchscript", tmp_path, ("freeze",))
     assert not list(torch.jit.load(path).parameters())
     _, *arguments = torch.jit.load(path).forward.schema.arguments
-    assert [argument.name for argument in arguments] == [spec.name for spec in prepared("bert").signature.inputs]
+    assert [argument.name for argument in arguments] == [spec.name for spec in prepared("masked").signature.inputs]
 
 
 @onednn
 def test_file_with_onednn_layers_can_be_a_source(tmp_path: Path) -> None:
-    made = prepared("mlp")
-    loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("onednn-linear",)))
-    given = batches("mlp")
-    want = [loaded.module()(**batch) for batch in given]
+    subject = prepared("mlp")
+    loaded = archives.load_pt2(save(subject, "pt2", tmp_path, ("onednn-linear",)))
+    inputs = batches("mlp")
+    want = [loaded.module()(**batch) for batch in inputs]
     assert len(loaded.graph.find_nodes(op="call_function", target=LINEAR)) == 3
-    torch_passes.raise_again(loaded)
+    torch_passes.restore_aten(loaded)
     targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
     assert targets.count(torch.ops.aten.linear.default) == 3
     assert LINEAR not in targets
-    torch.testing.assert_close([loaded.module()(**batch) for batch in given], want)
+    torch.testing.assert_close([loaded.module()(**batch) for batch in inputs], want)

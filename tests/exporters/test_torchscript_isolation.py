@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.exporters.torchscript.isolation import compile_afresh
+from optexport.exporters.torchscript import compile_in_new_unit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
@@ -52,7 +52,7 @@ def parts(module: torch.jit.ScriptModule) -> dict[str, bytes]:
 
 def fail() -> None:
     with pytest.raises(RuntimeError, match="no_such_method"):
-        compile_afresh(lambda: script(Unknown()))
+        compile_in_new_unit(lambda: script(Unknown()))
 
 
 def trace(module: nn.Module) -> torch.jit.ScriptModule:
@@ -64,19 +64,19 @@ def trace(module: nn.Module) -> torch.jit.ScriptModule:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [script, trace])
 def test_earlier_compilations_do_not_change_the_file(make: Callable[[nn.Module], torch.jit.ScriptModule]) -> None:
-    first = parts(compile_afresh(lambda: make(Climb())))
+    first = parts(compile_in_new_unit(lambda: make(Climb())))
     script(Climb())
     trace(nn.Sequential(Climb(), nn.ReLU()))
     fail()
-    assert parts(compile_afresh(lambda: make(Climb()))) == first
-    told = (str(Path(__file__).parent).encode(), b"site-packages", sys.prefix.encode())
-    assert [name for name, content in first.items() if any(place in content for place in told)] == []
+    assert parts(compile_in_new_unit(lambda: make(Climb()))) == first
+    paths = (str(Path(__file__).parent).encode(), b"site-packages", sys.prefix.encode())
+    assert [name for name, content in first.items() if any(place in content for place in paths)] == []
 
 
 def test_modules_compiled_by_the_user_still_work() -> None:
     before, function = script(nn.Sequential(Climb(), nn.ReLU())), torch.jit.script(climb)
     fail()
-    fresh = compile_afresh(lambda: script(Climb()))
+    fresh = compile_in_new_unit(lambda: script(Climb()))
     after = script(nn.Sequential(Climb(), nn.ReLU()))
     for module in (before, fresh, after, script(nn.Sequential(before, fresh, after))):
         file = io.BytesIO()
@@ -98,7 +98,7 @@ def test_error_in_the_file_shows_the_line_of_code() -> None:
             return x @ torch.ones(5, 5)
 
     file = io.BytesIO()
-    torch.jit.save(compile_afresh(lambda: script(Product())), file)
+    torch.jit.save(compile_in_new_unit(lambda: script(Product())), file)
     file.seek(0)
     with pytest.raises(RuntimeError, match=r'File "code/.*", line \d+(.|\n)*torch.matmul(.|\n)*HERE'):
         torch.jit.load(file)(X)

@@ -15,9 +15,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes as torch_passes
-from optexport.exporters.torchscript.isolation import compile_afresh
+from optexport.exporters import torch_passes
+from optexport.exporters.disk_space import check_disk_space
+from optexport.exporters.format import Format
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 
@@ -33,9 +33,9 @@ _ASSERTIONS = (
 
 # Operators that read a tensor's single value. TorchScript needs the type of the number.
 _SCALARS = (aten.item.default, aten._local_scalar_dense.default)
-_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_NUMBER_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Operators that turn tensor values into Python numbers or sizes.
-_VALUES = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
+_VALUE_READERS = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
 
 # Computations with sizes, and TorchScript's functions for them.
 _SIZES: dict[Any, Callable[..., Any]] = {
@@ -47,6 +47,17 @@ _SIZES: dict[Any, Callable[..., Any]] = {
     torch.sym_not: operator.not_,
     torch.sym_sum: sum,
 }
+
+
+class TorchScriptFormat(Format):
+    """Files of TorchScript."""
+
+    file_name = "model.torchscript.pt"
+
+    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
+        graph = self.graph
+        example = {name: tensor.to(graph.device) for name, tensor in graph.example.items()}
+        return save(graph.program, graph.signature, example, path, passes=passes)
 
 
 def save(
@@ -75,28 +86,28 @@ def save(
     for name in (*(spec.name for spec in signature.inputs), *signature.output_names, *weights):
         if not name.isascii():
             raise ExportError(
-                f"TorchScript cannot hold the name {name}",
+                f"TorchScript does not support the name {name}, which is not ASCII",
                 location="export.formats: torchscript",
-                hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
+                hint='Rename it in ASCII, or leave "torchscript" out of export.formats.',
             )
-    program = torch_passes.lower(program, passes, "torchscript")
+    program = torch_passes.apply_passes(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
         try:
-            module = compile_afresh(lambda: torch.jit.script(scriptable(graph_module, signature)))
+            module = compile_in_new_unit(lambda: torch.jit.script(make_scriptable(graph_module, signature)))
             reason = None
         except Exception as error:  # the TorchScript compiler raises many types of exceptions
             reason = first_line(error)
-            module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
+            module = compile_in_new_unit(partial(_trace, graph_module, signature, example, reason))
         if "freeze" in passes:
             module = torch_passes.freeze(module)
-        check_room(path, program)
+        check_disk_space(path, program)
         torch.jit.save(module, str(path))
     return reason
 
 
-def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
+def make_scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
     """Returns the graph in a form that TorchScript compiles.
 
     It has no overload names and no assertions, and returns a flat tuple.
@@ -117,8 +128,8 @@ def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None)
     for node in graph.nodes:
         if node.target in _SIZES:
             node.target = _SIZES[node.target]
-        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBERS:
-            node.target = _NUMBERS[type(node.meta["val"])]
+        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBER_TYPES:
+            node.target = _NUMBER_TYPES[type(node.meta["val"])]
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket
     return fx.GraphModule(graph_module, graph)
@@ -128,11 +139,11 @@ def _trace(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
 ) -> torch.jit.ScriptModule:
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
-    if any(node.target in _VALUES for node in graph_module.graph.nodes):
+    if any(node.target in _VALUE_READERS for node in graph_module.graph.nodes):
         raise ExportError(
-            f"the graph cannot be scripted ({reason}), and a trace would hold values of its example",
+            f"the graph cannot be scripted ({reason}), and a trace would fix values that it computes from the example",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -146,7 +157,42 @@ def _trace(
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
         ) from error
     assert isinstance(module, torch.jit.ScriptModule)
     return module
+
+
+def compile_in_new_unit(compile_: Callable[[], torch.jit.ScriptModule]) -> torch.jit.ScriptModule:
+    """Scripts or traces a module with an empty compilation unit.
+
+    torch adds a number to a class name that is already taken, and a failed attempt leaves an incomplete class. Both
+    would change the file and the next error. Earlier compiled code still works and cannot access the new code. This
+    function is not thread-safe, because torch has one global compilation unit.
+    """
+    state: Any = torch.jit._state
+    recursive: Any = torch.jit._recursive
+    earlier = state._python_cu, recursive.concrete_type_store
+    unit: Any = torch._C.CompilationUnit()
+    state._python_cu, recursive.concrete_type_store = unit, recursive.ConcreteTypeStore()
+    try:
+        module = compile_()
+    finally:
+        state._python_cu, recursive.concrete_type_store = earlier
+    for function in unit.get_functions():
+        _remove_source_locations(function.graph)
+    return module
+
+
+def _remove_source_locations(block: Any) -> None:
+    """Removes Python source locations from every node: paths, and fx's per-process counters.
+
+    An error in the file still shows the line of the file's TorchScript code.
+    """
+    graph: Any = torch._C.Graph()  # must stay alive as long as its node
+    nowhere = graph.create("prim::Constant")
+    returns = block.return_node() if isinstance(block, torch._C.Graph) else block.returnNode()
+    for node in (*block.nodes(), returns):
+        node.copyMetadata(nowhere)
+        for inner in node.blocks():
+            _remove_source_locations(inner)

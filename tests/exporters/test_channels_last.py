@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.exporters.torchscript import passes as torch_passes
-from optexport.exporters.torchscript.channels_last import CONVOLUTION
+from optexport.exporters import torch_passes
+from optexport.exporters.channels_last import CONVOLUTION
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 from tests.exporters import files
-from tests.exporters.passes_applied import agree, both, save
+from tests.exporters.pass_files import assert_files_agree, save, write_both
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -36,13 +36,13 @@ def images(body: Any, **children: Any) -> files.Prepared:
     return files.prepare(randomise(Program(body, **children)), {"x": X}, {"x": {0: Dim("batch", 0, 16)}})
 
 
-def moved(made: files.Prepared, place: Path) -> int:
+def moved(subject: files.Prepared, place: Path) -> int:
     """Returns the number of oneDNN convolutions in a ``.pt2`` file. Asserts that files agree."""
-    given = [{"x": torch.randn(size)} for size in SIZES]
-    given += [{"x": torch.randn(2, 6, 5, 4).permute(0, 3, 1, 2)}]
+    batches = [{"x": torch.randn(size)} for size in SIZES]
+    batches += [{"x": torch.randn(2, 6, 5, 4).permute(0, 3, 1, 2)}]
     for file_format in ("torchscript", "pt2"):
-        plain, lowered = both(made, file_format, "channels-last", place)
-        agree(lowered, plain, file_format, made, given)
+        plain, lowered = write_both(subject, file_format, "channels-last", place)
+        assert_files_agree(lowered, plain, file_format, subject, batches)
     return len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION))
 
 
@@ -80,15 +80,15 @@ def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
     ids=["view", "flatten", "reshape", "permute", "strides", "several", "softmax", "pool", "cat", "in place", "larger"],
 )
 def test_readers_of_a_convolution_get_the_same_numbers(after: Any, tmp_path: Path) -> None:
-    made = files.prepare(
+    subject = files.prepare(
         randomise(Program(lambda m, x: after(m, m.a(x)), a=convolution(4, 8, 3))),
         {"x": X},
         {"x": {0: Dim("batch", 1, 16)}},
     )
-    given = [{"x": torch.randn(size)} for size in SIZES[:2]]
+    batches = [{"x": torch.randn(size)} for size in SIZES[:2]]
     for file_format in ("torchscript", "pt2"):
-        plain, lowered = both(made, file_format, "channels-last", tmp_path)
-        agree(lowered, plain, file_format, made, given)
+        plain, lowered = write_both(subject, file_format, "channels-last", tmp_path)
+        assert_files_agree(lowered, plain, file_format, subject, batches)
     assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
 
 
@@ -99,17 +99,17 @@ def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.b(nn.functional.pad(m.a(x), (0, 1, 0, 1)))  # type: ignore[no-any-return]
 
-    made = images(body, a=convolution(4, 8, 3), b=convolution(8, 2, 3))
-    assert moved(made, tmp_path) == 2
-    graph = torch.export.load(save(made, "pt2", tmp_path, ("channels-last",))).graph
+    subject = images(body, a=convolution(4, 8, 3), b=convolution(8, 2, 3))
+    assert moved(subject, tmp_path) == 2
+    graph = torch.export.load(save(subject, "pt2", tmp_path, ("channels-last",))).graph
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)) == 1  # of the result
 
 
 @pytest.mark.slow
 def test_outputs_of_the_graph_have_the_original_layout(tmp_path: Path) -> None:
-    made = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
-    path = save(made, "pt2", tmp_path, ("channels-last",))
-    got = runners.open_pt2(path, made.signature.output_names)({"x": X})
+    subject = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
+    path = save(subject, "pt2", tmp_path, ("channels-last",))
+    got = runners.open_pt2(path, subject.signature.output_names)({"x": X})
     assert all(value.is_contiguous() for value in got.values())
 
 
@@ -161,26 +161,26 @@ def _of_images(m: Any, x: torch.Tensor) -> torch.Tensor:
     ids=["activation", "computed", "read by others", "float64", "no batch", "padding by name"],
 )
 def test_unsupported_convolutions_are_unchanged(body: Any, layer: Any, tmp_path: Path) -> None:
-    made = files.prepare(randomise(Program(body, a=layer)), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    subject = files.prepare(randomise(Program(body, a=layer)), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
     for file_format in ("torchscript", "pt2"):
-        plain, lowered = both(made, file_format, "channels-last", tmp_path)
+        plain, lowered = write_both(subject, file_format, "channels-last", tmp_path)
         assert lowered.read_bytes() == plain.read_bytes()
 
 
 @pytest.mark.slow
 def test_nan_stays_nan(tmp_path: Path) -> None:
-    made = images(lambda m, x: m.a(x).relu(), a=convolution(4, 8, 3))
-    path = save(made, "pt2", tmp_path, ("channels-last",))
-    got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 4, 6, 5), torch.nan)})
+    subject = images(lambda m, x: m.a(x).relu(), a=convolution(4, 8, 3))
+    path = save(subject, "pt2", tmp_path, ("channels-last",))
+    got = runners.open_pt2(path, subject.signature.output_names)({"x": torch.full((2, 4, 6, 5), torch.nan)})
     assert all(value.isnan().all() for value in got.values())
 
 
 @pytest.mark.slow
 def test_file_with_channels_last_can_be_a_source(tmp_path: Path) -> None:
-    made = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
-    loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("channels-last",)))
+    subject = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
+    loaded = archives.load_pt2(save(subject, "pt2", tmp_path, ("channels-last",)))
     want = loaded.module()(x=X)
-    torch_passes.raise_again(loaded)
+    torch_passes.restore_aten(loaded)
     targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
     assert targets.count(torch.ops.aten.conv2d.default) == 2
     assert CONVOLUTION not in targets

@@ -12,10 +12,9 @@ import onnx_ir
 import torch
 from torch import nn
 
-from optexport.exporters import exported_program
+from optexport.exporters import pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.exports import Block
@@ -77,22 +76,22 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
 
 
 @functools.cache
-def _converted(made: files.Prepared, opset: int | None) -> onnx_ir.Model:
+def _converted(subject: files.Prepared, opset: int | None) -> onnx_ir.Model:
     """Converts a graph to ONNX without format passes, once for each object."""
-    return onnx_exporter.convert(made.flat, made.signature, made.example, opset)
+    return onnx_exporter.convert(subject.flat, subject.signature, subject.example, opset)
 
 
-def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
+def save(subject: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
     """Writes a file with format passes. The file name is constant, because TorchScript stores it."""
     folder.mkdir(exist_ok=True)
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            onnx_exporter.write(_converted(made, onnx_passes.opset(names, None)), path, passes=names)
+            onnx_exporter.write(_converted(subject, onnx_passes.choose_opset(names, None)), path, passes=names)
         case "torchscript":
-            assert torchscript_exporter.save(made.program, made.signature, made.example, path, passes=names) is None
+            assert torchscript.save(subject.program, subject.signature, subject.example, path, passes=names) is None
         case "pt2":
-            exported_program.save(made.program, path, passes=names)
+            pt2.save(subject.program, path, passes=names)
     return path
 
 
@@ -101,12 +100,14 @@ def plain_file(model: str, file_format: str) -> Path:
     return save(prepared(model), file_format, Path(_PLACE.name) / model)
 
 
-def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given: Sequence[Any]) -> None:
+def assert_files_agree(
+    path: Path, plain_path: Path, file_format: str, subject: files.Prepared, inputs: Sequence[Any]
+) -> None:
     """Asserts that two files agree to a few units in the last place of the largest number."""
-    names = made.signature.output_names
-    pairs = zip(*(runners.open_file(p, file_format, names) for p in (path, other)), strict=True)
+    names = subject.signature.output_names
+    pairs = zip(*(runners.open_file(p, file_format, names) for p in (path, plain_path)), strict=True)
     for (_, run), (_, plain) in pairs:
-        for batch in given:
+        for batch in inputs:
             got, want = run(batch), plain(batch)
             for name, value in want.items():
                 assert got[name].dtype == value.dtype
@@ -115,10 +116,10 @@ def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given
                 torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, equal_nan=True)
 
 
-def both(made: files.Prepared, file_format: str, name: str, place: Path) -> tuple[Path, Path]:
+def write_both(subject: files.Prepared, file_format: str, name: str, place: Path) -> tuple[Path, Path]:
     """Returns the file without a format pass, and with it."""
-    plain = save(made, file_format, place / "plain")
-    return plain, save(made, file_format, place / "lowered", (name,))
+    plain = save(subject, file_format, place / "plain")
+    return plain, save(subject, file_format, place / "lowered", (name,))
 
 
 def program(body: Any, **children: Any) -> files.Prepared:

@@ -11,12 +11,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport._utils import aten_ops
-from optexport.exporters.torchscript import channels_last
+from optexport.exporters import channels_last
 
 aten = torch.ops.aten
 
 
-def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
+def apply_passes(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
     """Applies the graph's format passes to a copy that shares most weights.
 
     `freeze` applies to the compiled module instead.
@@ -27,23 +27,23 @@ def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> E
     """
     if not {"onednn-linear", "channels-last"} & set(names) or not torch.backends.mkldnn.is_available():
         return program
-    lowered = copy.copy(program)
-    lowered._graph_module = copy.copy(program.graph_module)
-    lowered._graph_module.graph = copy.deepcopy(program.graph)
+    changed = copy.copy(program)
+    changed._graph_module = copy.copy(program.graph_module)
+    changed._graph_module.graph = copy.deepcopy(program.graph)
     # TorchScript rejects [0.0] as a list of another type, and torch.export.save cannot write [].
     scalars = [] if file_format == "torchscript" else [0.0]
     if "onednn-linear" in names:
-        _call_onednn(lowered, scalars)
+        _call_onednn(changed, scalars)
     if "channels-last" in names:
-        _move_channels(lowered, scalars)
-    lowered.graph_module.recompile()
-    return lowered
+        _move_channels(changed, scalars)
+    changed.graph_module.recompile()
+    return changed
 
 
-def raise_again(program: ExportedProgram) -> None:
+def restore_aten(program: ExportedProgram) -> None:
     """Restores the ATen layers in place of oneDNN calls, so that a file can be a source."""
     graph = program.graph
-    channels_last.raise_again(graph)
+    channels_last.restore_aten(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
         x, weight, bias, post, _, algorithm = node.args
         linear = node
@@ -86,7 +86,7 @@ def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
     weights = _weights(program)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight, bias = aten_ops.arguments(node).values()
-        if not _fits(x, weights.get(weight), bias, weights.get(bias)):
+        if not _is_supported(x, weights.get(weight), bias, weights.get(bias)):
             continue
         last, post = node, ("none", scalars, "")
         # The GELU must follow directly, because a node between them could change x in place.
@@ -102,17 +102,19 @@ def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
     """Returns the tensors that a program contains, by their placeholders."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    kept = {**program.state_dict, **program.constants}
+    tensors = {**program.state_dict, **program.constants}
     constants = signature.inputs_to_lifted_tensor_constants
-    found = {}
+    weights = {}
     for node in program.graph.find_nodes(op="placeholder"):
-        value = kept.get((names | constants).get(node.name))
+        value = tensors.get((names | constants).get(node.name))
         if isinstance(value, torch.Tensor):
-            found[node] = value
-    return found
+            weights[node] = value
+    return weights
 
 
-def _fits(x: fx.Node, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None) -> bool:
+def _is_supported(
+    x: fx.Node, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None
+) -> bool:
     """Returns True if oneDNN computes a linear layer as torch does.
 
     oneDNN rejects layers without features, misreads a bias that is not a contiguous vector, and lacks float64.

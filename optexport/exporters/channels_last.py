@@ -13,7 +13,7 @@ aten = torch.ops.aten
 CONVOLUTION = torch.ops.mkldnn._convolution_pointwise.default
 
 # Operators whose numbers do not depend on the memory format, and whose results have their inputs' format.
-_FOLLOWS = {
+_KEEPS_LAYOUT = {
     *(aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default),
     *(aten.silu.default, aten.gelu.default, aten.mish.default, aten.hardswish.default, aten.hardsigmoid.default),
     *(aten.sigmoid.default, aten.tanh.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
@@ -40,60 +40,62 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
         Placeholders of the weights to convert to channels-last format. The set is empty, and the graph unchanged, if a
         copy could separate an in-place change from its readers.
     """
-    if not all(_is_alone(node) for node in graph.nodes if _changes_in_place(node)):
+    if not all(_has_no_alias(node) for node in graph.nodes if _changes_in_place(node)):
         return set()
-    lowered = [
-        node for node in graph.find_nodes(op="call_function", target=aten.conv2d.default) if _fits(node, weights)
+    convolutions = [
+        node
+        for node in graph.find_nodes(op="call_function", target=aten.conv2d.default)
+        if _is_supported(node, weights)
     ]
-    for node in lowered:
+    for node in convolutions:
         x, weight, bias, stride, padding, dilation, groups = aten_ops.arguments(node).values()
         node.target, node.kwargs = CONVOLUTION, {}
         node.args = (x, weight, bias, padding, stride, dilation, groups, "none", scalars, "")
-    _copy_where_needed(graph, set(lowered))
-    return {node.args[1] for node in lowered if isinstance(node.args[1], fx.Node)}
+    _copy_where_needed(graph, set(convolutions))
+    return {node.args[1] for node in convolutions if isinstance(node.args[1], fx.Node)}
 
 
-def raise_again(graph: fx.Graph) -> None:
+def restore_aten(graph: fx.Graph) -> None:
     """Restores the ATen convolutions, in place."""
     for node in graph.find_nodes(op="call_function", target=CONVOLUTION):
         x, weight, bias, padding, stride, dilation, groups, *_ = node.args
         node.target, node.args = aten.conv2d.default, (x, weight, bias, stride, padding, dilation, groups)
 
 
-def _copy_where_needed(graph: fx.Graph, moved: set[fx.Node]) -> None:
-    """Inserts contiguous copies of ``moved`` and its followers for readers that may need them."""
+def _copy_where_needed(graph: fx.Graph, relaid: set[fx.Node]) -> None:
+    """Inserts contiguous copies of ``relaid`` and its followers for readers that may need them."""
     for node in list(graph.nodes):
-        read = [given for given in node.all_input_nodes if given in moved]
-        if node in moved or not read or node.target in _READS_SIZES_ONLY:
+        sources = [source for source in node.all_input_nodes if source in relaid]
+        if node in relaid or not sources or node.target in _READS_SIZES_ONLY:
             continue
-        if node.target in _FOLLOWS:
-            moved.add(node)
+        if node.target in _KEEPS_LAYOUT:
+            relaid.add(node)
             continue
-        for given in read:
-            copied = given.next if given.next.target is aten.contiguous.default else None
-            if copied is None or copied.args != (given,):
-                with graph.inserting_after(given):
-                    copied = graph.call_function(aten.contiguous.default, (given,))
-                copied.meta = {"val": given.meta["val"].contiguous()}
-            node.replace_input_with(given, copied)
+        for source in sources:
+            copy = source.next if source.next.target is aten.contiguous.default else None
+            if copy is None or copy.args != (source,):
+                with graph.inserting_after(source):
+                    copy = graph.call_function(aten.contiguous.default, (source,))
+                copy.meta = {"val": source.meta["val"].contiguous()}
+            node.replace_input_with(source, copy)
 
 
 def _changes_in_place(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _is_alone(node: fx.Node) -> bool:
+def _has_no_alias(node: fx.Node) -> bool:
     """Returns True if the changed tensor has no other reader and shares no memory."""
     changed = node.args[0] if node.args else None
     return (
-        node.target in _FOLLOWS
+        node.target in _KEEPS_LAYOUT
         and isinstance(changed, fx.Node)
-        and changed.target in _FOLLOWS
+        and changed.target in _KEEPS_LAYOUT
         and list(changed.users) == [node]
     )
 
 
-def _fits(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
+def _is_supported(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
     """Returns True if oneDNN computes a convolution as torch does.
 
     oneDNN takes batches only, misreads a bias that is not a contiguous vector, and lacks float64.

@@ -1,35 +1,27 @@
-"""Writes the files of one graph and shares the intermediate results between formats."""
+"""Interface of a format, and the graph that formats write."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import onnx_ir
 from torch import fx
 from torch.export import ExportedProgram
 
 from optexport._version import __version__
-from optexport.bundle.manifest import ArtifactRecord
-from optexport.config.format_passes import list_passes
-from optexport.config.schema import Format
 from optexport.exporters import exported_program
-from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
 from optexport.signature.signature import Batch, Signature
 from optexport.tracing.shapes.path_probe import drop_unfounded
 from optexport.transformations.apply import Applied
 
-_FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
-
-class Writer:
-    """Writes a graph in any format.
+class FlatGraph:
+    """A graph with a flat tuple of outputs, and everything else that a format needs.
 
     Args:
         example: Inputs at the traced sizes, on the CPU.
@@ -50,7 +42,6 @@ class Writer:
         self.signature, self.example, self.device = signature, example, device
         self._weights_sha256, self._applied = weights_sha256, applied
         self.flat = exported_program.flatten(graph_module, signature)
-        self._onnx_model = cache(self._convert)
 
     @cached_property
     def program(self) -> ExportedProgram:
@@ -63,32 +54,7 @@ class Writer:
         """
         program = exported_program.to_program(self.flat, self.signature, self.example)
         drop_unfounded(program, self.flat, self.signature, self.example)
-        return program if self.device == "cpu" else placement.program_to(program, self.device)
-
-    def write(
-        self, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None = None
-    ) -> ArtifactRecord:
-        """Writes a file.
-
-        Args:
-            opset: Opset of an ONNX file; the exporter chooses one by default.
-
-        Raises:
-            ExportError: The format does not support the graph.
-        """
-        path, fixed_shape = folder / _FILES[file_format], None
-        passes = [name for name in list_passes(file_format) if name in passes]  # in the order in which they are applied
-        if file_format == "pt2":
-            exported_program.save(self.program, path, passes=passes)
-        elif file_format == "torchscript":
-            example = {name: tensor.to(self.device) for name, tensor in self.example.items()}
-            fixed_shape = torchscript_exporter.save(self.program, self.signature, example, path, passes=passes)
-        else:
-            model = self._onnx_model(onnx_passes.opset(passes, opset))
-            onnx_exporter.write(model, path, metadata=self.metadata(passes), passes=passes)
-        return ArtifactRecord(
-            format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, passes=passes
-        )
+        return program if self.device == "cpu" else placement.move_program(program, self.device)
 
     def metadata(self, passes: Sequence[str]) -> dict[str, Any]:
         """Returns the ``metadata_props`` of an ONNX file, which record how it was written."""
@@ -102,5 +68,32 @@ class Writer:
             "optexport.passes": list(passes),
         }
 
-    def _convert(self, opset: int | None) -> onnx_ir.Model:
-        return onnx_exporter.convert(self.flat, self.signature, self.example, opset)
+
+class Format(ABC):
+    """Writes one graph to files of one format.
+
+    A new format is a module with a subclass, and an entry in `optexport.exporters.graph_writer.FORMATS`.
+
+    Attributes:
+        file_name: Name of the file in a bundle.
+    """
+
+    file_name: ClassVar[str]
+
+    def __init__(self, graph: FlatGraph) -> None:
+        self.graph = graph
+
+    @abstractmethod
+    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
+        """Writes a file.
+
+        Args:
+            passes: Names of the format passes to apply.
+            opset: Opset of an ONNX file; other formats ignore it.
+
+        Returns:
+            None, or the reason why the file accepts only the shapes of the example.
+
+        Raises:
+            ExportError: The format does not support the graph.
+        """
