@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config import schema
-from optexport.config.format_passes import of_format
+from optexport.config.format_passes import list_passes
 from optexport.exporters.format import FlatGraph, Format
 from optexport.exporters.onnx.exporter import OnnxFormat
 from optexport.exporters.pt2 import Pt2Format
@@ -41,7 +41,7 @@ class GraphWriter(FlatGraph):
             ExportError: The format does not support the graph.
         """
         chosen = self._formats[file_format]
-        passes = [name for name in of_format(file_format) if name in passes]  # in the order in which they are applied
+        passes = [name for name in list_passes(file_format) if name in passes]  # in the order in which they are applied
         fixed_shape = chosen.save(folder / chosen.file_name, passes, opset)
         return ArtifactRecord(
             format=file_format, path=chosen.file_name, device=self.device, fixed_shape=fixed_shape, passes=passes

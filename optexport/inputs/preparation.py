@@ -23,7 +23,7 @@ from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
 from optexport.loading.loader import Pretrained
-from optexport.loading.processing import convert_to_uint8, check_images
+from optexport.loading.processing import check_images, convert_to_uint8
 from optexport.parity.cases.data_batches import make_traceable, repeat_single_row, split_batch
 from optexport.signature import dtypes
 from optexport.signature.exported_program import check_ranks, input_names

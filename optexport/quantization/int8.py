@@ -66,7 +66,7 @@ def quantize_file(
 
     def make(keep: Collection[str]) -> Run:
         write(keep, attempt)
-        return runners.open_onnx(attempt, list(checker.bounds), optimized=True)
+        return runners.open_onnx(attempt, list(checker.tolerances), optimized=True)
 
     choice = choose_layers("onnx", precision, layers, resolve_keep_float32(job, graph_module, layers), make, checker)
     write(choice.float32_units, folder / source.name)
