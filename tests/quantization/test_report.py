@@ -102,7 +102,7 @@ def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
     assert f'<td class="n">{chosen.min:.15g}</td>' in shown
 
 
-@given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
+@given(value=st.floats(-1, 1), minimum=st.floats(-1, 1), digits=st.integers(1, 9))
 def test_value_is_not_rounded_across_its_gate(value: float, minimum: float, digits: int) -> None:
     for near in (value, minimum, np.nextafter(minimum, -2), np.nextafter(minimum, 2)):
         assert (float(round_for_gate(float(near), minimum, digits)) >= minimum) == (near >= minimum)
