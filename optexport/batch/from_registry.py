@@ -13,8 +13,8 @@ from optexport.config import text as config_text
 from optexport.config.load import parse_config
 from optexport.config.source import NAME, VERSION
 from optexport.errors import ConfigError, on_one_line
-from optexport.tracking import registry_query
-from optexport.tracking.registry_query import Version
+from optexport.tracking.registry import query as registry_query
+from optexport.tracking.registry.query import Version
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
 from optexport.tracking.plausibility import check_possible
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
 from optexport.tracking.run_lookup import run_of
 from optexport.tracking.upload import registered, send

@@ -23,7 +23,7 @@ from optexport.redaction import redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_of
 from optexport.tracking.upload import send, send_params
 

@@ -14,7 +14,7 @@ from optexport.tracking import upload_check
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 from optexport.tracking.model import logged_model
 from optexport.tracking.payload import RunPayload
-from optexport.tracking.registry import Registered, register
+from optexport.tracking.registry.registration import Registered, register
 from optexport.tracking.run_lookup import FOLDER_TAG, folder_of
 
 

@@ -16,7 +16,7 @@ from optexport.batch import from_registry
 from optexport.batch.results import TaskResult
 from optexport.cli.main import cli
 from optexport.errors import TrackingError
-from optexport.tracking.registry_query import Version, wanted
+from optexport.tracking.registry.query import Version, wanted
 from tests._helpers import stores
 
 _TEMPLATE = """

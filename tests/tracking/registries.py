@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlflow
 
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.resume import log_bundle
 from tests._helpers import exports, stores
 from tests.tracking.bundles import bundle, registering, timed

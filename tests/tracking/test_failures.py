@@ -20,7 +20,8 @@ from optexport.config.schema import TrackingConfig
 from optexport.errors import ParityError, TrackingError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
-from optexport.tracking import promotion, store
+from optexport.tracking import store
+from optexport.tracking.registry import promotion
 from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import Tracker, new_run
 from tests._helpers import stores

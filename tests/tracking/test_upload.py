@@ -124,7 +124,9 @@ def test_an_interrupted_upload_is_marked_failed_and_can_complete(
         patched.setattr(resume, "send", sends_first(resume.send, sent))
         ended = CliRunner().invoke(cli, ["upload", str(place), "--uri", uri])
     assert ended.exit_code == code
-    assert "Error: interrupted\nHint: The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
+    assert (
+        "Error: interrupted\nHint: The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
+    )
     (run,) = runs(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
     again = log_bundle(place, uri)

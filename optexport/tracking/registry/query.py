@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import ConfigError, OptexportError, first_line
-from optexport.tracking import aliases, store
+from optexport.tracking import store
 from optexport.tracking.bundle_record import BUNDLE_TAG, BundleRecord
+from optexport.tracking.registry import aliases
 
 # Tag of a version: the digest of the bundle that was exported from it.
 EXPORTED_TAG = "optexport.exported"

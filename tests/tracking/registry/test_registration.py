@@ -15,8 +15,9 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from optexport.config.registration import RegisterConfig
 from optexport.errors import GateError, TrackingError
-from optexport.tracking import aliases, promotion, registry
 from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.registry import aliases, promotion
+from optexport.tracking.registry import registration as registry
 from optexport.tracking.resume import log_bundle
 from tests.tracking.bundles import QUIET, bundle, registering, runs
 from tests.tracking.registries import Registry

@@ -12,9 +12,9 @@ from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.config.registration import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, short_line
 from optexport.redaction import redact
-from optexport.tracking import aliases, regression_gate
 from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, BundleRecord
-from optexport.tracking.regression_gate import Verdict
+from optexport.tracking.registry import aliases, regression_gate
+from optexport.tracking.registry.regression_gate import Verdict
 from optexport.tracking.store import made_once
 
 # Tags of a version: the decision about the alias at its registration, and the reasons.

@@ -11,7 +11,7 @@ import pytest
 from optexport.config.registration import MaxRegressionConfig
 from optexport.errors import BundleError
 from optexport.tracking.bundle_record import BundleRecord
-from optexport.tracking.regression_gate import Verdict, compare
+from optexport.tracking.registry.regression_gate import Verdict, compare
 from tests._helpers import exports
 from tests.tracking.bundles import HOST, bundle, timed
 

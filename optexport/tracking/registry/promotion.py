@@ -10,7 +10,9 @@ from typing import Any
 
 from optexport.config.registration import model_name
 from optexport.errors import ConfigError, OptexportError
-from optexport.tracking import aliases, registry, store
+from optexport.tracking import store
+from optexport.tracking.registry import aliases
+from optexport.tracking.registry import registration as registry
 
 
 @dataclass

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
-from optexport.tracking import aliases, promotion, registry
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry import aliases, promotion
+from optexport.tracking.registry import registration as registry
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.resume import log_bundle
 from tests.tracking.bundles import QUIET
 from tests.tracking.registries import Registry
