@@ -55,7 +55,7 @@ def upload(
         print_json({**outcome(failed), **asdict(done)})
     else:
         echo(f"{bundle}: {'was there already' if done.before else 'sent'}, MLflow run {done.run_id}")
-        for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.told])]:
+        for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.summary])]:
             echo(f"  {line}")
     if failed is not None:
         raise failed

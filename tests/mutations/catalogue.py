@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "history-loses-holder",
         "optexport/tracking/registry/aliases.py",
-        "return history[: places[-1] + 1] if places",
-        "return history[: places[-1]] if places",
+        "return history[: indices[-1] + 1] if indices",
+        "return history[: indices[-1]] if indices",
         ("tests/tracking/registry/test_promotion.py", "tests/tracking/registry/test_registration.py"),
     ),
     # bench and tuning
