@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from optexport.cli.main import cli
 from optexport.config.schema import TrackingConfig
-from optexport.errors import ParityError, TrackingError
+from optexport.errors import SourceError, TrackingError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
 from optexport.tracking import store
@@ -28,7 +28,6 @@ from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import Tracker, new_run, tracking
 from tests._helpers import stores
 from tests._helpers.servers import answering
-from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, bundle, only_run
 
 pytestmark = QUIET
@@ -36,9 +35,10 @@ pytestmark = QUIET
 
 def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    (tmp_path / "wrong_tracked_rule.py").write_text(RULES)
-    config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:ReluForGelu"')
-    with pytest.raises(ParityError) as caught:
+    config = stores.project(tmp_path, uri)
+    (module,) = tmp_path.glob("tracked_*.py")
+    module.write_text("def load():\n    raise RuntimeError('no weights')\n")
+    with pytest.raises(SourceError) as caught:
         pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"

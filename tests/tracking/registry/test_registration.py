@@ -109,6 +109,7 @@ def test_a_version_after_a_deleted_champion_gives_the_reason(store: Registry) ->
     assert store.tags("2")["optexport.register.why"] == second.why[0]
 
 
+@pytest.mark.slow
 def test_a_version_after_a_removed_alias_gives_the_reason(store: Registry) -> None:
     store.log()
     store.client.delete_registered_model_alias("block", "champion")
@@ -129,6 +130,7 @@ def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
     assert store.log().moved
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -182,6 +184,7 @@ def test_a_champion_promoted_during_comparison_is_compared_too(
     assert (registered.version, registered.moved, store.holder) == ("3", False, "2")
 
 
+@pytest.mark.slow
 def test_a_champion_with_a_purged_run_keeps_the_alias(store: Registry) -> None:
     """`mlflow gc` purges deleted runs."""
     store.log()
