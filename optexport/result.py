@@ -10,7 +10,7 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.outcomes import Outcome
 from optexport.errors import OptexportError, TrackingError
 from optexport.parity.checker import TargetParity
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 
 
 @dataclass(frozen=True)

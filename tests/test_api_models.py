@@ -19,7 +19,7 @@ from optexport.parity.verify import verify
 from optexport.report import terminal
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
-from optexport.tracking import tables
+from optexport.tracking import payload
 from optexport.transformations import (
     MergeLinears,
     RemoveNoOps,
@@ -83,7 +83,7 @@ def test_rule_that_only_removes_nodes_names_them(tmp_path: Path) -> None:
     told = terminal.as_json(result)
     assert told["transformed_nodes"] == {"remove-no-ops": []}
     assert told["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
-    _, rows = tables._changes(result.manifest)
+    _, rows = payload._change_table(result.manifest)
     assert rows == [["remove-no-ops", "", "", ", ".join(change.replaced), ""]]
 
 

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from optexport._utils.platform import usable_cores
-from optexport.batch.results import TaskResult, not_run
+from optexport.batch.results import TaskResult, make_failed_result
 from optexport.batch.run import Engine
-from optexport.batch.supervisor import Limits, supervising
+from optexport.batch.supervisor import Limits, supervise
 from optexport.batch.tasks import Task
 
 
-def here(jobs: int, limits: Limits) -> Engine:
+def local_engine(jobs: int, limits: Limits) -> Engine:
     """Returns an engine that runs up to `jobs` configs in parallel."""
     return functools.partial(_run, jobs, limits)
 
@@ -25,8 +25,8 @@ def here(jobs: int, limits: Limits) -> Engine:
 def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, TaskResult]]:
     stop = threading.Event()
     with (
-        cores_shared(jobs),
-        supervising(limits, folder, stop) as supervisor,
+        shared_cores(jobs),
+        supervise(limits, folder, stop) as supervisor,
         ThreadPoolExecutor(jobs) as pool,
     ):
         futures = {pool.submit(supervisor.run, task): task for task in tasks}
@@ -34,10 +34,10 @@ def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iter
             for future in as_completed(futures):
                 task = futures[future]
                 try:
-                    ended = future.result()
+                    result = future.result()
                 except Exception as error:  # an OSError of one config must not stop the others
-                    ended = not_run(task, error)
-                yield task, ended
+                    result = make_failed_result(task, error)
+                yield task, result
         finally:
             stop.set()  # after an interrupt, running attempts end, and waiting tasks do not start
             for future in futures:
@@ -45,7 +45,7 @@ def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iter
 
 
 @contextlib.contextmanager
-def cores_shared(jobs: int) -> Iterator[None]:
+def shared_cores(jobs: int) -> Iterator[None]:
     """Sets ``OMP_NUM_THREADS`` to the cores of one process, unless the user has set it.
 
     The processes of a batch then share the machine without competing for cores.

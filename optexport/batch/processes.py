@@ -121,7 +121,7 @@ def _proportional(process: psutil.Process) -> int:
 
 
 @contextmanager
-def cleaned_up_if_killed(mark: str, folder: Path) -> Iterator[None]:
+def cleanup_if_killed(mark: str, folder: Path) -> Iterator[None]:
     """Starts a cleaner that acts if this process is killed within the block.
 
     The cleaner kills the marked processes and removes the folder.

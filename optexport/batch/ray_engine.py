@@ -22,10 +22,10 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport._utils.extras import check_extra
 from optexport._utils.packages import versions
-from optexport.batch.results import TaskResult, not_run
+from optexport.batch.results import TaskResult, make_failed_result
 from optexport.batch.run import Engine
-from optexport.batch.supervisor import Limits, log_name, supervising
-from optexport.batch.tasks import Task, tasks_of
+from optexport.batch.supervisor import Limits, log_name, supervise
+from optexport.batch.tasks import Task, find_tasks
 from optexport.bundle import layout
 from optexport.bundle.parts import read_bundles
 from optexport.config.schema import Config
@@ -68,21 +68,21 @@ class RemoteResult:
     """Result of a config on a node.
 
     Attributes:
-        ended: Result of the task, with paths on the node.
+        task_result: Result of the task, with paths on the node.
         files: Content of the bundle and of the folders next to it, by path relative to the parent of the output.
         logs: Content by suffix.
         log: Path of the logs on the node, without suffix.
         root: The working directory on the node; None if the node refused the config.
     """
 
-    ended: TaskResult
+    task_result: TaskResult
     files: Mapping[str, bytes]
     logs: Mapping[str, bytes]
     log: str = ""
     root: str | None = None
 
 
-def on_ray(address: str | None, limits: Limits, memory: int | None) -> Engine:
+def ray_engine(address: str | None, limits: Limits, memory: int | None) -> Engine:
     """Returns an engine that runs as many configs in parallel as the cluster can hold.
 
     Args:
@@ -108,7 +108,7 @@ def _run(
             check_portable(task)
     invalid = [task for task in tasks if task.config is None]
     if invalid:  # the CLI reports the mistake in a config
-        with supervising(limits, folder, threading.Event()) as supervisor:
+        with supervise(limits, folder, threading.Event()) as supervisor:
             for task in invalid:
                 yield task, supervisor.run(task)
     with tempfile.TemporaryDirectory(prefix="optexport-ray-") as temporary:
@@ -124,7 +124,8 @@ def _run(
                 runtime_env={"working_dir": temporary, "env_vars": _environment()},
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"no cluster answers: {error}", location=f"--address {address}") from error
+            option = "--engine ray" if address is None else f"--address {address}"
+            raise ConfigError(f"no Ray cluster answers: {error}", location=option) from error
     yield from _run_on_nodes(ray, remote_tasks, limits, memory, folder)
 
 
@@ -157,9 +158,9 @@ def check_portable(task: Task) -> None:
     assert task.config is not None
     if Path(task.config.export.output).expanduser().is_absolute():
         raise ConfigError(
-            "it is an absolute path, and a node of a cluster has other folders",
+            "the output is an absolute path, but the nodes of a cluster have other folders",
             location=f"{task.name}: export.output",
-            hint="Write it relative to the config.",
+            hint="Use a path relative to the config.",
         )
 
 
@@ -181,7 +182,7 @@ def stage_tasks(
             try:
                 staged.append((task, _relative_files(task)))
             except OSError as error:
-                failures.append((task, not_run(task, error)))
+                failures.append((task, make_failed_result(task, error)))
     paths = sorted({path for _, files in staged for path in files})
     size = sum(path.stat().st_size for path in paths)
     if size > _MAX_PACKAGE_BYTES:
@@ -228,16 +229,16 @@ def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
     here, expected = versions(), remote_task.versions
     if here != expected:
         names = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
-        differences = ", ".join(f"{name} {here.get(name)} in place of {expected.get(name)}" for name in names)
-        error = f"the node has {differences}: its bundle would be another"
+        differences = ", ".join(f"{name} {here.get(name)} (expected {expected.get(name)})" for name in names)
+        error = f"the node has other package versions: {differences}"
         return RemoteResult(TaskResult("", "", "", ConfigError.exit_code, error), {}, {})
     root = Path.cwd()
-    (task,) = tasks_of([str(root / remote_task.config)])
+    (task,) = find_tasks([str(root / remote_task.config)])
     assert task.output is not None
     with tempfile.TemporaryDirectory(prefix="optexport-ray-") as temporary:
         logs = Path(temporary)
-        with supervising(limits, logs, threading.Event()) as supervisor:
-            ended = supervisor.run(task)
+        with supervise(limits, logs, threading.Event()) as supervisor:
+            result = supervisor.run(task)
         folders = [folder for folder in layout.kept(task.output) if folder.is_dir()]
         files = {
             path.relative_to(task.output.parent).as_posix(): path.read_bytes()
@@ -248,42 +249,43 @@ def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         log_files = {path.suffix: path.read_bytes() for path in logs.iterdir()}
-        return RemoteResult(ended, files, log_files, str(logs / log_name(task)), str(root))
+        return RemoteResult(result, files, log_files, str(logs / log_name(task)), str(root))
 
 
-def collect(task: Task, folder: Path, result: RemoteResult) -> TaskResult:
+def collect(task: Task, folder: Path, remote_result: RemoteResult) -> TaskResult:
     """Writes the result of a node to the paths that a local run would use.
 
     Args:
         task: The config.
         folder: Folder for the logs.
-        result: Result of the node, with logs, failure and bundle.
+        remote_result: Result of the node, with logs, failure and bundle.
     """
     assert task.output is not None and task.config is not None
-    error = result.ended.error
-    if error is not None and result.root is not None:
-        error = error.replace(result.log, str(folder / log_name(task))).replace(f"{result.root}/", "")
-    ended = replace(result.ended, config=task.name, path=str(task.path), digest=task.digest, output=None, error=error)
-    for suffix, content in result.logs.items():
+    result, root = remote_result.task_result, remote_result.root
+    error = result.error
+    if error is not None and root is not None:
+        error = error.replace(remote_result.log, str(folder / log_name(task))).replace(f"{root}/", "")
+    result = replace(result, config=task.name, path=str(task.path), digest=task.digest, output=None, error=error)
+    for suffix, content in remote_result.logs.items():
         (folder / f"{log_name(task)}{suffix}").write_bytes(content)
     with tempfile.TemporaryDirectory() as temporary:
         received = Path(temporary)
-        for name, content in result.files.items():
+        for name, content in remote_result.files.items():
             (received / name).parent.mkdir(parents=True, exist_ok=True)
             (received / name).write_bytes(content)
         try:
-            for place in layout.kept(task.output):
-                if place != task.output and (received / place.name).is_dir():
-                    shutil.copytree(received / place.name, place, dirs_exist_ok=True)
+            for target in layout.kept(task.output):
+                if target != task.output and (received / target.name).is_dir():
+                    shutil.copytree(received / target.name, target, dirs_exist_ok=True)
             bundle = received / task.output.name
             if bundle.is_dir():
                 with contextlib.ExitStack() as lock:  # holds the lock until the bundle is uploaded
                     _write_bundle(bundle, task.output, task.config, lock)
-                    ended = replace(ended, output=str(task.output))
-                    return _track(ended, task.output, task.config, task.path.parent)
+                    result = replace(result, output=str(task.output))
+                    return _track(result, task.output, task.config, task.path.parent)
         except OptexportError as failure:
-            return replace(ended, exit_code=failure.exit_code, error=str(failure))
-    return ended
+            return replace(result, exit_code=failure.exit_code, error=str(failure))
+    return result
 
 
 def _write_bundle(received: Path, output: Path, config: Config, lock: contextlib.ExitStack) -> None:
@@ -294,19 +296,20 @@ def _write_bundle(received: Path, output: Path, config: Config, lock: contextlib
         shutil.copytree(received, draft, dirs_exist_ok=True)
 
 
-def _track(ended: TaskResult, output: Path, config: Config, folder: Path) -> TaskResult:
+def _track(result: TaskResult, output: Path, config: Config, folder: Path) -> TaskResult:
     """Uploads a locked bundle to MLflow."""
-    if not config.tracking.enabled or ended.exit_code:
-        return ended
+    if not config.tracking.enabled or result.exit_code:
+        return result
     try:
         uri = resolved_uri(config.tracking.uri, folder)
         logged = [log_locked(bundle, uri, config.tracking.experiment, folder) for bundle in read_bundles(output)]
     except TrackingError as error:
-        return replace(ended, exit_code=error.exit_code, error=str(error))
-    failures = [each.registered.failure for each in logged if each.registered is not None and each.registered.failure]
+        return replace(result, exit_code=error.exit_code, error=str(error))
+    registrations = [upload.registered for upload in logged if upload.registered is not None]
+    failures = [registration.failure for registration in registrations if registration.failure is not None]
     if failures:
-        return replace(ended, exit_code=failures[0].exit_code, error=str(failures[0]), run_id=logged[0].run_id)
-    return replace(ended, run_id=logged[0].run_id)
+        return replace(result, exit_code=failures[0].exit_code, error=str(failures[0]), run_id=logged[0].run_id)
+    return replace(result, run_id=logged[0].run_id)
 
 
 def _interrupt(ray: Any, pending: list[Any]) -> None:
@@ -331,11 +334,13 @@ def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, TaskR
     try:
         result = ray.get(ready)
     except Exception as error:  # an error of Ray: the node is permanently lost, or out of memory
-        return task, TaskResult(task.name, str(task.path), task.digest, 1, f"the cluster did not run it: {error}")
+        return task, TaskResult(
+            task.name, str(task.path), task.digest, 1, f"the cluster did not run the config: {error}"
+        )
     try:
         return task, collect(task, folder, result)
     except OSError as error:
-        return task, not_run(task, error)
+        return task, make_failed_result(task, error)
 
 
 def _estimate_memory(task: Task) -> int:

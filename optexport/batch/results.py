@@ -49,33 +49,33 @@ class TaskResult:
     peak_memory: int = 0
 
 
-_ENDED = TypeAdapter(TaskResult)
+_ADAPTER = TypeAdapter(TaskResult)
 
 
-def not_run(task: Task, error: Exception) -> TaskResult:
-    """Returns the result of a config that could not be started."""
+def make_failed_result(task: Task, error: Exception) -> TaskResult:
+    """Returns the result of a config that an error of the batch itself prevented."""
     return TaskResult(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
 
 
-def worst(ended: Iterable[TaskResult]) -> int:
+def worst_exit_code(results: Iterable[TaskResult]) -> int:
     """Returns the exit code of a batch, which is the worst of its configs."""
-    codes = {each.exit_code for each in ended} - {0}
+    codes = {result.exit_code for result in results} - {0}
     return min(codes, key=lambda code: _WORST_FIRST.index(code) if code in _WORST_FIRST else -1, default=0)
 
 
-def remember(folder: Path, ended: TaskResult) -> None:
+def append_to_journal(folder: Path, result: TaskResult) -> None:
     """Appends a result to the journal.
 
     Args:
         folder: Folder with the journal.
-        ended: Result of a config.
+        result: Result of a config.
     """
     folder.mkdir(parents=True, exist_ok=True)  # the user may have removed the folder
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
-        journal.write(f"\n{json.dumps(asdict(ended))}\n")  # the last line may be truncated
+        journal.write(f"\n{json.dumps(asdict(result))}\n")  # the last line may be truncated
 
 
-def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
+def read_completed(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
     """Returns the results of configs that an earlier batch completed, by path.
 
     A result counts if it is a success, the config's text is unchanged, and the bundle is complete.
@@ -92,24 +92,24 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     except OSError as error:
-        raise ConfigError(f"it cannot be read: {error}", location=str(path)) from error
-    last: dict[str, TaskResult] = {}
+        raise ConfigError(f"the journal cannot be read: {error}", location=str(path)) from error
+    last_results: dict[str, TaskResult] = {}
     for line in lines:
         try:
-            ended = _ENDED.validate_json(line, strict=True)
+            result = _ADAPTER.validate_json(line, strict=True)
         except ValueError:
             continue
-        last[ended.path] = ended
-    found = {}
+        last_results[result.path] = result
+    completed = {}
     for task in tasks:
-        before = last.get(str(task.path))
-        if before is None or before.exit_code or before.digest != task.digest or not _is_made_of(task):
+        last = last_results.get(str(task.path))
+        if last is None or last.exit_code or last.digest != task.digest or not _is_up_to_date(task):
             continue
-        found[task.path] = replace(before, config=task.name, attempts=0, seconds=0.0, peak_memory=0)
-    return found
+        completed[task.path] = replace(last, config=task.name, attempts=0, seconds=0.0, peak_memory=0)
+    return completed
 
 
-def _is_made_of(task: Task) -> bool:
+def _is_up_to_date(task: Task) -> bool:
     """Returns True if the bundle is complete and comes from the current config."""
     if task.output is None:
         return False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from optexport._utils.atomic_dir import locked
-from optexport.batch.results import JOURNAL, TaskResult, done_before, remember
+from optexport.batch.results import JOURNAL, TaskResult, append_to_journal, read_completed
 from optexport.batch.tasks import Task
 from optexport.errors import ConfigError
 
@@ -24,7 +24,7 @@ def run(
     folder: Path,
     *,
     resume: bool = False,
-    announce: Callable[[TaskResult], None] = lambda ended: None,
+    announce: Callable[[TaskResult], None] = lambda result: None,
 ) -> list[TaskResult]:
     """Runs each config in a separate process, so that a crash affects no other config.
 
@@ -43,19 +43,19 @@ def run(
     """
     logs = folder / _LOGS
     with _locked(folder, logs):
-        ended = done_before(folder, tasks) if resume else {}
-        for each in ended.values():
-            announce(each)
-        left = [task for task in tasks if task.path not in ended]
-        for task, found in engine(left, logs) if left else ():
+        results = read_completed(folder, tasks) if resume else {}
+        for result in results.values():
+            announce(result)
+        remaining = [task for task in tasks if task.path not in results]
+        for task, result in engine(remaining, logs) if remaining else ():
             try:
-                remember(folder, found)
+                append_to_journal(folder, result)
             except OSError as error:  # for instance a full disk, which must not stop the other configs
-                told = f"The journal does not hold it, so --resume runs it again: {error}"
-                found = replace(found, error=f"{found.error}\n  {told}" if found.error else told)
-            ended[task.path] = found
-            announce(found)
-    return [ended[task.path] for task in tasks]
+                note = f"The result is not in the journal, so --resume runs this config again: {error}"
+                result = replace(result, error=f"{result.error}\n  {note}" if result.error else note)
+            results[task.path] = result
+            announce(result)
+    return [results[task.path] for task in tasks]
 
 
 @contextlib.contextmanager
@@ -65,10 +65,12 @@ def _locked(folder: Path, logs: Path) -> Iterator[None]:
         logs.mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).open("a").close()
     except OSError as error:
-        raise ConfigError(f"nothing can be written there: {error}", location=f"--folder {folder}") from error
+        raise ConfigError(f"the folder is not writable: {error}", location=f"--folder {folder}") from error
     with locked(logs, wait=False) as was_free:
         if not was_free:
             raise ConfigError(
-                "another batch is at work in it", location=f"--folder {folder}", hint="Wait, or name another folder."
+                "another batch uses this folder",
+                location=f"--folder {folder}",
+                hint="Wait for it, or name another folder.",
             )
         yield

@@ -12,39 +12,39 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.batch.results import TaskResult, worst
+from optexport.batch.results import TaskResult, worst_exit_code
 from optexport.errors import OptexportError, TrackingError, on_one_line
 
 _WORDS = {
-    0: "proven",
-    1: "ended badly",
-    2: "wrong config",
+    0: "passed",
+    1: "error",
+    2: "invalid config",
     3: "not loaded or traced",
-    4: "proof failed",
+    4: "check failed",
     5: "not exported",
     6: "gate failed",
     7: "not tracked",
 }
 
 
-def in_words(ended: TaskResult) -> str:
+def describe(result: TaskResult) -> str:
     """Returns a result in one to three words."""
-    if ended.attempts == 0:
-        return "done before"
-    return _WORDS.get(ended.exit_code, f"ended with {ended.exit_code}")
+    if result.attempts == 0:
+        return "passed before"
+    return _WORDS.get(result.exit_code, f"exit code {result.exit_code}")
 
 
-def line(ended: TaskResult) -> str:
+def format_line(result: TaskResult) -> str:
     """Returns a result on one line."""
-    error = f": {_first_line(ended)}" if ended.error else ""
-    return f"{on_one_line(ended.config)}: {in_words(ended)} ({ended.seconds:.0f} s){error}"
+    error = f": {_first_line(result)}" if result.error else ""
+    return f"{on_one_line(result.config)}: {describe(result)} ({result.seconds:.0f} s){error}"
 
 
-def show(ended: Sequence[TaskResult], console: Console) -> None:
+def print_table(results: Sequence[TaskResult], console: Console) -> None:
     """Prints a table of the results, and the errors below it.
 
     Args:
-        ended: Results of the configs.
+        results: Results of the configs.
         console: The console to print to.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -52,56 +52,56 @@ def show(ended: Sequence[TaskResult], console: Console) -> None:
         table.add_column(heading, overflow="fold")
     for heading in ("s", "peak MiB", "attempts"):
         table.add_column(heading, justify="right")
-    for each in ended:
+    for result in results:
         table.add_row(
-            escape(on_one_line(each.config)),
-            in_words(each),
-            escape(on_one_line(each.output or "")),
-            f"{each.seconds:.0f}",
-            f"{each.peak_memory / 2**20:.0f}",
-            str(each.attempts),
+            escape(on_one_line(result.config)),
+            describe(result),
+            escape(on_one_line(result.output or "")),
+            f"{result.seconds:.0f}",
+            f"{result.peak_memory / 2**20:.0f}",
+            str(result.attempts),
         )
     console.print(table)
-    for each in ended:
-        if each.error:
-            console.print(f"[bold]{escape(on_one_line(each.config))}[/]: {escape(each.error)}", soft_wrap=True)
-    counts = Counter(map(in_words, ended))
+    for result in results:
+        if result.error:
+            console.print(f"[bold]{escape(on_one_line(result.config))}[/]: {escape(result.error)}", soft_wrap=True)
+    counts = Counter(map(describe, results))
     console.print(", ".join(f"{count} {words}" for words, count in counts.most_common()))
 
 
-def as_json(ended: Sequence[TaskResult], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
+def as_json(results: Sequence[TaskResult], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
     """Returns the JSON document of a batch.
 
     Args:
-        ended: Results of the configs.
+        results: Results of the configs.
         run_id: The MLflow run of the batch, if any.
         failures: Errors of MLflow.
     """
-    code = worst(ended) or (TrackingError.exit_code if failures else 0)
+    code = worst_exit_code(results) or (TrackingError.exit_code if failures else 0)
     return {
         "passed": code == 0,
         "exit_code": code,
-        "configs": [asdict(each) for each in ended],
+        "configs": [asdict(result) for result in results],
         "mlflow_run_id": run_id,
         "tracking_failures": list(map(str, failures)),
     }
 
 
-def columns(ended: Sequence[TaskResult]) -> dict[str, list[Any]]:
+def columns(results: Sequence[TaskResult]) -> dict[str, list[Any]]:
     """Returns the results as columns, the form that MLflow requires for tables."""
-    rows = [{**asdict(each), "result": in_words(each)} for each in ended]
+    rows = [{**asdict(result), "result": describe(result)} for result in results]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
-def metrics(ended: Sequence[TaskResult]) -> dict[str, float]:
+def metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns the metrics of a batch for MLflow."""
     return {
-        "configs": float(len(ended)),
-        "failed": float(sum(each.exit_code != 0 for each in ended)),
-        "seconds": sum(each.seconds for each in ended),
-        "peak_memory_bytes": float(max((each.peak_memory for each in ended), default=0)),
+        "configs": float(len(results)),
+        "failed": float(sum(result.exit_code != 0 for result in results)),
+        "seconds": sum(result.seconds for result in results),
+        "peak_memory_bytes": float(max((result.peak_memory for result in results), default=0)),
     }
 
 
-def _first_line(ended: TaskResult) -> str:
-    return (ended.error or "").partition("\n")[0]
+def _first_line(result: TaskResult) -> str:
+    return (result.error or "").partition("\n")[0]

@@ -47,7 +47,7 @@ class Limits:
 
 
 @contextmanager
-def supervising(limits: Limits, logs: Path, stop: threading.Event) -> Iterator[Supervisor]:
+def supervise(limits: Limits, logs: Path, stop: threading.Event) -> Iterator[Supervisor]:
     """Yields a supervisor, and removes its processes and temporary files afterwards.
 
     The cleanup also happens if this process is killed.
@@ -60,7 +60,7 @@ def supervising(limits: Limits, logs: Path, stop: threading.Event) -> Iterator[S
     mark = uuid.uuid4().hex
     with (
         tempfile.TemporaryDirectory(prefix="optexport-batch-", ignore_cleanup_errors=True) as temporary,
-        processes.cleaned_up_if_killed(mark, Path(temporary)),
+        processes.cleanup_if_killed(mark, Path(temporary)),
     ):
         yield Supervisor(limits, logs, stop, mark, Path(temporary))
 
@@ -89,10 +89,10 @@ class Supervisor:
         A config that wrote its result or exceeded its memory limit is not retried.
         """
         for count in range(1, self.limits.retries + 2):
-            ended, can_retry = self._attempt(task, count)
+            result, can_retry = self._attempt(task, count)
             if not can_retry or self.stop.is_set():
                 break
-        return ended
+        return result
 
     def _attempt(self, task: Task, count: int) -> tuple[TaskResult, bool]:
         document, log = (self.logs / f"{log_name(task)}{suffix}" for suffix in (".json", ".log"))
@@ -109,17 +109,17 @@ class Supervisor:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         seconds = round(time.monotonic() - start, 1)
-        result = _try_read(document) if problem is None else None
-        if result is not None:
-            code, error = int(result["exit_code"]), result.get("error")
-            output, run_id = result.get("output"), result.get("mlflow_run_id")
+        outcome = _try_read(document) if problem is None else None
+        if outcome is not None:
+            code, error = int(outcome["exit_code"]), outcome.get("error")
+            output, run_id = outcome.get("output"), outcome.get("mlflow_run_id")
         else:
             reason = problem or _describe_exit(process.returncode)
             status = "FAILED" if problem is None else "KILLED"
             run_id, note = _end_tracked_run(task, attempt, reason, status)
-            code, output, error = 1, None, f"{reason}\n  Its log: {log}{note}"
-        ended = TaskResult(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
-        return ended, result is None and peak <= self.limits.memory
+            code, output, error = 1, None, f"{reason}\n  Log: {log}{note}"
+        result = TaskResult(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
+        return result, outcome is None and peak <= self.limits.memory
 
     def _watch(
         self, process: subprocess.Popen[bytes], marked: processes.MarkedProcesses, start: float
@@ -134,9 +134,9 @@ class Supervisor:
             peak = max(peak, memory)
             if memory > self.limits.memory:
                 marked.kill()  # at once: the machine may have no memory left for a regular exit
-                return f"it took more than {self.limits.memory / 2**30:.1f} GiB of memory", peak
+                return f"the process used more than {self.limits.memory / 2**30:.1f} GiB of memory", peak
             if time.monotonic() - start > self.limits.seconds:
-                return f"it was still at work after {self.limits.seconds:.0f} s", peak
+                return f"the process did not finish within {self.limits.seconds:g} s", peak
             if self.stop.is_set():
                 return "interrupted", peak
         return None, peak
@@ -181,22 +181,22 @@ def _end_tracked_run(task: Task, attempt: str, reason: str, status: str) -> tupl
     """Ends the MLflow run of a killed attempt; returns its id, and lines for the error."""
     if task.config is None or not task.config.tracking.enabled or os.environ.get(LATER_VARIABLE):
         return None, ""
-    from optexport.tracking.batch import end_lost
+    from optexport.tracking.batch import end_lost_runs
 
     try:
-        lost = end_lost(task.config.tracking, task.path, attempt, reason, status)
+        run_ids = end_lost_runs(task.config.tracking, task.path, attempt, reason, status)
     except OptexportError as error:
         return None, f"\n  {error}"
-    return next(iter(lost), None), "".join(f"\n  Its MLflow run {run_id} was ended as {status}." for run_id in lost)
+    return next(iter(run_ids), None), "".join(f"\n  MLflow run {run_id} was ended as {status}." for run_id in run_ids)
 
 
 def _describe_exit(code: int) -> str:
     """Describes the exit of a process that wrote no result."""
     if -code == signal.SIGKILL:
-        return "it was killed by SIGKILL, as the system does where memory runs out"
+        return "the process was killed by SIGKILL, for example because memory ran out"
     if -code in set(signal.Signals):
-        return f"it crashed by {signal.Signals(-code).name}"
-    return f"it ended with {code} and left no account of itself"
+        return f"the process crashed with {signal.Signals(-code).name}"
+    return f"the process exited with {code} and wrote no result"
 
 
 def _try_read(document: Path) -> dict[str, Any] | None:

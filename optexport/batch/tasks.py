@@ -37,34 +37,34 @@ class Task:
         return None if self.config is None else self.config.output_path(self.path.parent)
 
 
-def tasks_of(given: Sequence[str]) -> list[Task]:
+def find_tasks(patterns: Sequence[str]) -> list[Task]:
     """Returns the tasks of paths and globs in their order, without duplicates.
 
     Raises:
         ConfigError: A glob matches no file, or two configs have overlapping outputs.
     """
     names: list[str] = []
-    for each in given:
-        found = [each] if os.path.exists(each) else sorted(glob.glob(each, recursive=True))
-        if not found and glob.has_magic(each):
-            raise ConfigError("no file is called so", location=each, hint="Look how it is spelt.")
-        names += found or [each]
+    for pattern in patterns:
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not matches and glob.has_magic(pattern):
+            raise ConfigError("no file matches this pattern", location=pattern, hint="Check its spelling.")
+        names += matches or [pattern]
     tasks = {task.path: task for task in map(_task, names)}
     outputs: dict[Path, Task] = {}
     for task in tasks.values():
-        if task.output is not None and (other := outputs.setdefault(task.output, task)) is not task:
+        if task.output is not None and (first := outputs.setdefault(task.output, task)) is not task:
             raise ConfigError(
-                f"{other.name} writes to {task.output} too",
+                f"{first.name} has the same output, {task.output}",
                 location=f"{task.name}: export.output",
-                hint="Give each config an output of its own.",
+                hint="Give each config a separate output.",
             )
     for output, task in outputs.items():
         for parent in output.parents:
             if parent in outputs:
                 raise ConfigError(
-                    f"it lies in the bundle of {outputs[parent].name}",
+                    f"the output is inside the bundle of {outputs[parent].name}",
                     location=f"{task.name}: export.output",
-                    hint="Give each config an output of its own.",
+                    hint="Give each config a separate output.",
                 )
     return list(tasks.values())
 

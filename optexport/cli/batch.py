@@ -102,18 +102,18 @@ def batch(
     """
     from optexport.batch import from_registry, summary
     from optexport.batch.run import run
-    from optexport.batch.tasks import tasks_of
+    from optexport.batch.tasks import find_tasks
 
     _check_options(configs, query, engine, jobs, address)
-    asked = None if query is None else from_registry.configs(Path(configs[0]), query)
-    tasks = tasks_of(configs if asked is None else list(asked.versions))
+    asked = None if query is None else from_registry.write_configs(Path(configs[0]), query)
+    tasks = find_tasks(configs if asked is None else list(asked.versions))
     failures: list[OptexportError] = []
 
     def tell(ended: TaskResult) -> None:
-        echo(summary.line(ended), err=True)
+        echo(summary.format_line(ended), err=True)
         if asked is not None:
             try:
-                asked.mark(ended)
+                asked.mark_exported(ended)
             except OptexportError as error:  # the batch continues with the other configs
                 failures.append(error)
 
@@ -122,7 +122,7 @@ def batch(
     with _tracked(tasks) as parent, prints_aside():
         ended = run(tasks, chosen, folder, resume=resume, announce=tell)
         if asked is not None:
-            ended = [*asked.refused, *ended]
+            ended = [*asked.failures, *ended]
         if parent is not None:
             parent.table, parent.metrics = summary.columns(ended), summary.metrics(ended)
             failed = sum(each.exit_code != 0 for each in ended)
@@ -134,9 +134,9 @@ def batch(
         print_json(document)
     else:
         if asked is not None and not ended:
-            echo(asked.told())
+            echo(asked.describe_empty())
         else:
-            summary.show(ended, console())
+            summary.print_table(ended, console())
         if parent is not None and parent.run_id is not None:
             echo(f"MLflow run {parent.run_id} holds those of all.")
     for failure in failures:
@@ -159,13 +159,13 @@ def _engine(engine: str, address: str | None, jobs: int, memory: int | None, sec
     from optexport.batch.supervisor import Limits
 
     if engine == "ray":
-        from optexport.batch.ray_engine import on_ray
+        from optexport.batch.ray_engine import ray_engine
 
-        return on_ray(address, Limits(memory or sys.maxsize, seconds, retries), memory)
+        return ray_engine(address, Limits(memory or sys.maxsize, seconds, retries), memory)
     from optexport._utils.platform import free_memory
-    from optexport.batch.local import here
+    from optexport.batch.local import local_engine
 
-    return here(jobs, Limits(memory or free_memory() // jobs, seconds, retries))
+    return local_engine(jobs, Limits(memory or free_memory() // jobs, seconds, retries))
 
 
 def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:

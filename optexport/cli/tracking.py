@@ -55,7 +55,7 @@ def upload(
         print_json({**outcome(failed), **asdict(done)})
     else:
         echo(f"{bundle}: {'was there already' if done.before else 'sent'}, MLflow run {done.run_id}")
-        for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.told])]:
+        for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.summary])]:
             echo(f"  {line}")
     if failed is not None:
         raise failed
@@ -77,7 +77,7 @@ def promote(name: str, version: str, alias: str | None, uri: str | None, config:
     NAME is that of MLflow's registry.
     """
     read = _read(config)
-    from optexport.tracking import promotion
+    from optexport.tracking.registry import promotion
 
     alias = _alias(alias, read)
     before = promotion.promote(_store(uri, config, read), name, version, alias)
@@ -93,7 +93,7 @@ def rollback(name: str, alias: str | None, uri: str | None, config: Path | None,
     NAME is that of MLflow's registry; the version is the last one that held the alias.
     """
     read = _read(config)
-    from optexport.tracking import promotion
+    from optexport.tracking.registry import promotion
 
     alias = _alias(alias, read)
     before, version = promotion.rollback(_store(uri, config, read), name, alias)

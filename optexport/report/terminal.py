@@ -286,7 +286,7 @@ def _show_locations(result: Result, console: Console) -> None:
         locations.append(("mlflow", f"run {result.run_id}"))
         locations += [("", line) for line in result.run_page.splitlines()]
     if result.registered is not None:
-        locations.append(("registry", result.registered.told))
+        locations.append(("registry", result.registered.summary))
         locations += [("", reason) for reason in result.registered.why]
     for title, text in locations:
         _print(console, f"{title:9}{text}")

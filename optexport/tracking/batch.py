@@ -12,7 +12,7 @@ from optexport.config.schema import TrackingConfig
 from optexport.errors import TrackingError
 from optexport.redaction import redact_error
 from optexport.tracking import store
-from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, give_up, new_run
+from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, end_failed, new_run, reason_of, status_of
 
 
 class BatchRun:
@@ -53,14 +53,14 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         run.run_id = new_run(client, experiment, "batch", {})
         client.log_param(run.run_id, "configs", size)
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
-        run.failure = store.failure(error, config.uri, "The bundles' own runs are tried all the same.")
+        run.failure = store.failure(error, config.uri, "The runs of the bundles are tracked anyway.")
     if run.run_id is not None:
         os.environ[PARENT_VARIABLE] = run.run_id
     try:
         yield run
     except BaseException as error:
         if run.run_id is not None:
-            give_up(client, run.run_id, str(error) or type(error).__name__)
+            end_failed(client, run.run_id, reason_of(error), status_of(error))
         raise
     finally:
         os.environ.pop(PARENT_VARIABLE, None)
@@ -73,12 +73,12 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         if run.reason is None:
             client.set_terminated(run.run_id)
         else:
-            give_up(client, run.run_id, run.reason)
+            end_failed(client, run.run_id, run.reason)
     except Exception as error:
-        run.failure = run.failure or store.failure(error, config.uri, "The bundles' own runs are there.")
+        run.failure = run.failure or store.failure(error, config.uri, "The runs of the bundles are complete.")
 
 
-def end_lost(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:
+def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:
     """Ends the runs of an attempt whose process was lost, and returns their ids.
 
     Args:
@@ -95,10 +95,10 @@ def end_lost(config: TrackingConfig, path: Path, attempt: str, reason: str, stat
         if experiment is None:
             return []
         query = f"attributes.status = 'RUNNING' and tags.`{ATTEMPT_TAG}` = '{attempt}'"
-        lost = [str(run.info.run_id) for run in client.search_runs([experiment.experiment_id], query)]
-        for run_id in lost:
+        run_ids = [str(run.info.run_id) for run in client.search_runs([experiment.experiment_id], query)]
+        for run_id in run_ids:
             client.set_terminated(run_id, status)
             client.set_tag(run_id, REASON_TAG, redact_error(reason))
-        return lost
+        return run_ids
     except Exception as error:
-        raise store.failure(error, config.uri, "An MLflow run that it had begun stays RUNNING.") from error
+        raise store.failure(error, config.uri, "The MLflow run of the attempt may stay RUNNING.") from error

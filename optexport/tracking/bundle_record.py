@@ -30,7 +30,7 @@ class _Output(BaseModel):
     output: str
 
 
-class Asked(BaseModel):
+class BundleSettings(BaseModel):
     """Settings of a bundle's config for its upload and its registration."""
 
     export: _Output
@@ -46,8 +46,8 @@ class BundleRecord:
     Attributes:
         folder: The folder of the bundle.
         manifest: Its manifest.
-        asked: The settings for its upload and its registration.
-        measured: The values that differ between equal runs.
+        settings: The settings for its upload and its registration.
+        measurements: The values that differ between equal runs.
         identity: The tags that identify its run. They stay the same if the report is written again.
         timestamp: The creation time in milliseconds since 1970. MLflow stores a metric once if it is sent twice with
             the same timestamp.
@@ -55,8 +55,8 @@ class BundleRecord:
 
     folder: Path
     manifest: Manifest
-    asked: Asked
-    measured: Measured
+    settings: BundleSettings
+    measurements: Measured
     identity: Mapping[str, str]
     timestamp: int
 
@@ -69,16 +69,18 @@ class BundleRecord:
         """
         manifest, document = digests.manifest_alone(folder), digest_json.read(folder / MEASUREMENTS)
         if document.get("manifest") != manifest.digest:
-            raise BundleError("it belongs to another bundle", location=str(folder / MEASUREMENTS))
-        asked = digest_json.validated(Asked, manifest.config, folder / MANIFEST)
-        measured = digest_json.validated(Measured, document, folder / MEASUREMENTS)
+            raise BundleError("the measurements belong to another bundle", location=str(folder / MEASUREMENTS))
+        settings = digest_json.validated(BundleSettings, manifest.config, folder / MANIFEST)
+        measurements = digest_json.validated(Measured, document, folder / MEASUREMENTS)
         try:
-            made = datetime.datetime.fromisoformat(measured.date).timestamp()
+            timestamp = datetime.datetime.fromisoformat(measurements.date).timestamp()
         except (ValueError, OverflowError, OSError) as error:
-            raise BundleError(f"its date is none: {error}", location=str(folder / MEASUREMENTS)) from error
-        if made < 0:  # MLflow rejects negative timestamps
-            raise BundleError(f"its date is before 1970: {measured.date}", location=str(folder / MEASUREMENTS))
-        lasting = {key: value for key, value in document.items() if key not in ("digest", "report_sha256")}
-        digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
-        identity = {BUNDLE_TAG: measured.manifest, RUN_TAG: digest}
-        return cls(folder, manifest, asked, measured, identity, int(made * 1000))
+            raise BundleError(f"the date is not valid: {error}", location=str(folder / MEASUREMENTS)) from error
+        if timestamp < 0:  # MLflow rejects negative timestamps
+            raise BundleError(
+                f"the date is before 1970 (found {measurements.date})", location=str(folder / MEASUREMENTS)
+            )
+        unchanging = {key: value for key, value in document.items() if key not in ("digest", "report_sha256")}
+        digest = hashlib.sha256(json.dumps(unchanging, sort_keys=True).encode()).hexdigest()
+        identity = {BUNDLE_TAG: measurements.manifest, RUN_TAG: digest}
+        return cls(folder, manifest, settings, measurements, identity, int(timestamp * 1000))

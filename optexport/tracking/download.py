@@ -25,7 +25,7 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: P
     """
     if is_template(f"mlflow:{uri}"):
         raise ConfigError(
-            "it stands for the models of a registry, which a batch fills in",
+            "{name} and {version} are placeholders for the models of a registry",
             location=f"model.source: mlflow:{uri}",
             hint="Run: optexport batch CONFIG --from-registry FILTER",
         )
@@ -45,18 +45,20 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: P
                 try:
                     shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
                 except OSError as error:  # for example if model_binary names this folder
-                    told = f"its {part} cannot be laid beside its weights"
-                    raise SourceError(told, location=f"model.source: mlflow:{uri}") from error
+                    raise SourceError(
+                        f"the {part} of the model cannot be copied next to the weights",
+                        location=f"model.source: mlflow:{uri}",
+                    ) from error
         return model
     pytorch = flavors.get("pytorch", {})
     if pytorch and pytorch.get("serialization_format", "pt2") == "pt2":
-        saved = [*_within(local, pytorch.get("model_data", "data"), uri).rglob("*.pt2")]
-        if len(saved) == 1:
-            return saved[0]
+        files = [*_within(local, pytorch.get("model_data", "data"), uri).rglob("*.pt2")]
+        if len(files) == 1:
+            return files[0]
     raise SourceError(
-        f"it is kept as {', '.join(sorted(flavors))}, which only running its code could load",
+        f"loading this model would run its own code (found flavors: {', '.join(sorted(flavors)) or 'none'})",
         location=f"model.source: mlflow:{uri}",
-        hint='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
+        hint='Log the model with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
     )
 
 
@@ -65,7 +67,11 @@ def _within(local: Path, part: object, uri: str) -> Path:
     try:
         folder = (local / str(part)).resolve()
     except ValueError as error:  # for example a null byte
-        raise SourceError(f"it names {part!r}: {error}", location=f"model.source: mlflow:{uri}") from error
+        raise SourceError(
+            f"the model names an invalid path, {part!r}: {error}", location=f"model.source: mlflow:{uri}"
+        ) from error
     if not folder.is_relative_to(local.resolve()):
-        raise SourceError(f"it says that its weights are in {folder}", location=f"model.source: mlflow:{uri}")
+        raise SourceError(
+            f"the model names weights outside of its folder: {folder}", location=f"model.source: mlflow:{uri}"
+        )
     return folder

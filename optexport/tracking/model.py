@@ -12,7 +12,7 @@ from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.tracking import upload_check
 from optexport.tracking.bundle_record import BundleRecord
-from optexport.tracking.store import made_once
+from optexport.tracking.store import create_once
 
 _NUMPY_NAMES = {"bool": "bool_"}
 
@@ -27,23 +27,23 @@ class OnnxModel:
     requirements: Sequence[str]
 
 
-def onnx_model(finished: BundleRecord) -> OnnxModel | None:
+def read_onnx_model(bundle: BundleRecord) -> OnnxModel | None:
     """Returns the bundle's ONNX model for the CPU without its weights, or None.
 
     A model for a GPU is skipped: an MLflow model names execution providers but cannot turn off TF32.
     """
     import onnx
 
-    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
+    files = (file for file in bundle.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
     if (record := next(files, None)) is None:
         return None
-    path, versions = finished.folder / record.path, finished.manifest.versions
+    path, versions = bundle.folder / record.path, bundle.manifest.versions
     # Explicit, because mlflow would load the model in another process to infer them.
     requirements = [f"{name}=={versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")]
-    return OnnxModel(path, onnx.load(path, load_external_data=False), signature(finished.manifest), requirements)
+    return OnnxModel(path, onnx.load(path, load_external_data=False), model_signature(bundle.manifest), requirements)
 
 
-def logged_model(client: Any, run_id: str, made: OnnxModel, finished: BundleRecord) -> str:
+def log_model(client: Any, run_id: str, onnx_model: OnnxModel, bundle: BundleRecord) -> str:
     """Returns the id of the run's logged model; creates or completes it if needed."""
     import mlflow.onnx
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
@@ -53,59 +53,59 @@ def logged_model(client: Any, run_id: str, made: OnnxModel, finished: BundleReco
 
     oldest = {"field_name": "creation_timestamp", "ascending": True}
 
-    def known() -> str | None:
+    def find_model() -> str | None:
         query = f"source_run_id = '{run_id}'"
-        made = client.search_logged_models([experiment], filter_string=query, order_by=[oldest])
-        return str(made[0].model_id) if made else None
+        models = client.search_logged_models([experiment], filter_string=query, order_by=[oldest])
+        return str(models[0].model_id) if models else None
 
-    model_id = known() or made_once(
+    model_id = find_model() or create_once(
         lambda: str(client.create_logged_model(experiment, name="model", source_run_id=run_id).model_id),
-        known,
+        find_model,
         client.delete_logged_model,
     )
     model = client.get_logged_model(model_id)
 
-    def named() -> bool | None:
+    def find_output() -> bool | None:
         outputs = client.get_run(run_id).outputs
         return model_id in [output.model_id for output in (outputs.model_outputs if outputs else ())] or None
 
-    if not named():
-        made_once(lambda: client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)]), named)
+    if not find_output():
+        create_once(lambda: client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)]), find_output)
     if model.status == LoggedModelStatus.READY:
         return model_id
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         folder = Path(scratch) / "model"
         mlflow.onnx.save_model(
-            _proven(made, finished),
+            _load_weights(onnx_model, bundle),
             folder,
             mlflow_model=Model(artifact_path=model.artifact_location, run_id=run_id, model_id=model_id),
-            signature=made.signature,
-            pip_requirements=made.requirements,
+            signature=onnx_model.signature,
+            pip_requirements=onnx_model.requirements,
             onnx_execution_providers=["CPUExecutionProvider"],
             metadata={
-                "optexport_version": finished.manifest.optexport_version,
-                "weights_sha256": finished.manifest.model.weights_sha256,
+                "optexport_version": bundle.manifest.optexport_version,
+                "weights_sha256": bundle.manifest.model.weights_sha256,
             },
         )
         client.log_model_artifacts(model_id, str(folder))
-        upload_check.check(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
+        upload_check.check_upload(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
     client.finalize_logged_model(model_id, "READY")
     return model_id
 
 
-def _proven(made: OnnxModel, finished: BundleRecord) -> Any:
+def _load_weights(onnx_model: OnnxModel, bundle: BundleRecord) -> Any:
     """Loads the weights of the ONNX model and checks its files against the manifest."""
     import onnx
 
-    onnx.load_external_data_for_model(made.proto, str(made.path.parent))
-    files = (made.path, made.path.with_name(f"{made.path.name}.data"))
-    for record in finished.manifest.files:
-        if finished.folder / record.path in files:
-            digests.check_file(finished.folder / record.path, record)
-    return made.proto
+    onnx.load_external_data_for_model(onnx_model.proto, str(onnx_model.path.parent))
+    files = (onnx_model.path, onnx_model.path.with_name(f"{onnx_model.path.name}.data"))
+    for record in bundle.manifest.files:
+        if bundle.folder / record.path in files:
+            digests.check_file(bundle.folder / record.path, record)
+    return onnx_model.proto
 
 
-def signature(manifest: Manifest) -> Any:
+def model_signature(manifest: Manifest) -> Any:
     """Returns the MLflow signature of a bundle, with -1 for each dynamic size.
 
     MLflow rejects arrays of another dtype. JSON numbers, which a served model receives, have no dtype.
@@ -113,10 +113,10 @@ def signature(manifest: Manifest) -> Any:
     from mlflow.models import ModelSignature
 
     # A schema cannot be empty, and a model may have no inputs.
-    return ModelSignature(schema(manifest.inputs) if manifest.inputs else None, schema(manifest.outputs))
+    return ModelSignature(_schema(manifest.inputs) if manifest.inputs else None, _schema(manifest.outputs))
 
 
-def schema(records: list[TensorRecord]) -> Any:
+def _schema(records: list[TensorRecord]) -> Any:
     """Converts tensor records of a manifest to an MLflow schema."""
     import numpy as np
     from mlflow.types import Schema, TensorSpec

@@ -20,13 +20,13 @@ from optexport.tracking.bundle_record import BundleRecord
 _ROUNDING = 1.01
 
 
-class _Proven(BaseModel):
+class _ParitySettings(BaseModel):
     """Parity settings of a bundle's config."""
 
     parity: ParityConfig
 
 
-def check_possible(finished: BundleRecord) -> None:
+def check_plausible(bundle: BundleRecord) -> None:
     """Checks that a bundle's figures can come from a passed parity check.
 
     The author of a bundle can write other figures into its files.
@@ -34,36 +34,44 @@ def check_possible(finished: BundleRecord) -> None:
     Raises:
         BundleError: The figures contradict a passed check.
     """
-    manifest = finished.manifest
-    digest_json.validated(_Proven, manifest.config, finished.folder / MANIFEST)
-    bench = finished.measured.bench
-    wrong = [
-        *(what for target in manifest.parity.targets for what in _impossible(manifest, target)),
-        *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
+    manifest = bundle.manifest
+    digest_json.validated(_ParitySettings, manifest.config, bundle.folder / MANIFEST)
+    bench = bundle.measurements.bench
+    problems = [
+        *(problem for target in manifest.parity.targets for problem in _parity_problems(manifest, target)),
+        *(
+            f"{row.artifact} at {row.shape}: the interval is {row.low_ms:g} to {row.high_ms:g} ms"
+            for row in _invalid_intervals(bench)
+        ),
     ]
-    if wrong:
-        told = short_line(wrong[0])
-        raise BundleError(f"no bundle that passed says so: {told}", location=str(finished.folder / MANIFEST))
+    if problems:
+        raise BundleError(
+            f"the figures contradict a passed check: {short_line(problems[0])}",
+            location=str(bundle.folder / MANIFEST),
+        )
 
 
-def _impossible(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
+def _parity_problems(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
     for output in target.outputs if target.precision is None else ():
         # Each case may have a different limit; the largest one applies here.
         limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
         floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
         if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
-            yield f"{target.target}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
+            yield (
+                f"{target.target}, {output.output}: {output.multiple} times the noise floor of {floor:g}, "
+                f"expected at most {limit:g}"
+            )
     for decision in target.decisions:
         # The interval is not checked, because it may exceed the range of the metric. The range of a custom metric is
         # unknown.
-        least = METRICS[decision.measure][0] if decision.measure in METRICS else None
+        minimum = METRICS[decision.measure][0] if decision.measure in METRICS else None
         if decision.failure is not None:
             yield f"{target.title}, {decision.measure}: {decision.failure}"
-        elif least is not None and decision.mean is not None and not least <= decision.mean <= 1:
-            yield f"{target.title}, {decision.measure}: {decision.mean:g}"
+        elif minimum is not None and decision.mean is not None and not minimum <= decision.mean <= 1:
+            yield f"{target.title}, {decision.measure}: {decision.mean:g} is not within {minimum:g} to 1"
 
 
-def _reversed(bench: BenchRecord | None) -> Iterator[FigureRecord]:
+def _invalid_intervals(bench: BenchRecord | None) -> Iterator[FigureRecord]:
     for row in [] if bench is None else bench.figures:
         if row.low_ms is not None and row.high_ms is not None and not 0 < row.low_ms <= row.high_ms:
             yield row

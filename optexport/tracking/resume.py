@@ -13,11 +13,11 @@ from optexport.errors import OptexportError, TrackingError
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
-from optexport.tracking.plausibility import check_possible
-from optexport.tracking.registry import Registered
-from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
-from optexport.tracking.run_lookup import run_of
-from optexport.tracking.upload import registered, send
+from optexport.tracking.plausibility import check_plausible
+from optexport.tracking.registry.registration import Registered
+from optexport.tracking.run import REASON_TAG, end_failed, new_run, reason_of, status_of
+from optexport.tracking.run_lookup import find_run
+from optexport.tracking.upload import register_model, send_bundle
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Logged:
     registered: Registered | None
 
 
-def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Path = Path()) -> Logged:
+def log_bundle(folder: Path, uri: str, experiment: str | None = None, location: Path = Path()) -> Logged:
     """Uploads a bundle to MLflow, or completes a partial upload.
 
     If another process is sending the bundle, this function waits for it. The folder stays locked, so that no run
@@ -47,7 +47,8 @@ def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Pa
         uri: The store. The URI in the bundle is ignored: its author may name any server, and a server chooses the path
             of files, even on this machine.
         experiment: The experiment; by default the one in the config.
-        beside: The artifact folder of a new experiment, for a database without a server.
+        location: Parent of a new experiment's artifact folder and start of a relative path in the URI, for a database
+            without a server.
 
     Raises:
         ConfigError: The folder is not a bundle.
@@ -55,52 +56,54 @@ def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Pa
         TrackingError: The store cannot be reached or rejects the request.
     """
     with atomic_dir.locked(parts.whole(folder), wait=True):  # two uploads would start two runs
-        return log_locked(folder, uri, experiment, beside)
+        return log_locked(folder, uri, experiment, location)
 
 
-def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> Logged:
+def log_locked(folder: Path, uri: str, experiment: str | None, location: Path) -> Logged:
     """Does the same as `log_bundle` for a caller that has locked the folder."""
     digests.read_manifest(folder)
-    finished = BundleRecord.read(folder)
-    check_possible(finished)  # later versions are compared with it
-    told = build_payload(finished)
+    bundle = BundleRecord.read(folder)
+    check_plausible(bundle)  # later versions are compared with it
+    payload = build_payload(bundle)
     run_id: str | None = None
     client: Any = None
     try:
-        client = store.open_store(uri, beside)
-        found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, beside)
-        run = run_of(client, found, finished)
+        client = store.open_store(uri, location)
+        experiment_id = store.experiment_id(client, experiment or bundle.settings.tracking.experiment, location)
+        run = find_run(client, experiment_id, bundle)
         if run is not None and run.info.status == "FINISHED":
-            outcome = registered(client, run.info.run_id, told)
-            return _logged(client, run.info.run_id, True, outcome)
+            registered = register_model(client, run.info.run_id, payload)
+            return _logged(client, run.info.run_id, True, registered)
         if run is None:
-            run_id = _started(client, found, finished)
+            run_id = _start(client, experiment_id, bundle)
         else:
             run_id = str(run.info.run_id)
             _resume(client, run)
-        done = _logged(client, run_id, False, send(client, run_id, told))
+        logged = _logged(client, run_id, False, send_bundle(client, run_id, payload))
         client.set_terminated(run_id)
-        return done
+        return logged
     except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own errors, or a signal arrives
-        failed = error
+        failure = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
-            again = shlex.join(["optexport", "upload", str(finished.folder)])
-            hint = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
-            failed = store.failure(error, uri, hint)
+            command = shlex.join(["optexport", "upload", str(bundle.folder)])
+            hint = (
+                f"The bundle on disk is complete. {store.retry_condition(error)}, run with the same options: {command}"
+            )
+            failure = store.failure(error, uri, hint)
         if run_id is not None:
-            give_up(client, run_id, reason_of(failed))
+            end_failed(client, run_id, reason_of(failure), status_of(failure))
         if isinstance(error, KeyboardInterrupt):
-            error.add_note("The bundle is whole on disk. What was not sent is sent by the same call, again.")
-        if failed is error:
+            error.add_note("The bundle on disk is complete. Run the same command again to complete the upload.")
+        if failure is error:
             raise
-        raise failed from error
+        raise failure from error
 
 
-def _started(client: Any, experiment: str, finished: BundleRecord) -> str:
-    manifest = finished.manifest
-    origin = run_params.tags(manifest.model.source, manifest.versions, finished.measured.origin)
+def _start(client: Any, experiment: str, bundle: BundleRecord) -> str:
+    manifest = bundle.manifest
+    origin = run_params.tags(manifest.model.source, manifest.versions, bundle.measurements.origin)
     # The run gets its tags at once, so that a later call can find it.
-    return new_run(client, experiment, Path(finished.asked.export.output).name, {**origin, **finished.identity})
+    return new_run(client, experiment, Path(bundle.settings.export.output).name, {**origin, **bundle.identity})
 
 
 def _resume(client: Any, run: Any) -> None:
@@ -109,6 +112,6 @@ def _resume(client: Any, run: Any) -> None:
         client.delete_tag(run.info.run_id, REASON_TAG)
 
 
-def _logged(client: Any, run_id: str, before: bool, outcome: Registered | None) -> Logged:
+def _logged(client: Any, run_id: str, before: bool, registered: Registered | None) -> Logged:
     experiment = client.get_run(run_id).info.experiment_id
-    return Logged(run_id, store.page(client.tracking_uri, experiment, run_id), before, outcome)
+    return Logged(run_id, store.page(client.tracking_uri, experiment, run_id), before, registered)

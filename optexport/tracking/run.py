@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import os
 import shlex
+import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +24,9 @@ from optexport.redaction import redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
-from optexport.tracking.registry import Registered
-from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_of
-from optexport.tracking.upload import send, send_params
+from optexport.tracking.registry.registration import Registered
+from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, find_run, folder_id
+from optexport.tracking.upload import send_bundle, send_params
 
 REASON_TAG = "optexport.failure"
 # Environment variable with the id of the parent run, for example of a batch.
@@ -70,7 +71,7 @@ class Tracker:
             self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
             send_params(self._client, self.run_id, run_params.params(settings))
-            end_left(self._client, experiment, self._bundle)
+            end_unfinished_run(self._client, experiment, self._bundle)
 
         self._guarded(action)
 
@@ -78,26 +79,31 @@ class Tracker:
         """Sends the bundle, which must be complete and locked against other processes."""
 
         def action() -> None:
-            finished = BundleRecord.read(self._bundle)
-            if finished.measured.origin.mlflow_run not in (None, self.run_id):  # if a file system has no locks
-                raise BundleError("it is of another run, which has replaced this one's", location=str(self._bundle))
-            with self._saying_how_to_go_on():
-                self.registered = send(self._client, str(self.run_id), build_payload(finished))
+            bundle = BundleRecord.read(self._bundle)
+            if bundle.measurements.origin.mlflow_run not in (None, self.run_id):  # if a file system has no locks
+                raise BundleError("another run has replaced the bundle of this run", location=str(self._bundle))
+            with self._upload_note():
+                self.registered = send_bundle(self._client, str(self.run_id), build_payload(bundle))
 
         self._guarded(action)
 
-    def end(self, reason: str | None = None) -> None:
-        """Ends the run as FINISHED, or as FAILED if there is a reason or a tracking failure."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the run: as KILLED after an interrupt, as FAILED after another error, otherwise as FINISHED.
+
+        Args:
+            error: The error that ended the work; None if the work succeeded. The run then ends as FAILED only if the
+                store failed.
+        """
 
         def action() -> None:
-            with self._saying_how_to_go_on():
+            with self._upload_note():
                 self._client.set_terminated(self.run_id)
 
-        if reason is None and self.run_id is not None:
+        if error is None and self.run_id is not None:
             self._guarded(action)
-        failed = reason or (str(self.failure) if self.failure is not None else None)
-        if failed is not None and self.run_id is not None:
-            give_up(self._client, self.run_id, failed)
+        error = error or self.failure
+        if error is not None and self.run_id is not None:
+            end_failed(self._client, self.run_id, reason_of(error), status_of(error))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         if not self._config.enabled or self.failure is not None or os.environ.get(LATER_VARIABLE):
@@ -105,18 +111,18 @@ class Tracker:
         try:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
-            hint = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
+            hint = f"The bundle on disk is complete. {store.retry_condition(error)}, run: {self._upload_command()}"
             self.failure = store.failure(error, self._config.uri, hint)
 
     @contextlib.contextmanager
-    def _saying_how_to_go_on(self) -> Iterator[None]:
+    def _upload_note(self) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
+            interrupt.add_note(f"The bundle on disk is complete. To upload it, run: {self._upload_command()}")
             raise
 
-    def _later(self) -> str:
+    def _upload_command(self) -> str:
         return shlex.join(["optexport", "upload", str(self._bundle), "--config", str(self._path)])
 
 
@@ -131,41 +137,53 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
     parent = os.environ.get(PARENT_VARIABLE)
     nested = {"mlflow.parentRunId": parent} if parent else {}
     attempt = os.environ.get(ATTEMPT_VARIABLE)
-    known = {ATTEMPT_TAG: attempt} if attempt else {}
+    attempt_tag = {ATTEMPT_TAG: attempt} if attempt else {}
     start = uuid.uuid4().hex
-    named = {"mlflow.runName": name, START_TAG: start, **user, **nested, **known, **tags}
+    all_tags = {"mlflow.runName": name, START_TAG: start, **user, **nested, **attempt_tag, **tags}
 
-    def started() -> Any:
-        found = client.search_runs([experiment], f"tags.`{START_TAG}` = '{start}'")
-        return found[0] if found else None
+    def find_started() -> Any:
+        runs = client.search_runs([experiment], f"tags.`{START_TAG}` = '{start}'")
+        return runs[0] if runs else None
 
     try:
-        made = str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
+        run = store.create_once(lambda: client.create_run(experiment, tags=all_tags), find_started)
     # The server may have created the run; look for it, because its id is unknown here.
     except KeyboardInterrupt as interrupt:
-        with contextlib.suppress(Exception), store.hastily():
-            if (found := started()) is not None:
-                give_up(client, found.info.run_id, reason_of(interrupt))
+        with contextlib.suppress(Exception), store.short_timeout():
+            if (run := find_started()) is not None:
+                end_failed(client, run.info.run_id, reason_of(interrupt), status_of(interrupt))
         raise
-    if not made:  # an empty id would pass as a run
-        raise ConnectionError("what answers is no MLflow: it made a run that has no id")
-    return made
+    if not run.info.run_id:  # an empty id would pass as a run
+        raise ConnectionError("the server is not an MLflow server: it created a run without an id")
+    return str(run.info.run_id)
 
 
 def reason_of(error: BaseException) -> str:
     """Returns the failure reason of a run."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+    return "interrupted" if _is_interrupt(error) else str(error) or type(error).__name__
 
 
-def give_up(client: Any, run_id: str, reason: str) -> None:
-    """Marks a run as FAILED. Errors of the store are ignored in favor of the original failure."""
-    with contextlib.suppress(Exception), store.hastily():
-        client.set_terminated(run_id, "FAILED")
+def status_of(error: BaseException) -> str:
+    """Returns the MLflow status of a run that an error ended."""
+    return "KILLED" if _is_interrupt(error) else "FAILED"
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Returns True for Ctrl-C and other signals, also if a signal ended Python with the exit code 128 + its number."""
+    if isinstance(error, SystemExit):
+        return isinstance(error.code, int) and error.code - 128 in set(signal.Signals)
+    return isinstance(error, KeyboardInterrupt)
+
+
+def end_failed(client: Any, run_id: str, reason: str, status: str = "FAILED") -> None:
+    """Ends a run as FAILED or KILLED. Errors of the store are ignored in favor of the original failure."""
+    with contextlib.suppress(Exception), store.short_timeout():
+        client.set_terminated(run_id, status)
         client.set_tag(run_id, REASON_TAG, redact_error(reason)[:5000])
 
 
-def end_left(client: Any, experiment: str, bundle: Path) -> None:
-    """Marks a leftover RUNNING run of the previous bundle as FAILED.
+def end_unfinished_run(client: Any, experiment: str, bundle: Path) -> None:
+    """Ends a RUNNING run of the previous bundle as FAILED.
 
     Its upload failed, or its process was killed. `optexport upload` can still complete it while the bundle exists.
 
@@ -174,23 +192,23 @@ def end_left(client: Any, experiment: str, bundle: Path) -> None:
     """
     with (
         contextlib.suppress(Exception),
-        store.hastily(),
-        atomic_dir.locked(parts.whole(bundle), wait=False) as free,
+        store.short_timeout(),
+        atomic_dir.locked(parts.whole(bundle), wait=False) as is_locked,
         # A second lock succeeds only on a file system without locks. Then another process may be sending the bundle.
-        atomic_dir.locked(parts.whole(bundle), wait=False) as again,
+        atomic_dir.locked(parts.whole(bundle), wait=False) as is_locked_twice,
     ):
-        if not free or again:
+        if not is_locked or is_locked_twice:
             return
-        run, location = run_of(client, experiment, BundleRecord.read(bundle)), folder_of(bundle)
+        run, location = find_run(client, experiment, BundleRecord.read(bundle)), folder_id(bundle)
         if run is not None and run.info.status == "RUNNING" and run.data.tags.get(FOLDER_TAG, location) == location:
-            give_up(client, run.info.run_id, "it ended before all was sent, and another run to its output began")
+            end_failed(client, run.info.run_id, "the upload was incomplete when another run to the same output started")
 
 
 @contextlib.contextmanager
 def tracking(
     config: TrackingConfig, path: Path, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
 ) -> Iterator[Tracker]:
-    """Starts a run, and ends it as FINISHED or FAILED when the block ends.
+    """Starts a run, and ends it as FINISHED, FAILED or KILLED when the block ends.
 
     Tracking errors are stored in `Tracker.failure` and not raised, because the work itself may have succeeded.
 
@@ -205,5 +223,5 @@ def tracking(
         yield tracker
         tracker.end()
     except BaseException as error:
-        tracker.end(reason_of(error))
+        tracker.end(error)
         raise

@@ -14,30 +14,30 @@ START_TAG = "optexport.start"
 FOLDER_TAG = "optexport.folder"
 
 
-def run_of(client: Any, experiment: str, finished: BundleRecord) -> Any:
+def find_run(client: Any, experiment: str, bundle: BundleRecord) -> Any:
     """Returns the run that was started for a bundle or received it before, or None.
 
     The author of a bundle may name any run. A run of another bundle or another program is ignored.
     """
     from mlflow.exceptions import MlflowException
 
-    if (known := finished.measured.origin.mlflow_run) is not None:
+    if (run_id := bundle.measurements.origin.mlflow_run) is not None:
         try:
-            run = client.get_run(known)
+            run = client.get_run(run_id)
         except MlflowException as error:  # the run belongs to another store
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         else:
-            held = run.data.tags.get(RUN_TAG)
-            waits = held is None and START_TAG in run.data.tags and run.info.status != "FINISHED"
-            if run.info.lifecycle_stage == "active" and (waits or held == finished.identity[RUN_TAG]):
+            digest = run.data.tags.get(RUN_TAG)
+            is_incomplete = digest is None and START_TAG in run.data.tags and run.info.status != "FINISHED"
+            if run.info.lifecycle_stage == "active" and (is_incomplete or digest == bundle.identity[RUN_TAG]):
                 return run
-    found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
+    runs = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{bundle.identity[RUN_TAG]}'")
     # There are two if an answer was lost and the run was started again.
-    return next((run for run in found if run.info.status == "FINISHED"), found[0] if found else None)
+    return next((run for run in runs if run.info.status == "FINISHED"), runs[0] if runs else None)
 
 
-def folder_of(bundle: Path) -> str:
+def folder_id(bundle: Path) -> str:
     """Returns an identifier that differs between a folder and its copies."""
-    lies = bundle.stat()
-    return f"{platform.node()}:{lies.st_dev}:{lies.st_ino}"
+    status = bundle.stat()
+    return f"{platform.node()}:{status.st_dev}:{status.st_ino}"

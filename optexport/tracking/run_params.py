@@ -25,7 +25,7 @@ _GIT_TAGS = {
     "branch": "mlflow.source.git.branch",
     "repository": "mlflow.source.git.repoURL",
 }
-_TIMED = {"p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes"}
+_BENCH_FIELDS = {"p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes"}
 
 
 def tags(source: str, versions: Mapping[str, str], origin: Origin) -> dict[str, str]:
@@ -41,45 +41,45 @@ def params(values: Mapping[str, Any]) -> dict[str, str]:
 
     Long values are cut, because the full config is an artifact of the run.
     """
-    return _named(dict(_flat(values)), _PARAM_CHARACTERS)
+    return _valid_names(dict(_flatten(values)), _PARAM_CHARACTERS)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         elif value is not None:
             text = redact(value if isinstance(value, str) else json.dumps(value))
             yield f"{prefix}{key}", text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
 
 
-def metrics(finished: BundleRecord) -> dict[str, float]:
+def metrics(bundle: BundleRecord) -> dict[str, float]:
     """Returns all numbers of a bundle as metrics."""
-    manifest, measured = finished.manifest, finished.measured
-    found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
+    manifest, measurements = bundle.manifest, bundle.measurements
+    values: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
     for transformation in manifest.transformations:
         rule = ".".join([*transformation.formats, transformation.rule])
-        found[f"{rule}.changes"] = len(transformation.changes)
-        found[f"{rule}.near_misses"] = len(transformation.near_misses)
-        found[f"{rule}.nodes_before"] = transformation.nodes_before
-        found[f"{rule}.nodes_after"] = transformation.nodes_after
-    found |= dict(_parity(manifest))
+        values[f"{rule}.changes"] = len(transformation.changes)
+        values[f"{rule}.near_misses"] = len(transformation.near_misses)
+        values[f"{rule}.nodes_before"] = transformation.nodes_before
+        values[f"{rule}.nodes_after"] = transformation.nodes_after
+    values |= dict(_parity_metrics(manifest))
     for artifact in manifest.artifacts:
         if artifact.precision is not None:
-            kept = [layer for layer in artifact.precision.layers if layer.kept is not None]
-            found[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
-            found[f"precision.{artifact.format}.layers_kept"] = len(kept)
+            kept_layers = [layer for layer in artifact.precision.layers if layer.kept is not None]
+            values[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
+            values[f"precision.{artifact.format}.layers_kept"] = len(kept_layers)
     for file in manifest.files:
-        found[f"bytes.{file.path}"] = file.size
-    for stage, spent in measured.seconds.items():
-        found[f"seconds.{stage}"] = spent
-    if measured.bench is not None:
-        found |= dict(_times(measured.bench))
-    for outcome in measured.tune:
+        values[f"bytes.{file.path}"] = file.size
+    for stage, seconds in measurements.seconds.items():
+        values[f"seconds.{stage}"] = seconds
+    if measurements.bench is not None:
+        values |= dict(_bench_metrics(measurements.bench))
+    for outcome in measurements.tune:
         if (over := outcome.over_plain) is not None:
             prefix = f"tune.{outcome.format}.speedup"
-            found |= {prefix: over.speedup, f"{prefix}_low": over.low, f"{prefix}_high": over.high}
-    return _named(found, _METRIC_CHARACTERS)
+            values |= {prefix: over.speedup, f"{prefix}_low": over.low, f"{prefix}_high": over.high}
+    return _valid_names(values, _METRIC_CHARACTERS)
 
 
 def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
@@ -99,7 +99,7 @@ def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
         yield f"{prefix}rules.near_misses", len(transformation.near_misses), step
 
 
-def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
+def _parity_metrics(manifest: Manifest) -> Iterator[tuple[str, float]]:
     for target in manifest.parity.targets:
         for output in target.outputs:
             prefix = f"parity.{target.target}.{output.output}"
@@ -112,26 +112,26 @@ def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
 
 
-def _times(bench: BenchRecord) -> Iterator[tuple[str, float]]:
+def _bench_metrics(bench: BenchRecord) -> Iterator[tuple[str, float]]:
     for figure in bench.figures:
         prefix = f"bench.{figure.artifact}.{figure.shape}"
-        values = figure.model_dump(include=_TIMED, exclude_none=True)
+        values = figure.model_dump(include=_BENCH_FIELDS, exclude_none=True)
         yield from ((f"{prefix}.{key}", value) for key, value in values.items())
     for row in bench.comparisons:
         prefix = f"bench.{row.artifact}.{row.shape}.speedup"
         yield from ((prefix, row.speedup), (f"{prefix}_low", row.low), (f"{prefix}_high", row.high))
 
 
-def _named(values: Mapping[str, T], characters: str) -> dict[str, T]:
+def _valid_names(values: Mapping[str, T], characters: str) -> dict[str, T]:
     """Replaces invalid characters in the names of values and keeps the names unique."""
 
-    def taken(name: str) -> str:
+    def replaced(name: str) -> str:
         return "/".join(part for part in re.sub(f"[^{characters}]+", "_", name).split("/") if part.strip("."))
 
-    shared = Counter(map(taken, values))
+    shared = Counter(map(replaced, values))
 
     def final(name: str) -> str:
-        text = taken(name)
+        text = replaced(name)
         if len(text) <= _LONGEST_NAME and (text == name or shared[text] == 1):
             return text
         digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:8]

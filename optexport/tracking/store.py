@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import logging
 import os
 import re
+import select
 import shlex
 import shutil
 import sqlite3
@@ -21,38 +23,44 @@ from optexport._utils import telemetry
 from optexport._utils.atomic_dir import locked
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.redaction import keep_secret, redact
-from optexport.tracking import postgresql
 
 T = TypeVar("T")
 
 _SQLITE = "sqlite:///"
 # In characters. Another program may answer in place of MLflow's server, with a whole page.
-_LONGEST = 500
+_MAX_MESSAGE = 500
 # Error of MLflow's server for a host name that is neither localhost nor a private address.
 _FOREIGN_HOST = "Invalid Host header"
 # Error of MLflow for an unknown run, and of SQLite for a file that it cannot open or write.
-_NO_RUN = re.compile("Run (?:with id=|')\\w+'? not found")
-_NO_FILE = re.compile("unable to open|readonly")
+_RUN_NOT_FOUND = re.compile("Run (?:with id=|')\\w+'? not found")
+_NOT_WRITABLE = re.compile("unable to open|readonly")
 # Errors of databases for a row that another process has written in the meantime.
-_TAKEN = re.compile("UniqueViolation|UNIQUE constraint|duplicate key|Duplicate entry")
+_WRITTEN_MEANWHILE = re.compile("UniqueViolation|UNIQUE constraint|duplicate key|Duplicate entry")
 # Temporary table of an MLflow migration. It remains if the process is killed.
-_CUT_OFF = "table _alembic_tmp"
+_INCOMPLETE = "table _alembic_tmp"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 # Names of the connection timeout, in seconds, in each database driver.
-_IN_TIME = {
+_TIMEOUT_OPTIONS = {
     **dict.fromkeys(("psycopg", "mysqldb", "pymysql", "mysqlconnector"), "connect_timeout"),
     "pg8000": "timeout",
 }
 
 # By default mlflow waits minutes for a server that is down. Settings of the user take precedence.
-_TRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-_PATIENCE = {
-    _TRIES: "1",
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_TIMEOUTS = {
+    _RETRIES: "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     # Otherwise a server may request a delay of an hour.
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
 }
-_HASTE = {**_PATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_SHORT_TIMEOUTS = {**_TIMEOUTS, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+
+# In seconds: limits for a connection to a database, unless the URI sets one, and for each part of an answer of
+# PostgreSQL.
+_CONNECTION_TIMEOUT = 5
+_ANSWER_TIMEOUT = 60
+# True after PostgreSQL's first timeout; later waits then use the shorter limit.
+_is_silent = False
 
 
 def import_mlflow() -> Any:
@@ -61,7 +69,7 @@ def import_mlflow() -> Any:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # mlflow prints the URL of a run, including a password, to stdout, which may carry JSON output.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    for name, value in _PATIENCE.items():
+    for name, value in _TIMEOUTS.items():
         os.environ.setdefault(name, value)
     import mlflow
     import mlflow.onnx
@@ -72,60 +80,62 @@ def import_mlflow() -> Any:
 
 
 @contextlib.contextmanager
-def hastily() -> Iterator[None]:
+def short_timeout() -> Iterator[None]:
     """Shortens the server timeout to 5 seconds within the block.
 
     This suits small requests, and requests to a server that has just failed to answer.
     """
-    ours = [name for name, value in _PATIENCE.items() if os.environ.get(name) == value]
-    os.environ.update({name: _HASTE[name] for name in ours})
+    defaults = [name for name, value in _TIMEOUTS.items() if os.environ.get(name) == value]
+    os.environ.update({name: _SHORT_TIMEOUTS[name] for name in defaults})
     try:
         yield
     finally:
-        os.environ.update({name: _PATIENCE[name] for name in ours})
+        os.environ.update({name: _TIMEOUTS[name] for name in defaults})
 
 
-def made_once(make: Callable[[], T], find: Callable[[], T | None], drop: Callable[[T], object] | None = None) -> T:
+def create_once(
+    create: Callable[[], T], find: Callable[[], T | None], delete: Callable[[T], object] | None = None
+) -> T:
     """Creates an object on a server only once, even if the answer is lost.
 
     mlflow repeats a request without an answer, which may create a second object. This function searches for the first
     object instead.
 
     Args:
-        make: Creates the object and returns it, or its id.
+        create: Creates the object and returns it, or its id.
         find: Returns the new object or an older one that serves the same purpose, or None.
-        drop: Removes the new object if `find` returns an older one afterwards. A request of a killed process may have
+        delete: Deletes the new object if `find` returns an older one afterwards. A request of a killed process may have
             created that one. The default skips this second search.
 
     Returns:
         The object that counts: the older one if there are two.
     """
-    made = _made(make, find)
-    first = made if drop is None else find()
-    if drop is None or first is None or first == made:
-        return made
+    new = _create_or_find(create, find)
+    first = new if delete is None else find()
+    if delete is None or first is None or first == new:
+        return new
     with contextlib.suppress(Exception):  # a user with the right to create may lack the right to delete
-        drop(made)
+        delete(new)
     return first
 
 
-def _made(make: Callable[[], T], find: Callable[[], T | None]) -> T:
-    tries = os.environ[_TRIES]
-    os.environ[_TRIES] = "0"
+def _create_or_find(create: Callable[[], T], find: Callable[[], T | None]) -> T:
+    retries = os.environ[_RETRIES]
+    os.environ[_RETRIES] = "0"
     try:
-        return make()
+        return create()
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
-        os.environ[_TRIES] = tries
+        os.environ[_RETRIES] = retries
         try:
-            with hastily():
-                found = find()
+            with short_timeout():
+                match = find()
         except Exception:  # the first error is more informative
             raise error from None
-        if found is None:
+        if match is None:
             raise
-        return found
+        return match
     finally:
-        os.environ[_TRIES] = tries
+        os.environ[_RETRIES] = retries
 
 
 def open_store(uri: str, folder: Path) -> Any:
@@ -138,7 +148,7 @@ def open_store(uri: str, folder: Path) -> Any:
     uri = resolved_uri(uri, folder)
     keep_secret(uri)
     if uri.startswith("postgresql"):
-        postgresql.answer_in_time()
+        _limit_postgresql()
     _check_database(uri)
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):
@@ -160,7 +170,7 @@ def check_not_new(uri: str, folder: Path) -> None:
         return
     if (database := _database(uri).resolve()).parent.is_dir() and _is_new(database):
         raise ConfigError(
-            "there is no such database", location=redact(uri), hint="Name the store that holds the model."
+            "the database does not exist", location=redact(uri), hint="Check the path, or name the store of the model."
         )
 
 
@@ -168,8 +178,8 @@ def _make_tables(mlflow: Any, uri: str) -> None:
     """Creates a new database under a temporary name, as MLflow cannot repair a partial one."""
     database = _database(uri).resolve()
     drafts = f".{database.name}.partial-"
-    for left in database.parent.glob(f"{glob.escape(drafts)}*"):  # drafts of killed processes
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in database.parent.glob(f"{glob.escape(drafts)}*"):  # drafts of killed processes
+        shutil.rmtree(leftover, ignore_errors=True)
     if not _is_new(database) or "%" in uri:  # mlflow then uses two different folder names
         return
     with tempfile.TemporaryDirectory(prefix=drafts, dir=database.parent) as folder:
@@ -187,21 +197,21 @@ def _is_new(database: Path) -> bool:
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
     """Returns the id of an experiment; creates the experiment if needed."""
-    with hastily():
-        found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    with short_timeout():
+        experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     # Without a server, artifacts go next to the database and not into the working directory.
     uri = client.tracking_uri
     if uri.startswith(_SQLITE):
         folder = _database(uri).parent
-    beside = (folder / "mlartifacts").resolve().as_uri() if uri.startswith(_DATABASES) else None
+    location = (folder / "mlartifacts").resolve().as_uri() if uri.startswith(_DATABASES) else None
 
-    def known() -> str | None:
-        made = client.get_experiment_by_name(name)
-        return None if made is None else str(made.experiment_id)
+    def find() -> str | None:
+        experiment = client.get_experiment_by_name(name)
+        return None if experiment is None else str(experiment.experiment_id)
 
-    return made_once(lambda: str(client.create_experiment(name, artifact_location=beside)), known)
+    return create_once(lambda: str(client.create_experiment(name, artifact_location=location)), find)
 
 
 def resolved_uri(uri: str, folder: Path) -> str:
@@ -227,15 +237,15 @@ def page(uri: str, experiment: str, run_id: str) -> str:
 
 def failure(error: Exception, uri: str, hint: str) -> TrackingError:
     """Converts an error of a store to a `TrackingError`."""
-    raised = _of_driver(error)
+    cause = _driver_error(error)
     # Neither text contains a secret, so a cut cannot expose one.
-    said = error.message if isinstance(error, TrackingError) else f"{type(raised).__name__}: {first_line(raised)}"
-    told = TrackingError(said[:_LONGEST], location=f"tracking.uri: {uri}", hint=hint)
-    told.__cause__ = error
-    return told
+    message = error.message if isinstance(error, TrackingError) else f"{type(cause).__name__}: {first_line(cause)}"
+    failure = TrackingError(message[:_MAX_MESSAGE], location=f"tracking.uri: {uri}", hint=hint)
+    failure.__cause__ = error
+    return failure
 
 
-def _of_driver(error: Exception) -> BaseException:
+def _driver_error(error: Exception) -> BaseException:
     """Returns the database driver's error that SQLAlchemy wraps, or else the error itself."""
     for raised in (error, error.__cause__):
         if isinstance(driver := getattr(raised, "orig", None), Exception):
@@ -243,29 +253,29 @@ def _of_driver(error: Exception) -> BaseException:
     return error
 
 
-def when(error: Exception) -> str:
+def retry_condition(error: Exception) -> str:
     """Returns the condition for another attempt, as the start of a sentence."""
     if isinstance(error, TrackingError):
-        return "When the store keeps what it is sent"
+        return "When the store keeps all uploaded files"
     if _FOREIGN_HOST in str(error):
-        return "When the server has been told of that host (mlflow server --allowed-hosts)"
+        return "When the server accepts its host name (mlflow server --allowed-hosts)"
     if _status(error) in (401, 403):
         return (
-            "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+            "When the credentials are correct (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
             "or user and password in the URI)"
         )
-    if isinstance(raised := _of_driver(error), sqlite3.OperationalError) and _NO_FILE.search(str(raised)):
-        return "When its folder is there, and this user may write to both"
-    if _CUT_OFF in str(error):
-        return "Its tables were cut off as MLflow made them. When it is removed, or another one is named"
+    if isinstance(cause := _driver_error(error), sqlite3.OperationalError) and _NOT_WRITABLE.search(str(cause)):
+        return "When the folder of the database exists, and this user may write to both"
+    if _INCOMPLETE in str(error):
+        return "MLflow was interrupted while it created the database. When you have deleted it or named another one"
     if isinstance(error, ImportError) and error.name:
-        return f"When {error.name} is installed, which its driver needs"
-    if _NO_RUN.search(str(error)):
-        return "This store does not know the run that was begun, which another may have. To begin one here"
-    if _TAKEN.search(str(error)):
-        return "Another process writes the same, as of a copy of this bundle. When it has ended"
+        return f"When the Python package {error.name} is installed"
+    if _RUN_NOT_FOUND.search(str(error)):
+        return "The run of this bundle may be in another store. To start a new run in this one"
+    if _WRITTEN_MEANWHILE.search(str(error)):
+        return "Another process uploads this bundle or a copy of it. When that process has ended"
     if _status(error) in (400, 404):
-        return "When what it says is mended"
+        return "When the cause is fixed"
     return "When the store answers"
 
 
@@ -296,7 +306,48 @@ def _check_database(uri: str) -> None:
         import sqlalchemy
 
         url = sqlalchemy.make_url(uri)
-        limit = _IN_TIME.get(url.get_driver_name())
-        in_time = {limit: postgresql.CONNECTS_IN} if limit is not None and limit not in url.query else {}
-        with sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool, connect_args=in_time).connect():
+        option = _TIMEOUT_OPTIONS.get(url.get_driver_name())
+        timeout = {option: _CONNECTION_TIMEOUT} if option is not None and option not in url.query else {}
+        with sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool, connect_args=timeout).connect():
             pass
+
+
+@functools.cache
+def _limit_postgresql() -> None:
+    """Sets time limits for all psycopg2 connections of this process.
+
+    Otherwise libpq waits forever for a silent server, and ignores signals meanwhile.
+    """
+    with contextlib.suppress(ImportError):
+        from psycopg2 import extensions
+        from sqlalchemy import Engine, event
+
+        event.listen(Engine, "do_connect", _connect_psycopg2)
+        extensions.set_wait_callback(_wait_for_answer)
+
+
+def _connect_psycopg2(dialect: Any, record: Any, arguments: Any, options: dict[str, Any]) -> Any:  # noqa: ARG001 - SQLAlchemy's
+    """Connects through libpq without the callback, so that its timeout and host list work."""
+    if dialect.driver != "psycopg2":
+        return None
+    from psycopg2 import extensions
+
+    options.setdefault("connect_timeout", _CONNECTION_TIMEOUT)
+    extensions.set_wait_callback(None)
+    try:
+        return dialect.connect(*arguments, **options)
+    finally:
+        extensions.set_wait_callback(_wait_for_answer)
+
+
+def _wait_for_answer(connection: Any) -> None:
+    global _is_silent
+    from psycopg2 import OperationalError, extensions
+
+    while (state := connection.poll()) != extensions.POLL_OK:
+        readers = [connection] if state == extensions.POLL_READ else []
+        writers = [connection] if state == extensions.POLL_WRITE else []
+        seconds = _CONNECTION_TIMEOUT if _is_silent else _ANSWER_TIMEOUT
+        if not any(select.select(readers, writers, [], seconds)):
+            _is_silent = True
+            raise OperationalError(f"the server did not answer within {seconds} seconds")

@@ -11,32 +11,33 @@ from typing import Any
 
 from optexport.errors import TrackingError
 
-_SHOWN = 4
+_MAX_PROBLEMS = 4
 
 
-def check(listed: Callable[[str | None], Iterable[Any]], folder: Path, place: str = "") -> None:
+def check_upload(list_files: Callable[[str | None], Iterable[Any]], folder: Path, target: str = "") -> None:
     """Compares the files in a store with the uploaded folder, by name and size in bytes.
 
     The size is compared only if the store reports it.
 
     Args:
-        listed: Returns MLflow's file entries at a path of the store. It is called once per folder.
+        list_files: Returns MLflow's file entries at a path of the store. It is called once per folder.
         folder: The uploaded folder.
-        place: The path of the upload in the store; by default its root.
+        target: The path of the upload in the store; by default its root.
 
     Raises:
         TrackingError: A file is missing or has another size.
     """
-    wrong = []
-    for where in sorted({path.parent for path in folder.rglob("*") if path.is_file()}):
-        inside = "/".join(part for part in (place, *where.relative_to(folder).parts) if part)
-        found = {str(file.path): file.file_size for file in listed(inside or None) if not file.is_dir}
-        for path in sorted(path for path in where.iterdir() if path.is_file()):
+    problems = []
+    for subfolder in sorted({path.parent for path in folder.rglob("*") if path.is_file()}):
+        inside = "/".join(part for part in (target, *subfolder.relative_to(folder).parts) if part)
+        sizes = {str(file.path): file.file_size for file in list_files(inside or None) if not file.is_dir}
+        for path in sorted(path for path in subfolder.iterdir() if path.is_file()):
             name, size = f"{inside}/{path.name}".lstrip("/"), path.stat().st_size
-            if name not in found:
-                wrong.append(f"{name} is not there")
-            elif found[name] not in (None, size):
-                wrong.append(f"{name} has {found[name]} bytes of {size}")
-    if wrong:
-        told = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-        raise TrackingError(f"files did not arrive, though the store took them: {told}")
+            if name not in sizes:
+                problems.append(f"{name} is missing")
+            elif sizes[name] not in (None, size):
+                problems.append(f"{name} has {sizes[name]} bytes (expected {size})")
+    if problems:
+        rest = len(problems) - _MAX_PROBLEMS
+        shown = "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")
+        raise TrackingError(f"the store accepted the upload but does not have all files: {shown}")

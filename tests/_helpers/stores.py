@@ -1,25 +1,22 @@
-"""Embedded MLflow stores for tests. Creating one takes seconds, so all are copies of one store."""
+"""Embedded MLflow stores for tests. Creating one takes seconds, so all workers copy one store."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
-import tempfile
 import warnings
 from pathlib import Path
 
+from tests import sharing
 from tests._helpers import exports
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-_PLACE = tempfile.TemporaryDirectory(prefix="optexport-stores-")
 
-
-@functools.cache
-def _template() -> Path:
-    path = Path(_PLACE.name) / "mlflow.db"
+def _create(folder: Path) -> Path:
+    folder.mkdir()
+    path = folder / "mlflow.db"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SQLAlchemy warns about calls in mlflow
         import mlflow
@@ -30,7 +27,7 @@ def _template() -> Path:
 
 def store(folder: Path) -> str:
     """Creates an empty store in a folder, and returns its URI."""
-    shutil.copy(_template(), folder / "mlflow.db")
+    shutil.copy(sharing.make_once("mlflow-store", _create), folder / "mlflow.db")
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 

@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from optexport import verify
-from optexport.batch.results import TaskResult
+from optexport.batch.results import TaskResult, worst_exit_code
 from optexport.batch.run import run
-from optexport.batch.tasks import Task, tasks_of
+from optexport.batch.tasks import Task, find_tasks
 from optexport.cli.main import cli
 from tests._helpers import stores
 from tests.batch import fleets
@@ -37,10 +37,10 @@ def call(*arguments: str) -> Result:
 
 def document(*arguments: str) -> dict[str, Any]:
     result = call(*arguments, "--json")
-    found = json.loads(result.stdout)
-    assert found["exit_code"] == result.exit_code
-    assert found["passed"] is (result.exit_code == 0)
-    return {"rows": {row["config"]: row for row in found["configs"]}, **found}
+    summary = json.loads(result.stdout)
+    assert summary["exit_code"] == result.exit_code
+    assert summary["passed"] is (result.exit_code == 0)
+    return {"rows": {row["config"]: row for row in summary["configs"]}, **summary}
 
 
 @pytest.mark.slow
@@ -66,28 +66,28 @@ def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -
     for name in ("crashes", "eats"):
         fleets.config(tmp_path, name, name)
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
-    found = document("*.toml", "--jobs", "2", "--memory", "2", "--retries", "0")
-    codes = {name.removesuffix(".toml"): row["exit_code"] for name, row in found["rows"].items()}
+    summary = document("*.toml", "--jobs", "2", "--memory", "2", "--retries", "0")
+    codes = {name.removesuffix(".toml"): row["exit_code"] for name, row in summary["rows"].items()}
     assert codes == {"a": 0, "b": 0, "crashes": 1, "eats": 1, "wrong": 2}
-    told = {name.removesuffix(".toml"): row["error"] for name, row in found["rows"].items()}
-    assert told["a"] is None
-    assert "it crashed by SIGSEGV" in told["crashes"]
-    assert "it took more than 2.0 GiB of memory" in told["eats"]
-    assert 'modle: unknown table "modle". Did you mean "model"?' in told["wrong"]
+    errors = {name.removesuffix(".toml"): row["error"] for name, row in summary["rows"].items()}
+    assert errors["a"] is None
+    assert "the process crashed with SIGSEGV" in errors["crashes"]
+    assert "the process used more than 2.0 GiB of memory" in errors["eats"]
+    assert 'modle: unknown table "modle". Did you mean "model"?' in errors["wrong"]
     for name in ("a", "b"):
-        assert found["rows"][f"{name}.toml"]["output"] == str(tmp_path / "out" / name)
+        assert summary["rows"][f"{name}.toml"]["output"] == str(tmp_path / "out" / name)
         verify(tmp_path / "out" / name)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
-    assert found["rows"]["eats.toml"]["peak_memory"] > 2 << 30
-    assert found["exit_code"] == 1
+    assert summary["rows"]["eats.toml"]["peak_memory"] > 2 << 30
+    assert summary["exit_code"] == 1
 
 
 @pytest.mark.slow
 def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
     fleets.config(tmp_path, "flaky", "crashes_once")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
-    found = document("flaky.toml", "wrong.toml", "--retries", "2")
-    assert [(row["exit_code"], row["attempts"]) for row in found["configs"]] == [(0, 2), (2, 1)]
+    summary = document("flaky.toml", "wrong.toml", "--retries", "2")
+    assert [(row["exit_code"], row["attempts"]) for row in summary["configs"]] == [(0, 2), (2, 1)]
 
 
 @pytest.mark.slow
@@ -109,19 +109,19 @@ def test_resumed_batch_skips_finished_configs(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "a" / "measurements.json").read_bytes() == written
     third = call("[abc].toml", "--resume")
     assert third.exit_code == 0
-    assert third.stdout.count("done before") == 4  # one row per config, and the count
-    assert "3 done before" in third.stdout
+    assert third.stdout.count("passed before") == 4  # one row per config, and the count
+    assert "3 passed before" in third.stdout
 
 
 @pytest.mark.slow
 def test_process_succeeds_only_with_a_result(tmp_path: Path) -> None:
     for name in ("leaves", "prints"):
         fleets.config(tmp_path, name, name)
-    found = document("leaves.toml", "prints.toml", "--retries", "0")["rows"]
-    assert found["leaves.toml"]["exit_code"] == 1
-    assert "it ended with 1 and left no account of itself" in found["leaves.toml"]["error"]
-    assert (found["prints.toml"]["exit_code"], found["prints.toml"]["error"]) == (0, None)
-    assert found["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
+    rows = document("leaves.toml", "prints.toml", "--retries", "0")["rows"]
+    assert rows["leaves.toml"]["exit_code"] == 1
+    assert "the process exited with 1 and wrote no result" in rows["leaves.toml"]["error"]
+    assert (rows["prints.toml"]["exit_code"], rows["prints.toml"]["error"]) == (0, None)
+    assert rows["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
 
 
 @pytest.mark.slow
@@ -153,9 +153,9 @@ def test_resume_repeats_configs_with_outdated_bundles(tmp_path: Path) -> None:
         "it is empty": lambda: [file.unlink() for file in out.iterdir()],
         "the config is another": lambda: path.write_text(wider, encoding="utf-8"),
     }
-    for what, change in changes.items():
+    for description, change in changes.items():
         change()
-        assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1], what
+        assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1], description
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [0]
     fleets.config(tmp_path, "b").write_text(first, encoding="utf-8")  # with the same output
     assert call("b.toml").exit_code == 0
@@ -179,8 +179,8 @@ def test_output_is_relative_to_the_link_of_a_config(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "c.toml").symlink_to(tmp_path / "a.toml")
         (tmp_path / folder / module.name).symlink_to(module)
-    found = document("x/c.toml", "y/c.toml")
-    assert [row["output"] for row in found["configs"]] == [str(tmp_path / each / "out" / "a") for each in "xy"]
+    summary = document("x/c.toml", "y/c.toml")
+    assert [row["output"] for row in summary["configs"]] == [str(tmp_path / name / "out" / "a") for name in "xy"]
 
 
 @pytest.mark.slow
@@ -196,12 +196,18 @@ def test_very_long_config_name_is_accepted(tmp_path: Path) -> None:
     assert call("n" * 300).exit_code == 2
 
 
-def test_exit_code_is_the_one_of_the_worst_config(tmp_path: Path) -> None:
-    fleets.config(tmp_path, "a")
-    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+def test_configs_run_and_the_exit_code_is_the_worst(tmp_path: Path) -> None:
     tight = fleets.config(tmp_path, "gated")
     tight.write_text(f"{tight.read_text(encoding='utf-8')}\n[gate]\nmax_size_mb = 0.000001\n", encoding="utf-8")
-    assert [call(*names).exit_code for names in (("a.toml", "gated.toml"), ("gated.toml", "wrong.toml"))] == [6, 2]
+    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+    summary = document("gated.toml", "wrong.toml", "--jobs", "2")
+    assert {name: row["exit_code"] for name, row in summary["rows"].items()} == {"gated.toml": 6, "wrong.toml": 2}
+    assert summary["exit_code"] == 2
+
+
+@pytest.mark.parametrize(("codes", "worst"), [([], 0), ([0, 0], 0), ([0, 7], 7), ([6, 2], 2), ([2, 3, 5, 4, 1], 1)])
+def test_worst_exit_code_follows_the_documented_order(codes: list[int], worst: int) -> None:
+    assert worst_exit_code(TaskResult("", "", "", code) for code in codes) == worst
 
 
 @pytest.mark.slow
@@ -210,13 +216,13 @@ def test_usage_errors_are_reported_before_any_run(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_text((tmp_path / "a.toml").read_text(encoding="utf-8"), encoding="utf-8")
     same = call("a.toml", "b.toml")
     assert same.exit_code == 2
-    assert f"b.toml: export.output: a.toml writes to {tmp_path / 'out' / 'a'} too" in same.output
+    assert f"b.toml: export.output: a.toml has the same output, {tmp_path / 'out' / 'a'}" in same.output
     within = tmp_path / "b.toml"
     within.write_text(within.read_text(encoding="utf-8").replace('"out/a"', '"out/a/b"'), encoding="utf-8")
-    assert "b.toml: export.output: it lies in the bundle of a.toml" in call("a.toml", "b.toml").output
+    assert "b.toml: export.output: the output is inside the bundle of a.toml" in call("a.toml", "b.toml").output
     nothing = call("c*.toml")
     assert nothing.exit_code == 2
-    assert "c*.toml: no file is called so" in nothing.output
+    assert "c*.toml: no file matches this pattern" in nothing.output
     assert call("a.toml", "--timeout", "soon").exit_code == 2
     for memory in ("0", "nan", "inf", "1e300", "1e-12"):
         nonsense = call("a.toml", "--memory", memory)
@@ -226,22 +232,22 @@ def test_usage_errors_are_reported_before_any_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = call("a.toml", "--folder", "file/batch")
     assert folder.exit_code == 2
-    assert "--folder file/batch: nothing can be written there" in folder.output
+    assert "--folder file/batch: the folder is not writable" in folder.output
     (tmp_path / "unwritable" / "journal.jsonl").mkdir(parents=True)
     assert call("a.toml", "--folder", "unwritable").exit_code == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", ["pipe", "/dev/zero"])
-def test_pipes_and_devices_are_not_read(given: str) -> None:
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
+def test_pipes_and_devices_are_not_read(path: str) -> None:
     os.mkfifo("pipe")
-    (task,) = tasks_of([given])
+    (task,) = find_tasks([path])
     assert (task.digest, task.config) == ("", None)
 
 
 @pytest.mark.slow
 def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
-    tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
+    tasks = find_tasks([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
 
     def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, TaskResult]]:
         journal = folder.with_name("journal.jsonl")
@@ -251,11 +257,11 @@ def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
             yield task, TaskResult(task.name, str(task.path), task.digest, code, "another" if code else None)
 
     announced: list[TaskResult] = []
-    ended = run(tasks, engine, tmp_path / "batch", announce=announced.append)
-    assert ended == announced
-    assert [each.exit_code for each in ended] == [0, 4]
-    assert str(ended[0].error).startswith("The journal does not hold it, so --resume runs it again: ")
-    assert str(ended[1].error).startswith("another\nHint: The journal does not hold it")
+    results = run(tasks, engine, tmp_path / "batch", announce=announced.append)
+    assert results == announced
+    assert [result.exit_code for result in results] == [0, 4]
+    assert str(results[0].error).startswith("The result is not in the journal, so --resume runs this config again: ")
+    assert str(results[1].error).startswith("another\n  The result is not in the journal")
 
 
 @pytest.mark.slow
@@ -263,24 +269,27 @@ def test_mlflow_run_of_the_batch_is_the_parent_of_all_runs(tmp_path: Path) -> No
     uri = stores.store(tmp_path)
     for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
         fleets.config(tmp_path, name, factory, f'uri = "{uri}"\nexperiment = "fleet"')
-    found = document("[abc].toml", "--memory", "2")
+    summary = document("[abc].toml", "--memory", "2")
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("fleet").experiment_id
     runs = {run.info.run_id: run for run in client.search_runs([experiment])}
-    parent = runs.pop(found["mlflow_run_id"])
+    parent = runs.pop(summary["mlflow_run_id"])
     assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 2)
     assert parent.data.tags["optexport.failure"] == "2 of 3 configs failed"
     table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
-    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "ended badly", "ended badly"]
+    assert [row[table["columns"].index("result")] for row in table["data"]] == ["passed", "error", "error"]
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
     assert sorted(run.info.status for run in runs.values()) == ["FAILED", "FAILED", "FINISHED", "KILLED"]
-    for name, status, why in (("b", "FAILED", "it crashed by SIGSEGV"), ("c", "KILLED", "it took more than 2.0 GiB")):
-        row = found["rows"][f"{name}.toml"]
-        assert f"Its MLflow run {row['run_id']} was ended as {status}." in row["error"]
+    for name, status, reason in (
+        ("b", "FAILED", "the process crashed with SIGSEGV"),
+        ("c", "KILLED", "the process used more than 2.0 GiB"),
+    ):
+        row = summary["rows"][f"{name}.toml"]
+        assert f"MLflow run {row['run_id']} was ended as {status}." in row["error"]
         assert runs[row["run_id"]].info.status == status
-        assert runs[row["run_id"]].data.tags["optexport.failure"].startswith(why)
+        assert runs[row["run_id"]].data.tags["optexport.failure"].startswith(reason)
 
 
 @pytest.fixture
@@ -306,27 +315,27 @@ def test_interrupted_batch_ends_all_its_processes(tmp_path: Path, temporary: Pat
     with subprocess.Popen(
         program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while not ((tmp_path / "moved").exists() and (tmp_path / "moved").read_bytes()):
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.2)
-        started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        assert len(started) >= 2  # the run, and the process that cleans up if the batch is killed
-        started.append(int((tmp_path / "moved").read_bytes()))
+        pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert len(pids) >= 2  # the run, and the process that cleans up if the batch is killed
+        pids.append(int((tmp_path / "moved").read_bytes()))
         second = call("hangs.toml")
         assert second.exit_code == 2
-        assert "another batch is at work in it" in second.output
+        assert "another batch uses this folder" in second.output
         process.send_signal(number)
-        told = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=60)[1]
     assert process.returncode == code
-    assert ("interrupted" in told) is (number != signal.SIGKILL)
-    while any(map(_is_alive, started)):
-        assert time.monotonic() < until
+    assert ("interrupted" in errors) is (number != signal.SIGKILL)
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < deadline
         time.sleep(0.2)
     assert not (tmp_path / "out" / "hangs").exists()
     while left := [path.name for path in temporary.iterdir()]:
-        assert time.monotonic() < until, left
+        assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
 
@@ -335,9 +344,9 @@ def test_terminal_signal_at_the_start_gives_one_message(tmp_path: Path) -> None:
     fleets.config(tmp_path, "good")
     program = [sys.executable, "-m", "optexport", "batch", "good.toml"]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while len(psutil.Process(process.pid).children()) < 2:  # the cleanup process and the run
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
         message = process.communicate(timeout=60)[1]

@@ -15,7 +15,7 @@ from optexport.batch import ray_engine
 from optexport.batch.ray_engine import RemoteTask, check_portable, collect, run_on_node, stage_tasks
 from optexport.batch.results import TaskResult
 from optexport.batch.supervisor import Limits
-from optexport.batch.tasks import Task, tasks_of
+from optexport.batch.tasks import Task, find_tasks
 from optexport.errors import ConfigError
 from tests.batch import fleets
 
@@ -32,7 +32,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     data = 'data = "../x.npz"\naxes.input = ["batch", "width"]'
     text = path.read_text(encoding="utf-8").replace('tensors.input.shape = ["batch", 4]', data)
     path.write_text(text.replace('"out/a"', '"../out/a"'), encoding="utf-8")
-    (task,) = tasks_of([str(path)])
+    (task,) = find_tasks([str(path)])
     return task
 
 
@@ -62,9 +62,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.mark.slow
 def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tmp_path: Path) -> None:
-    ended = run(task)
-    assert ended.error is None
-    assert (ended.config, ended.exit_code, ended.output) == (task.name, 0, str(tmp_path / "out" / "a"))
+    result = run(task)
+    assert result.error is None
+    assert (result.config, result.exit_code, result.output) == (task.name, 0, str(tmp_path / "out" / "a"))
     verify(tmp_path / "out" / "a")
     assert [path.suffix for path in sorted(tmp_path.glob("a-*"))] == [".json", ".log"]
 
@@ -73,25 +73,25 @@ def test_outside_files_are_sent_and_bundle_is_collected(task: Task, run: Run, tm
 def test_failure_has_a_log_and_removes_no_bundle(task: Task, run: Run, tmp_path: Path) -> None:
     run(task)
     task.path.write_text(task.path.read_text(encoding="utf-8").replace(":good", ":crashes"), encoding="utf-8")
-    ended = run(task)
-    assert ended.exit_code == 1
+    result = run(task)
+    assert result.exit_code == 1
     (log,) = tmp_path.glob("a-*.log")
-    assert ended.error == f"it crashed by SIGSEGV\n  Its log: {log}"
+    assert result.error == f"the process crashed with SIGSEGV\n  Log: {log}"
     verify(tmp_path / "out" / "a")
 
 
 def test_node_with_other_package_versions_is_refused(task: Task, run: Run) -> None:
-    ended = run(task, lambda each: replace(each, versions={**each.versions, "torch": "0.1"}))
-    assert ended.exit_code == 2
-    assert " in place of 0.1: its bundle would be another" in str(ended.error)
-    assert str(ended.error).startswith("the node has torch ")
+    result = run(task, lambda remote_task: replace(remote_task, versions={**remote_task.versions, "torch": "0.1"}))
+    assert result.exit_code == 2
+    assert " (expected 0.1)" in str(result.error)
+    assert str(result.error).startswith("the node has other package versions: torch ")
 
 
 def test_absolute_output_is_refused(task: Task, tmp_path: Path) -> None:
     text = task.path.read_text(encoding="utf-8").replace('"../out/a"', f'"{tmp_path}/a"')
     task.path.write_text(text, encoding="utf-8")
-    (absolute,) = tasks_of([str(task.path)])
-    with pytest.raises(ConfigError, match="it is an absolute path"):
+    (absolute,) = find_tasks([str(task.path)])
+    with pytest.raises(ConfigError, match="the output is an absolute path"):
         check_portable(absolute)
 
 
@@ -102,9 +102,9 @@ def test_files_too_large_for_ray_are_refused(task: Task, tmp_path: Path, monkeyp
 
 
 def test_unreadable_task_does_not_stop_other_tasks(task: Task, tmp_path: Path) -> None:
-    other = fleets.config(task.path.parent, "b")
-    tasks = tasks_of([str(task.path), str(other)])
+    second = fleets.config(task.path.parent, "b")
+    tasks = find_tasks([str(task.path), str(second)])
     task.path.unlink()
     remote_tasks, failures = stage_tasks(tasks, tmp_path / "staged")
     assert [remote_task.config for _, remote_task in remote_tasks] == ["b.toml"]
-    assert [(each.name, ended.exit_code) for each, ended in failures] == [(str(task.path), 1)]
+    assert [(failed.name, result.exit_code) for failed, result in failures] == [(str(task.path), 1)]

@@ -21,8 +21,8 @@ import pytest
 
 from optexport.batch import supervisor
 from optexport.batch.results import TaskResult
-from optexport.batch.supervisor import Limits, Supervisor, supervising
-from optexport.batch.tasks import Task, tasks_of
+from optexport.batch.supervisor import Limits, Supervisor, supervise
+from optexport.batch.tasks import Task, find_tasks
 
 _SUCCEED = """echo '{"exit_code": 0}'"""
 _LIMITS = Limits(memory=2**34, seconds=600, retries=0)
@@ -84,7 +84,7 @@ def _tasks(folder: Path, *scripts: str) -> list[Task]:
         path = folder / f"{index}.toml"
         path.write_text(script, encoding="utf-8")
         paths.append(str(path))
-    return tasks_of(paths)
+    return find_tasks(paths)
 
 
 Run = Callable[..., TaskResult]
@@ -94,10 +94,10 @@ Run = Callable[..., TaskResult]
 def run(program: None, tmp_path: Path) -> Run:
     def run(script: str, limits: Limits = _LIMITS) -> TaskResult:
         (task,) = _tasks(tmp_path, script)
-        with supervising(limits, tmp_path, threading.Event()) as supervisor:
-            ended = supervisor.run(task)
+        with supervise(limits, tmp_path, threading.Event()) as supervisor:
+            result = supervisor.run(task)
             assert list(supervisor.temporary.iterdir()) == []
-        return ended
+        return result
 
     return run
 
@@ -112,18 +112,18 @@ def _is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ("kill -SEGV $$", "it crashed by SIGSEGV"),
-        ("kill -KILL $$", "it was killed by SIGKILL"),
-        ("exit 3", "it ended with 3 and left no account of itself"),
-        ("echo '{'", "it ended with 0 and left no account of itself"),
+        ("kill -SEGV $$", "the process crashed with SIGSEGV"),
+        ("kill -KILL $$", "the process was killed by SIGKILL"),
+        ("exit 3", "the process exited with 3 and wrote no result"),
+        ("echo '{'", "the process exited with 0 and wrote no result"),
     ],
 )
 def test_process_without_a_result_has_failed(run: Run, script: str, error: str, tmp_path: Path) -> None:
-    ended = run(script)
-    assert ended.exit_code == 1
-    assert str(ended.error).startswith(f"{error}")
+    result = run(script)
+    assert result.exit_code == 1
+    assert str(result.error).startswith(f"{error}")
     (log,) = tmp_path.glob("0-*.log")
-    assert str(ended.error).endswith(f"Its log: {log}")
+    assert str(result.error).endswith(f"Log: {log}")
 
 
 def test_output_and_log_are_stored(run: Run, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_output_and_log_are_stored(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["sleep 600", "trap '' TERM; while :; do sleep 0.1; done"])
 def test_hanging_process_is_ended_even_if_it_ignores_sigterm(run: Run, script: str) -> None:
     start = time.monotonic()
-    ended = run(script, Limits(2**34, 0.5, 0))
-    assert str(ended.error).startswith("it was still at work after 0 s")
+    result = run(script, Limits(2**34, 0.5, 0))
+    assert str(result.error).startswith("the process did not finish within 0.5 s")
     assert time.monotonic() - start < 60
 
 
@@ -146,10 +146,10 @@ def test_process_has_time_to_end_after_sigterm(run: Run, tmp_path: Path) -> None
 
 def test_crash_is_retried_and_a_result_is_not(run: Run) -> None:
     crashes_once = f"if test -e crashed; then {_SUCCEED}; else touch crashed; kill -ABRT $$; fi"
-    ended = run(crashes_once, Limits(2**34, 600, 2))
-    assert (ended.exit_code, ended.attempts) == (0, 2)
-    ended = run("""echo '{"exit_code": 2, "error": "wrong"}'; exit 2""", Limits(2**34, 600, 2))
-    assert (ended.exit_code, ended.attempts, ended.error) == (2, 1, "wrong")
+    result = run(crashes_once, Limits(2**34, 600, 2))
+    assert (result.exit_code, result.attempts) == (0, 2)
+    result = run("""echo '{"exit_code": 2, "error": "wrong"}'; exit 2""", Limits(2**34, 600, 2))
+    assert (result.exit_code, result.attempts, result.error) == (2, 1, "wrong")
 
 
 @pytest.mark.slow
@@ -160,13 +160,14 @@ def test_daemon_ends_with_the_attempt(run: Run, tmp_path: Path, then: str) -> No
 
 
 def test_memory_of_a_daemon_counts(run: Run, tmp_path: Path) -> None:
-    ended = run(f"ARGUMENTS=eat\n{_DAEMON}\nsleep 600", Limits(200 << 20, 600, 1))
-    assert str(ended.error).startswith("it took more than 0.2 GiB of memory")
-    assert ended.peak_memory > 200 << 20
-    assert ended.attempts == 1, "another attempt would take as much"
+    result = run(f"ARGUMENTS=eat\n{_DAEMON}\nsleep 600", Limits(200 << 20, 600, 1))
+    assert str(result.error).startswith("the process used more than 0.2 GiB of memory")
+    assert result.peak_memory > 200 << 20
+    assert result.attempts == 1, "another attempt would take as much"
     assert not _is_alive(int((tmp_path / "pid").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_processes_that_constantly_replace_themselves_are_ended(run: Run, tmp_path: Path) -> None:
     run(_HOPPERS, Limits(2**34, 2, 0))
     last = (tmp_path / "hop").read_bytes()
@@ -176,40 +177,40 @@ def test_processes_that_constantly_replace_themselves_are_ended(run: Run, tmp_pa
 
 def test_processes_of_another_attempt_are_not_ended(program: None, tmp_path: Path) -> None:
     slow, fast = _tasks(
-        tmp_path, f"touch started; sleep 2; {_SUCCEED}", f"while ! test -e started; do :; done; {_SUCCEED}"
+        tmp_path, f"touch started; sleep 0.5; {_SUCCEED}", f"while ! test -e started; do :; done; {_SUCCEED}"
     )
     with _supervisor(tmp_path) as supervisor, ThreadPoolExecutor(2) as pool:
-        assert [ended.exit_code for ended in pool.map(supervisor.run, (slow, fast))] == [0, 0]
+        assert [result.exit_code for result in pool.map(supervisor.run, (slow, fast))] == [0, 0]
 
 
 def test_concurrent_processes_report_their_own_exit_codes(program: None, tmp_path: Path) -> None:
     """Threads that wait for subprocesses must not take each other's exit codes."""
     tasks = _tasks(tmp_path, *(f"""echo '{{"exit_code": {code}}}'""" for code in range(24)))
     with _supervisor(tmp_path) as supervisor, ThreadPoolExecutor(12) as pool:
-        assert [ended.exit_code for ended in pool.map(supervisor.run, tasks)] == list(range(24))
+        assert [result.exit_code for result in pool.map(supervisor.run, tasks)] == list(range(24))
 
 
 def test_stopped_batch_ends_its_attempts(program: None, tmp_path: Path) -> None:
     (task,) = _tasks(tmp_path, "touch started; sleep 600")
     stop = threading.Event()
-    with supervising(Limits(2**34, 600, 5), tmp_path, stop) as supervisor, ThreadPoolExecutor(1) as pool:
+    with supervise(Limits(2**34, 600, 5), tmp_path, stop) as supervisor, ThreadPoolExecutor(1) as pool:
         running = pool.submit(supervisor.run, task)
         while not (tmp_path / "started").exists():
             time.sleep(0.01)
         stop.set()
-        ended = running.result(60)
-    assert (str(ended.error).splitlines()[0], ended.attempts) == ("interrupted", 1)
+        result = running.result(60)
+    assert (str(result.error).splitlines()[0], result.attempts) == ("interrupted", 1)
 
 
 _KILLED = """
 import sys, threading
 from pathlib import Path
-from optexport.batch.supervisor import Limits, supervising
-from optexport.batch.tasks import tasks_of
+from optexport.batch.supervisor import Limits, supervise
+from optexport.batch.tasks import find_tasks
 
 sys.executable = sys.argv[1]
-with supervising(Limits(2**34, 600, 0), Path(), threading.Event()) as supervisor:
-    supervisor.run(tasks_of(["0.toml"])[0])
+with supervise(Limits(2**34, 600, 0), Path(), threading.Event()) as supervisor:
+    supervisor.run(find_tasks(["0.toml"])[0])
 """
 
 
@@ -228,11 +229,11 @@ def test_killed_batch_leaves_neither_processes_nor_files(
 
 
 def _supervisor(folder: Path) -> AbstractContextManager[Supervisor]:
-    return supervising(_LIMITS, folder, threading.Event())
+    return supervise(_LIMITS, folder, threading.Event())
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -48,7 +48,7 @@ def test_run_registers_its_model_and_moves_the_alias_if_better(uri: str, tmp_pat
     assert (result.exit_code, document["exit_code"]) == (6, 6), result.stderr
     assert document["registered"]["version"] == "2"
     assert document["error"].startswith("register: block version 2 is registered, and best is at version 1")
-    assert "size: onnx takes " in result.stderr
+    assert "size: onnx has " in result.stderr
     assert (tmp_path / "out" / "block" / "manifest.json").is_file()
     assert holder(uri, alias="best") == "1"
 

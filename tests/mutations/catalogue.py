@@ -203,17 +203,17 @@ MUTATIONS = (
     # tracking
     Mutation(
         "latency-compared-with-lower-end",
-        "optexport/tracking/regression_gate.py",
+        "optexport/tracking/registry/regression_gate.py",
         "if ours.low_ms > theirs.high_ms * (1 + allowed):",
         "if ours.low_ms > theirs.low_ms * (1 + allowed):",
-        ("tests/tracking/test_regression_gate.py",),
+        ("tests/tracking/registry/test_regression_gate.py",),
     ),
     Mutation(
         "history-loses-holder",
-        "optexport/tracking/aliases.py",
-        "return history[: places[-1] + 1] if places",
-        "return history[: places[-1]] if places",
-        ("tests/tracking/test_promotion.py", "tests/tracking/test_registry.py"),
+        "optexport/tracking/registry/aliases.py",
+        "return history[: indices[-1] + 1] if indices",
+        "return history[: indices[-1]] if indices",
+        ("tests/tracking/registry/test_promotion.py", "tests/tracking/registry/test_registration.py"),
     ),
     # bench and tuning
     Mutation(

@@ -21,7 +21,7 @@ from optexport.bench.worker import bind_session
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.runtime import devices, onnx_session, runners
 from optexport.tracking.bundle_record import BundleRecord
-from optexport.tracking.model import onnx_model
+from optexport.tracking.model import read_onnx_model
 from tests._helpers import exports
 from tests._helpers.cli import Caller, CliRunner, cli, config, message
 
@@ -144,7 +144,7 @@ def test_benchmarks_of_a_run_name_the_device() -> None:
 
 
 def test_mlflow_gets_no_model_for_cuda(for_a_card: Path) -> None:
-    assert onnx_model(BundleRecord.read(for_a_card)) is None
+    assert read_onnx_model(BundleRecord.read(for_a_card)) is None
 
 
 def test_another_package_may_provide_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:

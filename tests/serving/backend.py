@@ -35,23 +35,23 @@ class TritonPythonModel:
 
             module = torch.jit.load(path)
             arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
-            places = [int(name.removeprefix("OUTPUT__")) for name in names]
+            positions = [int(name.removeprefix("OUTPUT__")) for name in names]
 
             def run(inputs):
                 with torch.inference_mode():
                     results = module(*(torch.from_numpy(inputs[name].copy()) for name in arguments))
-                return [results[place].numpy() for place in places]
+                return [results[place].numpy() for place in positions]
 
             self.run = run
 
     def execute(self, requests):
         time.sleep(0.05)  # so that simultaneous requests can meet
         names = [value["name"] for value in self.config["input"]]
-        given = [{name: _array(triton.get_input_tensor_by_name(each, name)) for name in names} for each in requests]
+        batches = [{name: _array(triton.get_input_tensor_by_name(each, name)) for name in names} for each in requests]
         if not self.config["max_batch_size"]:
-            return [self._response(self.run(inputs)) for inputs in given]
-        results = self.run({name: np.concatenate([inputs[name] for inputs in given]) for name in names})
-        ends = np.cumsum([len(inputs[names[0]]) for inputs in given])[:-1]
+            return [self._response(self.run(inputs)) for inputs in batches]
+        results = self.run({name: np.concatenate([inputs[name] for inputs in batches]) for name in names})
+        ends = np.cumsum([len(inputs[names[0]]) for inputs in batches])[:-1]
         return [self._response(parts) for parts in zip(*(np.split(result, ends) for result in results), strict=True)]
 
     def _response(self, results):

@@ -87,15 +87,15 @@ def open_model(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
 def _open_onnx(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert len(session.get_inputs()) == len(config.input)
-    known = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
+    values = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
     for io in (*config.input, *config.output):
-        value = known[io.name]
+        value = values[io.name]
         assert _ONNX[type_of(io)] == value.type
-        held = [size if isinstance(size, int) else -1 for size in value.shape]
-        assert _shape(config, io) == held if held else all(size == 1 for size in io.dims), io.name
+        shape = [size if isinstance(size, int) else -1 for size in value.shape]
+        assert _shape(config, io) == shape if shape else all(size == 1 for size in io.dims), io.name
 
     def run(inputs: Arrays) -> list[np.ndarray]:
-        feeds = {name: array.reshape(()) if not known[name].shape else array for name, array in inputs.items()}
+        feeds = {name: array.reshape(()) if not values[name].shape else array for name, array in inputs.items()}
         results: list[np.ndarray] = session.run([io.name for io in config.output], feeds)
         return results
 
@@ -107,14 +107,14 @@ def _open_torchscript(config: Any, path: Path) -> Callable[[Arrays], list[np.nda
     arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
     assert len(arguments) == len(config.input)
     assert {io.name for io in config.input} <= set(arguments)  # else the backend matches by order or number
-    places = [int(io.name.removeprefix("OUTPUT__")) for io in config.output]
+    positions = [int(io.name.removeprefix("OUTPUT__")) for io in config.output]
 
     def run(inputs: Arrays) -> list[np.ndarray]:
         with torch.inference_mode():
             results = module(*(torch.from_numpy(inputs[name].copy()) for name in arguments))
         assert isinstance(results, tuple)
         assert all(result.dim() for result in results), "a scalar is not supported"
-        return [results[place].numpy() for place in places]
+        return [results[place].numpy() for place in positions]
 
     return run
 
@@ -142,8 +142,8 @@ def ask(
     for name, io, array in zip(names, config.output, run(request), strict=True):
         assert array.dtype == _NUMPY[type_of(io)]
         shape = _shape(config, io)
-        given = array.reshape(1) if not array.ndim else array
-        assert len(given.shape) == len(shape)
-        assert all(said in (-1, size) for said, size in zip(shape, given.shape, strict=True)), io.name
+        outer = array.reshape(1) if not array.ndim else array
+        assert len(outer.shape) == len(shape)
+        assert all(said in (-1, size) for said, size in zip(shape, outer.shape, strict=True)), io.name
         answers[name] = array
     return answers

@@ -22,12 +22,12 @@ from tests.serving.models import served
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 
 
-def distances(said: str, cases: Sequence[str], result: Result) -> None:
+def distances(text: str, cases: Sequence[str], result: Result) -> None:
     """Checks a client's output: every case and output is within its limit."""
-    found = re.findall(r"^(.*): (.*) \[(.*)\]: (\S+) from the original$", said, re.MULTILINE)
+    rows = re.findall(r"^(.*): (.*) \[(.*)\]: (\S+) from the original$", text, re.MULTILINE)
     outputs = [output.name for output in result.manifest.outputs]
-    assert [(case, output) for case, output, _, _ in found] == list(itertools.product(cases, outputs))
-    for case, output, _, distance in found:
+    assert [(case, output) for case, output, _, _ in rows] == list(itertools.product(cases, outputs))
+    for case, output, _, distance in rows:
         bound = result.manifest.parity.bounds[output]
         limit = bound.extremes.get(case.rpartition(": ")[2], bound.limit)
         # The limit is for the distance from float64, and the original itself differs from that by the noise floor.
@@ -42,8 +42,8 @@ def run(*command: str | Path) -> str:
 
 def test_onnx_runtime_in_python_gets_the_originals_results() -> None:
     for result in (exports.exported(), served("rows")):
-        said = run(sys.executable, EXAMPLES / "onnx_runtime.py", result.output)
-        distances(said, result.manifest.reference_cases, result)
+        output = run(sys.executable, EXAMPLES / "onnx_runtime.py", result.output)
+        distances(output, result.manifest.reference_cases, result)
 
 
 def test_client_imports_neither_optexport_nor_torch() -> None:
@@ -67,5 +67,5 @@ def test_onnx_runtime_in_node_gets_the_originals_results(tmp_path: Path) -> None
     folder = shutil.copytree(EXAMPLES, tmp_path / "serving", ignore=shutil.ignore_patterns("node_modules"))
     run("npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund")
     for result in (exports.exported(), served("block"), served("rows")):
-        said = run("node", folder / "onnx_runtime.mjs", result.output)
-        distances(said, result.manifest.reference_cases, result)
+        output = run("node", folder / "onnx_runtime.mjs", result.output)
+        distances(output, result.manifest.reference_cases, result)

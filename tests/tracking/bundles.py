@@ -31,17 +31,17 @@ def bundle(
     folder: Path, *, manifest: Change = lambda document: None, measurements: Change = lambda document: None
 ) -> Path:
     """Returns a copy of the block's bundle as a separate run, with edited and sealed documents."""
-    place = folder / f"bundle-{next(_COUNT)}"
-    shutil.copytree(exports.exported().output, place)
-    exports.edit_json(place / "manifest.json", manifest)
+    target = folder / f"bundle-{next(_COUNT)}"
+    shutil.copytree(exports.exported().output, target)
+    exports.edit_json(target / "manifest.json", manifest)
 
     def change(document: dict[str, Any]) -> None:
         document |= {**HOST, "host": "here"}
         document["seconds"]["trace"] = next(_COUNT)
         measurements(document)
 
-    exports.edit_json(place / "measurements.json", change)
-    return place
+    exports.edit_json(target / "measurements.json", change)
+    return target
 
 
 def registering(name: str = "block", **max_regression: float) -> Change:
@@ -72,8 +72,8 @@ def timed(low: float, high: float, **more: Any) -> Change:
 
 def runs(uri: str, experiment: str = "optexport") -> list[Run]:
     client = mlflow.MlflowClient(uri)
-    found = client.get_experiment_by_name(experiment)
-    return [] if found is None else list(client.search_runs([found.experiment_id]))
+    match = client.get_experiment_by_name(experiment)
+    return [] if match is None else list(client.search_runs([match.experiment_id]))
 
 
 def only_run(uri: str) -> Run:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlflow
 
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.resume import log_bundle
 from tests._helpers import exports, stores
 from tests.tracking.bundles import bundle, registering, timed
@@ -23,32 +23,32 @@ class Registry:
 
     def log(self, size: int = 1000) -> Registered:
         """Uploads a bundle with ``size`` extra bytes in its ONNX file."""
-        place = bundle(self.folder, measurements=timed(1.0, 1.1))
+        target = bundle(self.folder, measurements=timed(1.0, 1.1))
         # Uploads check the digests, so the ONNX file must really contain the extra bytes.
-        return self.send(place, size)
+        return self.send(target, size)
 
-    def send(self, place: Path, size: int) -> Registered:
-        exports.edit_json(place / "manifest.json", registering())
-        onnx = place / "model.onnx"
+    def send(self, target: Path, size: int) -> Registered:
+        exports.edit_json(target / "manifest.json", registering())
+        onnx = target / "model.onnx"
         with onnx.open("ab") as file:  # an unknown protobuf field, which readers skip
             file.write(b"\xba\x3e" + _varint(size) + bytes(size))
-        exports.reseal(place, "model.onnx")
-        logged = log_bundle(place, self.uri)
+        exports.reseal(target, "model.onnx")
+        logged = log_bundle(target, self.uri)
         assert logged.registered is not None
         return logged.registered
 
     def send_undecided(self) -> Path:
         """Uploads a bundle as if the program had stopped before recording the decision on its version."""
-        place = bundle(self.folder)
-        version = self.send(place, 1000).version
+        target = bundle(self.folder)
+        version = self.send(target, 1000).version
         for tag in ("optexport.register", "optexport.register.why"):
             self.client.delete_model_version_tag("block", version, tag)
-        return place
+        return target
 
     @property
     def holder(self) -> str | None:
-        held = self.client.get_registered_model("block").aliases.get("champion")
-        return None if held is None else str(held)
+        version = self.client.get_registered_model("block").aliases.get("champion")
+        return None if version is None else str(version)
 
     @property
     def history(self) -> list[tuple[str, str]]:
@@ -60,8 +60,8 @@ class Registry:
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    content = bytearray()
     while number > 127:
-        found.append(number & 127 | 128)
+        content.append(number & 127 | 128)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*content, number])

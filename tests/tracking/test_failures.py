@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -13,19 +14,20 @@ from typing import Any
 import mlflow
 import pytest
 import sqlalchemy
+from click.testing import CliRunner
 from mlflow.exceptions import MlflowException
 
-from optexport._utils.progress import Progress
+from optexport.cli.main import cli
 from optexport.config.schema import TrackingConfig
-from optexport.errors import ParityError, TrackingError
+from optexport.errors import SourceError, TrackingError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
-from optexport.tracking import promotion, store
+from optexport.tracking import store
+from optexport.tracking.registry import promotion
 from optexport.tracking.resume import log_bundle
-from optexport.tracking.run import Tracker, new_run
+from optexport.tracking.run import Tracker, new_run, tracking
 from tests._helpers import stores
 from tests._helpers.servers import answering
-from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, bundle, only_run
 
 pytestmark = QUIET
@@ -33,9 +35,10 @@ pytestmark = QUIET
 
 def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    (tmp_path / "wrong_tracked_rule.py").write_text(RULES)
-    config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:ReluForGelu"')
-    with pytest.raises(ParityError) as caught:
+    config = stores.project(tmp_path, uri)
+    (module,) = tmp_path.glob("tracked_*.py")
+    module.write_text("def load():\n    raise RuntimeError('no weights')\n")
+    with pytest.raises(SourceError) as caught:
         pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
@@ -44,36 +47,52 @@ def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     assert run.data.metrics == {}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("error", "reason"), [(KeyboardInterrupt, "interrupted"), (MemoryError, "MemoryError")])
-def test_an_interrupted_run_is_marked_failed(tmp_path: Path, error: type[BaseException], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (KeyboardInterrupt(), "KILLED", "interrupted"),
+        (SystemExit(128 + signal.SIGTERM), "KILLED", "interrupted"),
+        (SystemExit(2), "FAILED", "2"),
+        (SystemExit("usage"), "FAILED", "usage"),
+        (MemoryError(), "FAILED", "MemoryError"),
+    ],
+)
+def test_an_interrupt_ends_a_run_as_killed_and_an_error_as_failed(
+    tmp_path: Path, error: BaseException, status: str, reason: str
+) -> None:
+    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
+    with pytest.raises(type(error)), tracking(config, tmp_path / "config.toml", tmp_path / "out", {}, {}):
+        raise error
+    run = only_run(config.uri)
+    assert (run.info.status, run.data.tags["optexport.failure"]) == (status, reason)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_command_run_ends_the_run_as_killed(tmp_path: Path, number: int, code: int) -> None:
     uri = stores.store(tmp_path)
-
-    def announce(name: str, seconds: float | None) -> None:
-        if name == "trace":
-            raise error
-
-    with pytest.raises(error):
-        pipeline_run.run(stores.project(tmp_path, uri), progress=Progress(announce))
+    config = stores.project(tmp_path, uri)
+    (module,) = tmp_path.glob("tracked_*.py")
+    module.write_text(f"import os\n\n\ndef load():\n    os.kill(os.getpid(), {number:d})\n")
+    result = CliRunner().invoke(cli, ["run", str(config)])
+    assert result.exit_code == code, result.output
     run = only_run(uri)
-    assert run.info.status in ("FAILED", "KILLED")
-    assert run.data.tags["optexport.failure"] == reason
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
 
 
-def test_a_run_interrupted_at_its_creation_is_marked_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_at_its_creation_ends_as_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The id was unknown, so the run stayed RUNNING."""
     uri = stores.store(tmp_path)
-    made = mlflow.MlflowClient.create_run
+    create_run = mlflow.MlflowClient.create_run
 
     def interrupted(*args: Any, **options: Any) -> None:
-        made(*args, **options)
+        create_run(*args, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mlflow.MlflowClient, "create_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipeline_run.run(stores.project(tmp_path, uri))
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
 
 
 @pytest.mark.slow
@@ -91,9 +110,9 @@ def test_a_run_interrupted_at_its_end_can_be_completed(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt) as caught:
         pipeline_run.run(config)
     (note,) = caught.value.__notes__
-    assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport upload ")
+    assert note.startswith("The bundle on disk is complete. To upload it, run: optexport upload ")
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
     monkeypatch.undo()
     log_bundle(tmp_path / "out" / "block", uri)
     assert only_run(uri).info.status == "FINISHED"
@@ -108,8 +127,8 @@ def test_a_failed_artifact_upload_does_not_fail_the_bundle(tmp_path: Path) -> No
     result = pipeline_run.run(config)
     assert result.tracking_failure is not None
     assert result.tracking_failure.exit_code == 7
-    assert "The bundle is whole on disk" in str(result.tracking_failure)
-    assert all(place.passed for place in verify(result.output).targets)
+    assert "The bundle on disk is complete" in str(result.tracking_failure)
+    assert all(target.passed for target in verify(result.output).targets)
     assert only_run(uri).info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()
     assert pipeline_run.run(config).tracking_failure is None
@@ -121,7 +140,7 @@ def test_an_invalid_store_fails_tracking_but_not_the_export(tmp_path: Path) -> N
     result = pipeline_run.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
     assert result.tracking_failure is not None
     assert result.run_id is None
-    assert all(place.passed for place in verify(result.output).targets)
+    assert all(target.passed for target in verify(result.output).targets)
 
 
 def test_an_unwritable_database_is_reported_at_once(tmp_path: Path) -> None:
@@ -153,9 +172,9 @@ def test_a_read_only_database_is_named_as_the_cause(tmp_path: Path) -> None:
     except sqlalchemy.exc.OperationalError as error:
         raised = MlflowException(str(error))  # as mlflow does
         raised.__cause__ = error
-    told = str(store.failure(raised, "sqlite:///mlflow.db", f"{store.when(raised)}: again"))
-    assert "OperationalError: attempt to write a readonly database\n" in told
-    assert "When its folder is there, and this user may write to both: again" in told
+    text = str(store.failure(raised, "sqlite:///mlflow.db", f"{store.retry_condition(raised)}: again"))
+    assert "OperationalError: attempt to write a readonly database\n" in text
+    assert "When the folder of the database exists, and this user may write to both: again" in text
 
 
 def test_an_unknown_run_is_reported_as_another_store(tmp_path: Path) -> None:
@@ -163,27 +182,29 @@ def test_an_unknown_run_is_reported_as_another_store(tmp_path: Path) -> None:
     client = store.open_store(stores.store(tmp_path), tmp_path)
     with pytest.raises(MlflowException) as raised:
         client.get_run("0123456789abcdef0123456789abcdef")
-    assert store.when(raised.value).startswith("This store does not know the run that was begun")
+    assert store.retry_condition(raised.value).startswith("The run of this bundle may be in another store")
 
 
 def test_a_row_written_by_another_process_needs_no_fix() -> None:
     """Two copies of a bundle were uploaded at once."""
     raised = MlflowException('(psycopg2.errors.UniqueViolation) duplicate key value violates "model_version_tag_pk"')
-    assert store.when(raised).startswith("Another process writes the same, as of a copy of this bundle. When it has")
+    assert store.retry_condition(raised).startswith(
+        "Another process uploads this bundle or a copy of it. When that process has"
+    )
 
 
 def test_a_long_retry_after_time_is_not_waited_for(tmp_path: Path) -> None:
-    place = bundle(tmp_path)
+    target = bundle(tmp_path)
     start = time.monotonic()
-    with answering(503, Retry_After="300") as uri, pytest.raises(TrackingError, match="When the store answers, again"):
-        log_bundle(place, uri)
+    with answering(503, Retry_After="300") as uri, pytest.raises(TrackingError, match="When the store answers, run"):
+        log_bundle(target, uri)
     assert time.monotonic() - start < 150
 
 
 def test_an_invalid_host_error_does_not_mention_credentials(tmp_path: Path) -> None:
-    said = "Invalid Host header - possible DNS rebinding attack detected"
-    hint = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
-    with answering(403, said) as uri, pytest.raises(TrackingError, match=hint):
+    body = "Invalid Host header - possible DNS rebinding attack detected"
+    hint = r"When the server accepts its host name \(mlflow server --allowed-hosts\), run"
+    with answering(403, body) as uri, pytest.raises(TrackingError, match=hint):
         log_bundle(bundle(tmp_path), uri)
 
 
@@ -191,39 +212,42 @@ def test_a_refused_request_counts_as_an_answer(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     client.delete_experiment(client.create_experiment("gone"))
-    with pytest.raises(TrackingError, match=r"state is deleted[^\n]*\n.*When what it says is mended, again") as caught:
+    with pytest.raises(TrackingError, match=r"state is deleted[^\n]*\n.*When the cause is fixed, run") as caught:
         log_bundle(bundle(tmp_path), uri, "gone")
     assert "When the store answers" not in str(caught.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pymysql") is not None, reason="the driver is installed")
 def test_a_missing_database_driver_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match="When pymysql is installed"):
+    with pytest.raises(TrackingError, match="When the Python package pymysql is installed"):
         log_bundle(bundle(tmp_path), "mysql+pymysql://localhost/mlflow")
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_refused_credentials_are_named_in_the_hint(tmp_path: Path, status: int) -> None:
     hint = (
-        r"When the credentials are right \(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+        r"When the credentials are correct \(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
         r"or user and password in the URI\)"
     )
-    place = bundle(tmp_path)
+    target = bundle(tmp_path)
     with answering(status) as uri:
-        with pytest.raises(TrackingError, match=rf"on disk\. {hint}, again with the same options: optexport upload"):
-            log_bundle(place, uri)
-        with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {hint}, do it again\."):
+        with pytest.raises(TrackingError, match=rf"is complete\. {hint}, run with the same options: optexport upload"):
+            log_bundle(target, uri)
+        with pytest.raises(TrackingError, match=rf"The alias did not move\. {hint}, run the command again\."):
             promotion.promote(uri, "block", "1", "champion")
-        tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", place)
+        tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", target)
         tracker.start({}, {})
-    later = rf"{hint}: optexport upload {place} --config '{tmp_path}/a config\.toml'"
-    with pytest.raises(TrackingError, match=later):
+    upload_hint = rf"{hint}, run: optexport upload {target} --config '{tmp_path}/a config\.toml'"
+    with pytest.raises(TrackingError, match=upload_hint):
         raise tracker.failure or AssertionError
 
 
 def test_a_server_with_empty_answers_is_reported_as_not_mlflow(tmp_path: Path) -> None:
     """The error said that the version does not exist."""
-    with answering(200, "{}") as uri, pytest.raises(TrackingError, match="what answers is no MLflow") as caught:
+    with (
+        answering(200, "{}") as uri,
+        pytest.raises(TrackingError, match="the server is not an MLflow server") as caught,
+    ):
         promotion.promote(uri, "block", "1", "champion")
     assert caught.value.exit_code == 7
 
@@ -235,5 +259,5 @@ def test_a_new_run_without_an_id_is_an_error() -> None:
         def create_run(self, experiment: str, tags: dict[str, str]) -> SimpleNamespace:
             return SimpleNamespace(info=SimpleNamespace(run_id=""))
 
-    with pytest.raises(ConnectionError, match="it made a run that has no id"):
+    with pytest.raises(ConnectionError, match="it created a run without an id"):
         new_run(Client(), "1", "name", {})

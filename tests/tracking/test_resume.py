@@ -43,10 +43,10 @@ def peak(size: int) -> Change:
 
 
 def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.5))
-    before = digests(place)
-    logged = log_bundle(place, uri)
-    assert digests(place) == before
+    uri, target = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.5))
+    before = digests(target)
+    logged = log_bundle(target, uri)
+    assert digests(target) == before
     (run,) = runs(uri)
     assert (run.info.run_id, run.info.status, logged.before) == (logged.run_id, "FINISHED", False)
     assert run.data.tags["torch"] == exports.exported().manifest.versions["torch"]
@@ -54,7 +54,7 @@ def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> 
     assert run.data.params["export.formats"]
     assert run.data.metrics["bench.onnx.batch_1.p50_ms"] == 1.25
     downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
-    assert bundle_files.read_manifest(downloaded) == bundle_files.read_manifest(place)
+    assert bundle_files.read_manifest(downloaded) == bundle_files.read_manifest(target)
     (output,) = run.outputs.model_outputs
     batch = {name: tensor.numpy() for name, tensor in exports.batch(3, 7).items()}
     assert mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(batch)["hidden"].shape == (3, 7, 8)
@@ -62,18 +62,18 @@ def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_signed_bundle_is_uploaded_with_its_signature(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    page.write(place)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    page.write(target)
     private, public = signed.pair(tmp_path)
-    sign(place, private)
-    logged = log_bundle(place, uri)
+    sign(target, private)
+    logged = log_bundle(target, uri)
     downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
     check(downloaded, public)
 
 
 def test_an_uploaded_bundle_is_not_uploaded_again(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
-    first, second = log_bundle(place, uri), log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
+    first, second = log_bundle(target, uri), log_bundle(target, uri)
     assert (first.run_id, first.before, second.before) == (second.run_id, False, True)
     assert first.registered == second.registered
     (run,) = runs(uri)
@@ -83,13 +83,13 @@ def test_an_uploaded_bundle_is_not_uploaded_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rewritten_report_does_not_create_another_run(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    first = log_bundle(place, uri)
-    before = (place / "measurements.json").read_bytes()
-    (place / "report.html").write_text("an older one")
-    page.write(place)
-    assert (place / "measurements.json").read_bytes() != before
-    again = log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    first = log_bundle(target, uri)
+    before = (target / "measurements.json").read_bytes()
+    (target / "report.html").write_text("an older one")
+    page.write(target)
+    assert (target / "measurements.json").read_bytes() != before
+    again = log_bundle(target, uri)
     assert (again.run_id, again.before) == (first.run_id, True)
 
 
@@ -97,9 +97,9 @@ def test_a_rewritten_report_does_not_create_another_run(tmp_path: Path) -> None:
 def test_equal_files_of_two_runs_stay_two_runs(tmp_path: Path) -> None:
     """Their manifests are equal, but their measurements differ."""
     uri = stores.store(tmp_path)
-    one, other = bundle(tmp_path), bundle(tmp_path)
-    assert (one / "manifest.json").read_bytes() == (other / "manifest.json").read_bytes()
-    assert log_bundle(one, uri).run_id != log_bundle(other, uri).run_id
+    first, second = bundle(tmp_path), bundle(tmp_path)
+    assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
+    assert log_bundle(first, uri).run_id != log_bundle(second, uri).run_id
     assert len({run.data.tags["optexport.bundle"] for run in runs(uri)}) == 1
 
 
@@ -133,14 +133,14 @@ def test_a_half_finished_run_is_completed_and_not_duplicated(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_stopped_at_its_end_gets_no_duplicates(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    place = bundle(tmp_path, measurements=timed(1.0, 1.5))
-    run_id = log_bundle(place, uri).run_id
+    target = bundle(tmp_path, measurements=timed(1.0, 1.5))
+    run_id = log_bundle(target, uri).run_id
     (first,) = runs(uri)
     names = set(first.data.metrics)
     before = histories(uri, run_id, names)
     client = mlflow.MlflowClient(uri)
     client.update_run(run_id, "RUNNING")  # everything was uploaded except its end
-    again = log_bundle(place, uri)
+    again = log_bundle(target, uri)
     assert (again.run_id, again.before) == (run_id, False)
     assert histories(uri, run_id, names) == before
     (run,) = runs(uri)
@@ -155,38 +155,38 @@ def test_a_run_stopped_at_its_end_gets_no_duplicates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_simultaneous_uploads_create_one_run(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(log_bundle, [place, place], [uri, uri]))
-    assert sorted(each.before for each in done) == [False, True]
+        uploads = list(pool.map(log_bundle, [target, target], [uri, uri]))
+    assert sorted(logged.before for logged in uploads) == [False, True]
     assert len(runs(uri)) == 1
 
 
 @pytest.mark.slow
 def test_a_deleted_run_is_not_continued(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    first = log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    first = log_bundle(target, uri)
     mlflow.MlflowClient(uri).delete_run(first.run_id)
-    assert log_bundle(place, uri).run_id != first.run_id
+    assert log_bundle(target, uri).run_id != first.run_id
 
 
 @pytest.mark.slow
 def test_a_bundle_of_another_store_gets_its_own_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    place = bundle(
+    target = bundle(
         tmp_path, measurements=lambda m: m.update(origin={"git": {"commit": "c0ffee"}, "mlflow_run": "0" * 32})
     )
-    logged = log_bundle(place, uri)
+    logged = log_bundle(target, uri)
     (run,) = runs(uri)
     assert run.info.run_id == logged.run_id
     assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
 
 
 def test_a_changed_bundle_is_not_uploaded(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    (place / "graph_after.txt").write_text("another graph")
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    (target / "graph_after.txt").write_text("another graph")
     with pytest.raises(BundleError, match=r"graph_after\.txt"):
-        log_bundle(place, uri)
+        log_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -196,44 +196,44 @@ def test_an_unrelated_run_is_not_taken_for_the_bundles_run(tmp_path: Path, statu
     """A bundle may name any run, and the model of that run would be registered."""
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
-    other = client.create_run(client.create_experiment("theirs"))
+    unrelated = client.create_run(client.create_experiment("theirs"))
     if status == "FINISHED":
-        client.set_terminated(other.info.run_id)
+        client.set_terminated(unrelated.info.run_id)
     earlier = log_bundle(bundle(tmp_path), uri)
-    for known in (other.info.run_id, earlier.run_id):
-        place = bundle(tmp_path, measurements=lambda m, run=known: m["origin"].update(mlflow_run=run))  # type: ignore[misc]
-        logged = log_bundle(place, uri)
+    for run_id in (unrelated.info.run_id, earlier.run_id):
+        target = bundle(tmp_path, measurements=lambda m, run=run_id: m["origin"].update(mlflow_run=run))  # type: ignore[misc]
+        logged = log_bundle(target, uri)
         assert not logged.before
-        assert logged.run_id not in (other.info.run_id, earlier.run_id)
-    found = client.get_run(other.info.run_id)
-    assert (found.info.status, found.data.params, found.data.metrics) == (status, {}, {})
+        assert logged.run_id not in (unrelated.info.run_id, earlier.run_id)
+    run = client.get_run(unrelated.info.run_id)
+    assert (run.info.status, run.data.params, run.data.metrics) == (status, {}, {})
 
 
 @pytest.mark.slow
 def test_a_bundle_unfit_for_mlflow_fails_before_the_upload(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    place = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
-    with pytest.raises(BundleError, match="MLflow cannot be told of it: KeyError: 'onnx'"):
-        log_bundle(place, uri)
+    target = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
+    with pytest.raises(BundleError, match=r"cannot be converted for MLflow \(KeyError: 'onnx'\)"):
+        log_bundle(target, uri)
     assert runs(uri) == []
 
 
 @pytest.mark.slow
 def test_undrawable_figures_are_a_bundle_error(tmp_path: Path) -> None:
     """They failed in the middle of the upload, and so did every retry."""
-    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
-    with pytest.raises(BundleError, match="MLflow cannot be told of it: .*[Oo]verflow"):
-        log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
+    with pytest.raises(BundleError, match="cannot be converted for MLflow .*[Oo]verflow"):
+        log_bundle(target, uri)
     assert runs(uri) == []
 
 
 @pytest.mark.slow
 def test_an_invalid_onnx_file_is_a_bundle_error(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    (place / "model.onnx").write_bytes(b"no model of ONNX's")
-    exports.reseal(place, "model.onnx")
-    with pytest.raises(BundleError, match="MLflow cannot be told of it: DecodeError"):
-        log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    (target / "model.onnx").write_bytes(b"no model of ONNX's")
+    exports.reseal(target, "model.onnx")
+    with pytest.raises(BundleError, match=r"cannot be converted for MLflow \(DecodeError"):
+        log_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -246,7 +246,7 @@ def failing(document: dict[str, Any]) -> None:
 def test_a_bundle_with_recorded_failures_is_not_uploaded(tmp_path: Path) -> None:
     """The bundle got the alias, and no correct version could be compared with it."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    with pytest.raises(BundleError, match="no bundle that passed says so"):
+    with pytest.raises(BundleError, match="the figures contradict a passed check"):
         log_bundle(bundle(tmp_path, manifest=failing), uri)
     assert not (tmp_path / "mlflow.db").exists()
 
@@ -254,29 +254,29 @@ def test_a_bundle_with_recorded_failures_is_not_uploaded(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_database_files_are_written_to_the_requested_folder(tmp_path: Path) -> None:
     """A relative URI refers to the config's folder, as in a run."""
-    place, beside = bundle(tmp_path), tmp_path / "beside"
-    beside.mkdir()
-    log_bundle(place, "sqlite:///mlflow.db", None, beside)
-    assert (beside / "mlflow.db").exists()
-    assert (beside / "mlartifacts").is_dir()
+    target, folder = bundle(tmp_path), tmp_path / "beside"
+    folder.mkdir()
+    log_bundle(target, "sqlite:///mlflow.db", None, folder)
+    assert (folder / "mlflow.db").exists()
+    assert (folder / "mlartifacts").is_dir()
 
 
 @pytest.mark.slow
 def test_an_unreachable_store_is_one_error(tmp_path: Path) -> None:
-    place = bundle(tmp_path)
-    with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:
-        log_bundle(place, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
+    target = bundle(tmp_path)
+    with pytest.raises(TrackingError, match="The bundle on disk is complete") as caught:
+        log_bundle(target, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
     assert caught.value.exit_code == 7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
-        ({"measurements": lambda m: m.update(date="yesterday")}, r"measurements\.json: its date is none"),
-        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00")}, r"measurements\.json: its date is"),
-        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00+14:00")}, r"measurements\.json: its date is"),
-        ({"measurements": lambda m: m.update(date="1969-12-31T23:59:59+00:00")}, r"its date is before 1970"),
+        ({"measurements": lambda m: m.update(date="yesterday")}, r"measurements\.json: the date is not valid"),
+        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00")}, r"measurements\.json: the date is"),
+        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00+14:00")}, r"measurements\.json: the date is"),
+        ({"measurements": lambda m: m.update(date="1969-12-31T23:59:59+00:00")}, r"the date is before 1970"),
         ({"measurements": timed(1.0, 1.5, cpus=10**400)}, r"measurements\.json: .* cpus"),
         ({"measurements": peak(10**400)}, r"measurements\.json: .* bench\.figures\.0\.peak_memory_bytes"),
         ({"measurements": peak(-1)}, r"measurements\.json: .* bench\.figures\.0\.peak_memory_bytes"),
@@ -288,9 +288,9 @@ def test_an_unreachable_store_is_one_error(tmp_path: Path) -> None:
         ({"manifest": lambda m: m["config"].update(register="x")}, r"manifest\.json: .* register"),
     ],
 )
-def test_malformed_documents_are_a_bundle_error(tmp_path: Path, changes: dict[str, Change], told: str) -> None:
+def test_malformed_documents_are_a_bundle_error(tmp_path: Path, changes: dict[str, Change], problem: str) -> None:
     """An edited document may have a matching digest."""
-    uri, place = stores.store(tmp_path), bundle(tmp_path, **changes)
-    with pytest.raises(BundleError, match=told):
-        log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path, **changes)
+    with pytest.raises(BundleError, match=problem):
+        log_bundle(target, uri)
     assert runs(uri) == []

@@ -85,10 +85,10 @@ def test_the_metrics_contain_parity_nodes_sizes_and_seconds(tracked: Tracked) ->
     assert metrics["nodes.after"] == manifest.nodes_after
     assert metrics["merge-linears.changes"] == 1
     assert metrics["merge-linears.nodes_after"] == metrics["merge-linears.nodes_before"] + 1
-    for place in ("original", "transformed_graph", "onnx", "onnx_optimized", "pt2"):
-        assert metrics[f"parity.{place}.hidden.max_abs"] >= 0
-        assert metrics[f"parity.{place}.hidden.cosine"] == pytest.approx(1.0)
-        assert metrics[f"parity.{place}.longest.argmax_agreement"] == 1.0
+    for target in ("original", "graph", "onnx", "onnx-optimized", "pt2"):
+        assert metrics[f"parity.{target}.hidden.max_abs"] >= 0
+        assert metrics[f"parity.{target}.hidden.cosine"] == pytest.approx(1.0)
+        assert metrics[f"parity.{target}.longest.argmax_agreement"] == 1.0
     assert metrics["parity.original.hidden.multiple"] == 1.0
     for file in manifest.files:
         assert metrics[f"bytes.{file.path}"] == file.size
@@ -99,7 +99,7 @@ def test_the_artifacts_contain_bundle_config_and_changed_nodes(tracked: Tracked)
     downloaded = tracked.artifact("bundle")
     here = {path.name: path.read_bytes() for path in tracked.result.output.iterdir()}
     assert {path.name: path.read_bytes() for path in downloaded.iterdir()} == here
-    assert all(place.passed for place in verify(downloaded).targets)
+    assert all(target.passed for target in verify(downloaded).targets)
     assert tracked.artifact("report.html").read_bytes() == (downloaded / "report.html").read_bytes()
     assert tracked.artifact("config.toml").read_text() == tracked.config.read_text()
     table = json.loads(tracked.artifact("transformed_nodes.json").read_text())
@@ -130,11 +130,11 @@ def test_the_logged_model_matches_the_bundle_at_other_sizes(tracked: Tracked, lo
     run = runners.open_onnx(tracked.result.files["onnx"], names, optimized=True)
     for size, sequence in ((1, 3), (7, 11)):
         batch = exports.batch(size, sequence)
-        want = run(batch)
-        got = logged_model.predict({name: tensor.numpy() for name, tensor in batch.items()})
-        assert list(got) == names
+        expected = run(batch)
+        outputs = logged_model.predict({name: tensor.numpy() for name, tensor in batch.items()})
+        assert list(outputs) == names
         for name in names:
-            np.testing.assert_array_equal(got[name], want[name].numpy())
+            np.testing.assert_array_equal(outputs[name], expected[name].numpy())
 
 
 def test_the_logged_models_signature_leaves_dynamic_axes_open(logged_model: Any) -> None:
@@ -160,9 +160,11 @@ def test_the_result_links_to_the_run_page(tracked: Tracked) -> None:
 def test_tables_and_figures_show_the_distance_of_each_target(tracked: Tracked) -> None:
     table = json.loads(tracked.artifact("parity.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    places = tracked.result.manifest.parity.targets
-    assert [(row["target"], row["output"]) for row in rows] == [(p.target, o.output) for p in places for o in p.outputs]
-    assert [row["distance"] for row in rows] == [o.max_abs for p in places for o in p.outputs]
+    targets = tracked.result.manifest.parity.targets
+    assert [(row["target"], row["output"]) for row in rows] == [
+        (p.target, o.output) for p in targets for o in p.outputs
+    ]
+    assert [row["distance"] for row in rows] == [o.max_abs for p in targets for o in p.outputs]
     for name, drawn in (("parity.png", True), ("latency.png", False)):
         listed = [file for file in tracked.client.list_artifacts(tracked.run.info.run_id) if file.path == name]
         assert len(listed) == drawn
@@ -181,14 +183,14 @@ def test_each_rule_is_a_step_of_the_metrics(tracked: Tracked) -> None:
 
 
 def test_the_traced_inputs_are_a_dataset_of_the_run(tracked: Tracked) -> None:
-    (found,) = tracked.run.inputs.dataset_inputs
-    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "parity")]
-    assert found.dataset.name == "traced"
-    assert found.dataset.digest
-    source = json.loads(found.dataset.source)["tags"]
+    (dataset_input,) = tracked.run.inputs.dataset_inputs
+    assert [(tag.key, tag.value) for tag in dataset_input.tags] == [("mlflow.data.context", "parity")]
+    assert dataset_input.dataset.name == "traced"
+    assert dataset_input.dataset.digest
+    source = json.loads(dataset_input.dataset.source)["tags"]
     assert source["file"] == "bundle/reference.safetensors"
     assert source["optexport.bundle"] == tracked.run.data.tags["optexport.bundle"]
-    features = json.loads(found.dataset.schema)["mlflow_tensorspec"]["features"]
+    features = json.loads(dataset_input.dataset.schema)["mlflow_tensorspec"]["features"]
     assert {"x", "mask"} <= {spec["name"] for spec in json.loads(features)} if isinstance(features, str) else features
 
 

@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 
 from optexport.tracking import run_params
 from optexport.tracking.bundle_record import BundleRecord
-from optexport.tracking.figures import figures
+from optexport.tracking.payload import draw_figures
 from optexport.tracking.upload import send_params
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET, bundle, timed
@@ -78,9 +78,9 @@ def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
         timed(1.0, 1.5)(document)
         document["bench"]["figures"][0]["shape"] = "batch_$usd^$=1"
 
-    drawn = figures(BundleRecord.read(bundle(tmp_path, manifest=change, measurements=dollars)))
-    assert set(drawn) == {"parity.png", "latency.png"}
-    for figure in drawn.values():
+    figures = draw_figures(BundleRecord.read(bundle(tmp_path, manifest=change, measurements=dollars)))
+    assert set(figures) == {"parity.png", "latency.png"}
+    for figure in figures.values():
         figure.savefig(io.BytesIO())
 
 

@@ -185,9 +185,9 @@ def test_copy_of_a_config_differs_only_in_its_secrets(tmp_path: Path) -> None:
         f'# uri = "http://joe:{SECRET}@there"\n[tracking]\nuri = "http://joe:{SECRET}@here#x"\n'
     )
     copy = read_redacted(config)
-    said, kept = tomllib.loads(config.read_text()), tomllib.loads(copy)
-    assert said.pop("tracking") != kept.pop("tracking")
-    assert said == kept
+    original, copied = tomllib.loads(config.read_text()), tomllib.loads(copy)
+    assert original.pop("tracking") != copied.pop("tracking")
+    assert original == copied
     assert SECRET not in copy
     assert "hunter2" not in copy
 
@@ -206,9 +206,9 @@ def test_redaction_takes_linear_time(text: str) -> None:
 
 
 def closed_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     return port
 
 
@@ -229,5 +229,5 @@ def test_run_shows_no_secret_of_the_tracking_uri(
 
 def test_first_line_includes_an_announced_list() -> None:
     """The message about a missing tokenizer package ended in the middle of a sentence."""
-    told = first_line(ValueError("Couldn't instantiate it from one of: \n(1) a file,\n(2) a class.\n3\n4\n5\n6"))
-    assert told == "Couldn't instantiate it from one of: (1) a file, (2) a class. 3 4"
+    line = first_line(ValueError("Couldn't instantiate it from one of: \n(1) a file,\n(2) a class.\n3\n4\n5\n6"))
+    assert line == "Couldn't instantiate it from one of: (1) a file, (2) a class. 3 4"

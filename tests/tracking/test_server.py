@@ -35,18 +35,18 @@ def database() -> Iterator[str]:
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    made = Server(folder, stores.store(folder) if request.param == "sqlite" else request.getfixturevalue("database"))
-    yield made
-    made.stop()
+    server = Server(folder, stores.store(folder) if request.param == "sqlite" else request.getfixturevalue("database"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """Yields a list of servers that a test may stop and restart. The last one is running."""
     folder = tmp_path_factory.mktemp("mortal")
-    made = [Server(folder, stores.store(folder))]
-    yield made
-    made[-1].stop()
+    servers = [Server(folder, stores.store(folder))]
+    yield servers
+    servers[-1].stop()
 
 
 def optexport(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -85,9 +85,9 @@ def only(server: Server, name: str) -> Run:
 
 def test_a_run_on_a_server_is_complete_and_without_secrets(server: Server, tmp_path: Path) -> None:
     with_secret = f"http://someone:{SECRET}@127.0.0.1:{server.port}"
-    done = optexport("run", "--json", project(tmp_path, with_secret, "whole"))
-    out, err = done.communicate(timeout=300)
-    assert done.returncode == 0, err
+    process = optexport("run", "--json", project(tmp_path, with_secret, "whole"))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     result = json.loads(out)
     assert SECRET not in out + err
     assert (result["registered"]["version"], result["registered"]["moved"]) == ("1", True)
@@ -97,17 +97,17 @@ def test_a_run_on_a_server_is_complete_and_without_secrets(server: Server, tmp_p
     version = client.get_model_version_by_alias("whole", "champion")
     assert SECRET not in repr(version) + repr(client.get_registered_model("whole"))
     downloaded = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
-    assert all(place.passed for place in verify(downloaded / "bundle").targets)
-    told = [path for path in downloaded.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert told == []
+    assert all(target.passed for target in verify(downloaded / "bundle").targets)
+    leaks = [path for path in downloaded.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert leaks == []
 
 
 def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_path: Path) -> None:
     def rated(multiple: float) -> Callable[[dict], None]:  # measured values depend on the processor
         def change(document: dict) -> None:
             registering("rated")(document)
-            for place in document["parity"]["targets"]:
-                place["outputs"][0]["multiple"] = multiple
+            for target in document["parity"]["targets"]:
+                target["outputs"][0]["multiple"] = multiple
 
         return change
 
@@ -116,28 +116,28 @@ def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_
     process = optexport("upload", worse, "--uri", server.uri)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 6, err
-    assert "parity: onnx-optimized, hidden: 1.35 times the floor, the champion's 0.5" in err
+    assert "parity: onnx-optimized, hidden: 1.35 times the noise floor (champion: 0.5)" in err
     for command, holder in ((["promote", "rated", "2"], "2"), (["rollback", "rated"], "1")):
         process = optexport(*command, "--uri", server.uri)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert f"rated version {holder} holds champion" in out
-        held = mlflow.MlflowClient(server.uri).get_registered_model("rated").aliases
-        assert held == {"champion": holder}
+        aliases = mlflow.MlflowClient(server.uri).get_registered_model("rated").aliases
+        assert aliases == {"champion": holder}
 
 
 def test_a_database_without_a_server_hides_its_password(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the default folder of artifacts
-    place = bundle(tmp_path, manifest=registering("direct"))
-    logged = log_bundle(place, database, "direct")
+    target = bundle(tmp_path, manifest=registering("direct"))
+    logged = log_bundle(target, database, "direct")
     assert SECRET not in repr(logged)
     run = mlflow.MlflowClient(database).get_run(logged.run_id)
     assert run.info.status == "FINISHED"
     assert SECRET not in json.dumps(run.to_dictionary())
     with pytest.raises(TrackingError) as caught:
-        log_bundle(place, database.replace("optexport:", "nobody:"), "direct")
+        log_bundle(target, database.replace("optexport:", "nobody:"), "direct")
     assert "127.0.0.1" in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -148,27 +148,27 @@ def before_the_start(servers: list[Server], process: Callable[[], subprocess.Pop
 
 
 def while_it_works(servers: list[Server], process: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    started = process()
+    program = process()
     for _ in range(1200):
         if runs(servers[-1].uri, "mortal"):
             break
         time.sleep(0.05)
     servers[-1].stop()
-    return started
+    return program
 
 
 def while_it_sends(servers: list[Server], process: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    started = process()
+    program = process()
     for _ in range(6000):
-        found = runs(servers[-1].uri, "mortal")
+        matches = runs(servers[-1].uri, "mortal")
         # The model is uploaded next.
-        if found and "optexport.measurements" in found[0].data.tags:
+        if matches and "optexport.measurements" in matches[0].data.tags:
             break
         time.sleep(0.01)
-    started.send_signal(signal.SIGSTOP)
+    program.send_signal(signal.SIGSTOP)
     servers[-1].stop()
-    started.send_signal(signal.SIGCONT)
-    return started
+    program.send_signal(signal.SIGCONT)
+    return program
 
 
 @pytest.mark.parametrize("moment", [before_the_start, while_it_works, while_it_sends])
@@ -183,24 +183,24 @@ def test_a_lost_server_exits_with_7_and_a_later_upload_completes(
     assert process.returncode == 7, err
     # The work takes ten seconds; the rest allows for a busy machine.
     assert time.monotonic() - start < 120
-    assert "The bundle is whole on disk" in err
+    assert "The bundle on disk is complete" in err
     assert "Traceback" not in err
     assert SECRET not in out + err
-    place = tmp_path / "out" / "block"
-    assert all(place.passed for place in verify(place).targets)
-    assert [path.name for path in place.parent.iterdir()] == ["block"]
-    again = optexport("upload", place, "--config", config)
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 7, err
+    target = tmp_path / "out" / "block"
+    assert all(target.passed for target in verify(target).targets)
+    assert [path.name for path in target.parent.iterdir()] == ["block"]
+    upload = optexport("upload", target, "--config", config)
+    out, err = upload.communicate(timeout=120)
+    assert upload.returncode == 7, err
     assert SECRET not in out + err
     mortal.append(mortal[-1].restarted())
     started = [run.info.run_id for run in runs(mortal[-1].uri, "mortal")]
     assert len(started) == (0 if moment is before_the_start else 1)
-    for said in ("sent", "was there already"):
-        again = optexport("upload", place, "--config", config)
-        out, err = again.communicate(timeout=120)
-        assert again.returncode == 0, err
-        assert said in out
+    for words in ("sent", "was there already"):
+        upload = optexport("upload", target, "--config", config)
+        out, err = upload.communicate(timeout=120)
+        assert upload.returncode == 0, err
+        assert words in out
         assert SECRET not in out + err
     run = only(mortal[-1], "mortal")
     assert [run.info.run_id] == (started or [run.info.run_id])
@@ -219,8 +219,8 @@ def test_lost_answers_create_no_duplicates(server: Server, tmp_path: Path, by: s
         if by == "run":
             process = optexport("run", project(tmp_path, uri, name))
         else:
-            place = bundle(tmp_path, manifest=registering(name))
-            process = optexport("upload", place, "--uri", uri, "--experiment", name)
+            target = bundle(tmp_path, manifest=registering(name))
+            process = optexport("upload", target, "--uri", uri, "--experiment", name)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert [kind for kind in CREATING if not any(lost.endswith(f"/{kind}") for lost in lossy.lost)] == []
@@ -236,40 +236,40 @@ def test_lost_answers_create_no_duplicates(server: Server, tmp_path: Path, by: s
 @pytest.mark.parametrize("lost", ["artifacts/bundle/model[.]onnx", "models/.*/model[.]onnx"])
 def test_files_lost_to_a_login_page_are_reported_and_sent_later(server: Server, tmp_path: Path, lost: str) -> None:
     name = f"signing on {'bundle' if 'bundle' in lost else 'model'}"
-    place = bundle(tmp_path, manifest=registering(name))
+    target = bundle(tmp_path, manifest=registering(name))
     with Lossy(signing_on=lost).to(server.port) as uri:
-        process = optexport("upload", place, "--uri", uri, "--experiment", name)
+        process = optexport("upload", target, "--uri", uri, "--experiment", name)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 7, err
-    assert "files did not arrive, though the store took them: " in err
-    assert "model.onnx is not there" in err
-    assert f"When the store keeps what it is sent, again with the same options: optexport upload {place}" in err
+    assert "the store accepted the upload but does not have all files: " in err
+    assert "model.onnx is missing" in err
+    assert f"When the store keeps all uploaded files, run with the same options: optexport upload {target}" in err
     (run,) = runs(server.uri, name)
     assert run.info.status == "FAILED"
-    log_bundle(place, server.uri, name)
+    log_bundle(target, server.uri, name)
     only(server, name)
 
 
 def test_the_complete_one_of_two_runs_of_a_bundle_counts(server: Server, tmp_path: Path) -> None:
     """An interrupted program may leave a newer, incomplete run, which is found first."""
-    place = bundle(tmp_path, manifest=registering("two"))
-    whole = log_bundle(place, server.uri, "two")
+    target = bundle(tmp_path, manifest=registering("two"))
+    complete = log_bundle(target, server.uri, "two")
     client = mlflow.MlflowClient(server.uri)
     (run,) = runs(server.uri, "two")
     client.create_run(run.info.experiment_id, tags=run.data.tags)
-    again = log_bundle(place, server.uri, "two")
-    assert (again.run_id, again.before) == (whole.run_id, True)
+    again = log_bundle(target, server.uri, "two")
+    assert (again.run_id, again.before) == (complete.run_id, True)
     assert len(client.search_model_versions("name = 'two'")) == 1
 
 
 def test_a_silent_server_fails_within_seconds(tmp_path: Path) -> None:
-    place = bundle(tmp_path)
+    target = bundle(tmp_path)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(64)
         start = time.monotonic()
         with pytest.raises(TrackingError, match="Read timed out"):
-            log_bundle(place, f"http://127.0.0.1:{silent.getsockname()[1]}")
+            log_bundle(target, f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert time.monotonic() - start < 30
 
 
@@ -277,14 +277,14 @@ def test_a_silent_database_fails_within_a_minute(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client library waits forever and ignores signals."""
-    monkeypatch.setattr("optexport.tracking.postgresql._ANSWERS_IN", 3)
-    monkeypatch.setattr("optexport.tracking.postgresql._silent", False)
+    monkeypatch.setattr("optexport.tracking.store._ANSWER_TIMEOUT", 3)
+    monkeypatch.setattr("optexport.tracking.store._is_silent", False)
     monkeypatch.chdir(tmp_path)
     log_bundle(bundle(tmp_path), database, "silent")  # creates the tables
     start = time.monotonic()
     with (
         falling_silent(database, 20_000) as uri,
-        pytest.raises(TrackingError, match=r"has not answered for [35] seconds") as caught,
+        pytest.raises(TrackingError, match=r"did not answer within [35] seconds") as caught,
     ):
         log_bundle(bundle(tmp_path), uri, "silent")
     assert time.monotonic() - start < 60

@@ -46,10 +46,10 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    store, place = stores.store(folder), bundle(folder, manifest=registering())
-    log_bundle(place, store)
+    store, target = stores.store(folder), bundle(folder, manifest=registering())
+    log_bundle(target, store)
     server = serving("models:/block@champion", store, folder)
-    yield Served(server, place, store)
+    yield Served(server, target, store)
     server.stop()
 
 
@@ -61,33 +61,35 @@ def test_the_example_client_gets_the_outputs_of_the_original(served: Served) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^(\w+) \[(.*)\]: (\S+) from the original$", done.stdout, re.MULTILINE)
-    assert [(name, shape) for name, shape, _ in found] == [("hidden", "2, 5, 8"), ("longest", "")]
+    rows = re.findall(r"^(\w+) \[(.*)\]: (\S+) from the original$", done.stdout, re.MULTILINE)
+    assert [(name, shape) for name, shape, _ in rows] == [("hidden", "2, 5, 8"), ("longest", "")]
     limits = exports.exported().manifest.parity.bounds
-    for name, _, distance in found:
+    for name, _, distance in rows:
         # The limit applies to the distance from float64. The original has a distance of one noise floor.
         assert float(distance) <= limits[name].limit + limits[name].floor
 
 
 def test_the_client_exits_with_1_if_another_model_is_served(served: Served, tmp_path: Path) -> None:
     """The client printed the distances, but exited with 0."""
-    other = Path(shutil.copytree(served.bundle, tmp_path / "other"))
-    stored = load_file(other / "reference.safetensors")
-    save_file({k: v + 1 if k == "0.outputs.hidden" else v for k, v in stored.items()}, other / "reference.safetensors")
-    for place, told in ((other, "hidden: not the answers of the model in"), (tmp_path / "no", "not a bundle")):
-        command = [sys.executable, str(CLIENT), served.server.uri, str(place)]
+    changed = Path(shutil.copytree(served.bundle, tmp_path / "other"))
+    stored = load_file(changed / "reference.safetensors")
+    save_file(
+        {k: v + 1 if k == "0.outputs.hidden" else v for k, v in stored.items()}, changed / "reference.safetensors"
+    )
+    for target, problem in ((changed, "hidden: not the answers of the model in"), (tmp_path / "no", "not a bundle")):
+        command = [sys.executable, str(CLIENT), served.server.uri, str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert told in done.stderr
+        assert problem in done.stderr
         assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_both_integer_widths_and_untraced_sizes_are_served(served: Served, dtype: type) -> None:
     batch = {name: tensor.numpy() for name, tensor in exports.batch(7, 11).items()}
-    want = exports.block()(**exports.batch(7, 11))["hidden"].detach().numpy()
-    got = served.ask({"inputs": {"x": batch["x"].tolist(), "mask": batch["mask"].astype(dtype).tolist()}})
-    np.testing.assert_allclose(np.asarray(got["hidden"]), want, atol=1e-5)
+    expected = exports.block()(**exports.batch(7, 11))["hidden"].detach().numpy()
+    outputs = served.ask({"inputs": {"x": batch["x"].tolist(), "mask": batch["mask"].astype(dtype).tolist()}})
+    np.testing.assert_allclose(np.asarray(outputs["hidden"]), expected, atol=1e-5)
 
 
 def test_a_call_with_a_missing_input_is_refused_with_its_name(served: Served) -> None:

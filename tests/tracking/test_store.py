@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from optexport.config.load import load_config
+from optexport.config.schema import TrackingConfig
 from optexport.errors import ConfigError
 from optexport.pipeline import run
 from optexport.redaction import keep_secret
 from optexport.tracking import store
+from optexport.tracking.run import Tracker
 from tests._helpers import stores
-from tests.tracking.bundles import QUIET, only_run
+from tests.tracking.bundles import QUIET, only_run, runs
 
 pytestmark = QUIET
 
@@ -51,10 +53,14 @@ def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_experiment_are_separate(tmp_path: Path) -> None:
-    config = stores.project(tmp_path, stores.store(tmp_path), formats='["pt2"]')
-    one, other = run.run(config), run.run(config)
-    assert one.run_id != other.run_id
-    assert one.tracking_failure is other.tracking_failure is None
+    config = TrackingConfig(uri=stores.store(tmp_path))
+    first, second = (Tracker(config, tmp_path / "config.toml", tmp_path / "out") for _ in range(2))
+    for tracker in (first, second):
+        tracker.start({}, {})
+        tracker.end()
+    assert first.run_id != second.run_id
+    assert first.failure is second.failure is None
+    assert {run.info.run_id for run in runs(config.uri)} == {first.run_id, second.run_id}
 
 
 @pytest.mark.slow
@@ -65,10 +71,10 @@ def test_several_processes_can_create_a_database_at_once(tmp_path: Path) -> None
         "print(len(store.open_store('sqlite:///new.db', Path(sys.argv[1])).search_experiments()))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    for process in started:
-        told, errors = process.communicate()
-        assert (process.returncode, told) == (0, "1\n"), errors
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        output, errors = process.communicate()
+        assert (process.returncode, output) == (0, "1\n"), errors
 
 
 @pytest.mark.slow
@@ -142,7 +148,7 @@ import os
 import optexport
 from optexport.tracking import store
 store.import_mlflow()
-with store.hastily():
+with store.short_timeout():
     print(*[os.environ[name] for name in {names}])
 import huggingface_hub.constants, mlflow.telemetry.utils
 print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, os.environ["MLFLOW_DISABLE_TELEMETRY"])

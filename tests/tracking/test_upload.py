@@ -40,7 +40,7 @@ def registered_project(folder: Path, uri: str) -> Path:
 def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
     uri, output = stores.store(tmp_path), tmp_path / "out" / "block"
     logged: list[Future[Logged]] = []
-    refused = []
+    errors = []
 
     def announce(name: str, seconds: float | None) -> None:
         if name != "track":
@@ -51,15 +51,15 @@ def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
         assert not logged[0].done()
         with pytest.raises(ConfigError) as caught, atomic_dir.drafting(output, check_replaceable):
             pass
-        refused.append(str(caught.value))
+        errors.append(str(caught.value))
 
     with ThreadPoolExecutor(1) as pool:
         result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
-        done = logged[0].result(60)
+        upload = logged[0].result(60)
     assert result.failure is None
-    assert len(refused) == 2
-    assert all("what is there is being sent to MLflow" in each for each in refused)
-    assert (done.run_id, done.before) == (result.run_id, True)
+    assert len(errors) == 2
+    assert all("what is there is being sent to MLflow" in error for error in errors)
+    assert (upload.run_id, upload.before) == (result.run_id, True)
     client = mlflow.MlflowClient(uri)
     assert len(client.search_logged_models([only_run(uri).info.experiment_id])) == 1
     assert len(client.search_model_versions("name = 'block'")) == 1
@@ -91,7 +91,7 @@ def test_a_run_does_not_upload_the_bundle_of_another_run(tmp_path: Path) -> None
             exports.edit_json(measured, lambda document: document["origin"].update(mlflow_run="0" * 32))
 
     result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
-    assert "it is of another run, which has replaced this one's" in str(result.tracking_failure)
+    assert "another run has replaced the bundle of this run" in str(result.tracking_failure)
     assert only_run(uri).info.status == "FAILED"
     assert mlflow.MlflowClient(uri).search_registered_models() == []
 
@@ -116,20 +116,18 @@ def test_a_file_changed_during_the_upload_is_not_registered(tmp_path: Path, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_upload_is_marked_failed_and_can_complete(
+def test_an_interrupted_upload_ends_as_killed_and_can_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
 ) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(resume, "send", sends_first(resume.send, sent))
-        ended = CliRunner().invoke(cli, ["upload", str(place), "--uri", uri])
+        patched.setattr(resume, "send_bundle", sends_first(resume.send_bundle, sent))
+        ended = CliRunner().invoke(cli, ["upload", str(target), "--uri", uri])
     assert ended.exit_code == code
-    assert (
-        "Error: interrupted\nHint: The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
-    )
+    assert "Error: interrupted\nHint: The bundle on disk is complete. Run the same command again" in ended.stderr
     (run,) = runs(uri)
-    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
-    again = log_bundle(place, uri)
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
+    again = log_bundle(target, uri)
     assert (again.run_id, again.before) == (run.info.run_id, False)
     (run,) = runs(uri)
     assert run.info.status == "FINISHED"
@@ -143,15 +141,15 @@ def test_a_run_interrupted_while_uploading_leaves_a_whole_bundle(
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri, formats='["pt2"]')
     with monkeypatch.context() as patched:
-        patched.setattr(tracking_run, "send", sends_first(tracking_run.send, signal.SIGTERM))
+        patched.setattr(tracking_run, "send_bundle", sends_first(tracking_run.send_bundle, signal.SIGTERM))
         ended = CliRunner().invoke(cli, ["run", str(config)])
     assert ended.exit_code == 143
-    place = tmp_path / "out" / "block"
-    told = f"  The bundle is whole on disk. What was not sent is sent by: optexport upload {place} --config {config}\n"
-    assert ended.stderr.endswith(f"Error: interrupted\n{told}")
+    target = tmp_path / "out" / "block"
+    note = f"  The bundle on disk is complete. To upload it, run: optexport upload {target} --config {config}\n"
+    assert ended.stderr.endswith(f"Error: interrupted\n{note}")
     run = only_run(uri)
-    assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
-    assert log_bundle(place, uri, "tracked").run_id == run.info.run_id
+    assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
+    assert log_bundle(target, uri, "tracked").run_id == run.info.run_id
     assert only_run(uri).info.status == "FINISHED"
 
 
@@ -161,19 +159,19 @@ def test_a_late_result_of_an_earlier_request_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, creates: str
 ) -> None:
     """The server completes an earlier request after the lookup and before the next request."""
-    uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
+    uri, target = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
     real = getattr(mlflow.MlflowClient, creates)
-    made: list[Any] = []
+    objects: list[Any] = []
 
     def twice(*arguments: Any, **options: Any) -> Any:
-        made.append(real(*arguments, **options))
+        objects.append(real(*arguments, **options))
         time.sleep(0.01)
         return real(*arguments, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(mlflow.MlflowClient, creates, twice)
-        logged = log_bundle(place, uri)
-    assert len(made) == 1
+        logged = log_bundle(target, uri)
+    assert len(objects) == 1
     (run,) = runs(uri)
     client = mlflow.MlflowClient(uri)
     (model,) = client.search_logged_models([run.info.experiment_id])
@@ -181,46 +179,46 @@ def test_a_late_result_of_an_earlier_request_counts(
     assert (version.run_id, version.version, version.source) == (logged.run_id, 1, f"models:/{model.model_id}")
     assert client.get_registered_model("block").aliases == {"champion": version.version}
     if creates == "create_logged_model":
-        assert model.model_id == made[0].model_id
+        assert model.model_id == objects[0].model_id
 
 
 @pytest.mark.slow
 def test_missing_files_are_reported_and_uploaded_later(tmp_path: Path) -> None:
-    uri, place = stores.store(tmp_path), bundle(tmp_path)
-    logged = log_bundle(place, uri)
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    logged = log_bundle(target, uri)
     client = mlflow.MlflowClient(uri)
 
     def check() -> None:
-        upload_check.check(lambda path: client.list_artifacts(logged.run_id, path), place, "bundle")
+        upload_check.check_upload(lambda path: client.list_artifacts(logged.run_id, path), target, "bundle")
 
     check()
-    kept = Path(client.get_run(logged.run_id).info.artifact_uri.removeprefix("file://")) / "bundle"
-    (kept / "model.onnx").unlink()
-    (kept / "graph_after.txt").write_text("short")
-    size = (place / "graph_after.txt").stat().st_size
+    stored = Path(client.get_run(logged.run_id).info.artifact_uri.removeprefix("file://")) / "bundle"
+    (stored / "model.onnx").unlink()
+    (stored / "graph_after.txt").write_text("short")
+    size = (target / "graph_after.txt").stat().st_size
     with pytest.raises(TrackingError) as caught:
         check()
-    told = f"bundle/graph_after.txt has 5 bytes of {size}; bundle/model.onnx is not there"
-    assert str(caught.value) == f"files did not arrive, though the store took them: {told}"
+    problems = f"bundle/graph_after.txt has 5 bytes (expected {size}); bundle/model.onnx is missing"
+    assert str(caught.value) == f"the store accepted the upload but does not have all files: {problems}"
     client.update_run(logged.run_id, "FAILED")
-    log_bundle(place, uri)
+    log_bundle(target, uri)
     check()
 
 
 def test_each_database_driver_gets_its_own_timeout_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow supports pg8000, which has no `connect_timeout` option."""
-    asked = []
+    connections = []
 
     class Refusing(types.ModuleType):
         __version__, paramstyle = "1.31.6", "format"
         Error = DatabaseError = OperationalError = InterfaceError = ConnectionError
 
         def connect(self, **options: Any) -> None:
-            asked.append(options)
+            connections.append(options)
             raise ConnectionError
 
     monkeypatch.setitem(sys.modules, "pg8000", Refusing("pg8000"))
     with pytest.raises(Exception, match=r"ConnectionError|^$"):
         store._check_database("postgresql+pg8000://someone@127.0.0.1/there")
-    assert asked[0]["timeout"] == 5
-    assert "connect_timeout" not in asked[0]
+    assert connections[0]["timeout"] == 5
+    assert "connect_timeout" not in connections[0]

@@ -15,7 +15,7 @@ from optexport.config.schema import TrackingConfig
 from optexport.tracking import run
 from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import REASON_TAG, Tracker
-from optexport.tracking.run_lookup import FOLDER_TAG, folder_of
+from optexport.tracking.run_lookup import FOLDER_TAG, folder_id
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET, bundle, runs
 
@@ -27,13 +27,13 @@ def left(folder: Path, uri: str) -> tuple[Path, str]:
     tracker = Tracker(TrackingConfig(uri=uri), folder / "config.toml", folder / "none")
     tracker.start({}, {})
     assert tracker.run_id is not None
-    place = bundle(folder, measurements=lambda m: m["origin"].update(mlflow_run=tracker.run_id))
-    return place, tracker.run_id
+    target = bundle(folder, measurements=lambda m: m["origin"].update(mlflow_run=tracker.run_id))
+    return target, tracker.run_id
 
 
-def after_the_next(folder: Path, uri: str, place: Path, left_run: str) -> Run:
+def after_the_next(folder: Path, uri: str, target: Path, left_run: str) -> Run:
     """Starts another run in the bundle's folder and returns the unfinished run."""
-    following = Tracker(TrackingConfig(uri=uri), folder / "config.toml", place)
+    following = Tracker(TrackingConfig(uri=uri), folder / "config.toml", target)
     following.start({}, {})
     assert following.failure is None
     assert following.run_id not in (None, left_run)
@@ -44,63 +44,63 @@ def after_the_next(folder: Path, uri: str, place: Path, left_run: str) -> Run:
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_next_run_ends_a_leftover_and_upload_completes_it(tmp_path: Path, sent: bool) -> None:
     uri = stores.store(tmp_path)
-    place, known = left(tmp_path, uri)
+    target, run_id = left(tmp_path, uri)
     if sent:  # everything except its end
-        log_bundle(place, uri)
-        mlflow.MlflowClient(uri).update_run(known, "RUNNING")
-    ended = after_the_next(tmp_path, uri, place, known)
+        log_bundle(target, uri)
+        mlflow.MlflowClient(uri).update_run(run_id, "RUNNING")
+    ended = after_the_next(tmp_path, uri, target, run_id)
     assert ended.info.status == "FAILED"
-    assert ended.data.tags[REASON_TAG] == "it ended before all was sent, and another run to its output began"
-    logged = log_bundle(place, uri)
-    assert (logged.run_id, logged.before) == (known, False)
-    (whole,) = [each for each in runs(uri) if each.info.run_id == known]
-    assert whole.info.status == "FINISHED"
-    assert REASON_TAG not in whole.data.tags
+    assert ended.data.tags[REASON_TAG] == "the upload was incomplete when another run to the same output started"
+    logged = log_bundle(target, uri)
+    assert (logged.run_id, logged.before) == (run_id, False)
+    (completed,) = [run for run in runs(uri) if run.info.run_id == run_id]
+    assert completed.info.status == "FINISHED"
+    assert REASON_TAG not in completed.data.tags
 
 
 @pytest.mark.slow
 def test_a_run_still_uploading_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    place, known = left(tmp_path, uri)
-    with atomic_dir.locked(place, wait=True):
-        assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
+    target, run_id = left(tmp_path, uri)
+    with atomic_dir.locked(target, wait=True):
+        assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_run_uploading_from_a_copy_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    place, known = left(tmp_path, uri)
-    copy = Path(shutil.copytree(place, tmp_path / "copy"))
-    mlflow.MlflowClient(uri).set_tag(known, FOLDER_TAG, folder_of(copy))
-    assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
+    target, run_id = left(tmp_path, uri)
+    copy = Path(shutil.copytree(target, tmp_path / "copy"))
+    mlflow.MlflowClient(uri).set_tag(run_id, FOLDER_TAG, folder_id(copy))
+    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_run_is_not_ended_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems do not support locks."""
     uri = stores.store(tmp_path)
-    place, known = left(tmp_path, uri)
+    target, run_id = left(tmp_path, uri)
     monkeypatch.setattr(atomic_dir, "_acquire", lambda path, *, wait: contextlib.ExitStack())
-    assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
+    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_run_of_another_bundle_is_not_ended(tmp_path: Path) -> None:
     """A bundle may name any run as its own."""
     uri = stores.store(tmp_path)
-    other = log_bundle(bundle(tmp_path), uri).run_id
-    mlflow.MlflowClient(uri).update_run(other, "RUNNING")
-    place = bundle(tmp_path, measurements=lambda m: m["origin"].update(mlflow_run=other))
-    assert after_the_next(tmp_path, uri, place, other).info.status == "RUNNING"
+    foreign_id = log_bundle(bundle(tmp_path), uri).run_id
+    mlflow.MlflowClient(uri).update_run(foreign_id, "RUNNING")
+    target = bundle(tmp_path, measurements=lambda m: m["origin"].update(mlflow_run=foreign_id))
+    assert after_the_next(tmp_path, uri, target, foreign_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_refused_lookup_does_not_fail_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = stores.store(tmp_path)
-    place, known = left(tmp_path, uri)
+    target, run_id = left(tmp_path, uri)
 
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(run, "run_of", refuse)
-    assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
+    monkeypatch.setattr(run, "find_run", refuse)
+    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import ConfigError, OptexportError, first_line
-from optexport.tracking import aliases, store
+from optexport.tracking import store
 from optexport.tracking.bundle_record import BUNDLE_TAG, BundleRecord
+from optexport.tracking.registry import aliases
 
 # Tag of a version: the digest of the bundle that was exported from it.
 EXPORTED_TAG = "optexport.exported"
@@ -22,7 +23,7 @@ class Version:
     version: str
 
 
-def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]]:
+def find_versions_to_export(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]]:
     """Returns the newest version of each matching model that is not exported.
 
     Args:
@@ -39,38 +40,38 @@ def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]
     """
     try:
         client = store.open_store(uri, folder)
-        found, left = list[Version](), list[str]()
+        versions, skipped = list[Version](), list[str]()
         token: str | None = None
         while True:
             page = client.search_registered_models(filter_string=query, page_token=token)
             for model in page:
-                if (version := _newest(client, model.name)) is None:
-                    left.append(model.name)
+                if (version := _find_newest(client, model.name)) is None:
+                    skipped.append(model.name)
                 else:
-                    found.append(version)
+                    versions.append(version)
             token = page.token
             if not token:
-                return found, left
+                return versions, skipped
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
         if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
             raise ConfigError(
-                f"MLflow does not understand it: {first_line(error)}",
+                f"the filter is not valid: {first_line(error)}",
                 location=f"--from-registry {query}",
-                hint="Write a filter of registered models, as in \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
+                hint="Write a filter like \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
             ) from error
-        raise store.failure(error, uri, "Nothing was run.") from error
+        raise store.failure(error, uri, "No config was run.") from error
 
 
-def _newest(client: Any, name: str) -> Version | None:
-    versions = client.search_model_versions(aliases.named(name), order_by=["version_number DESC"], max_results=1)
+def _find_newest(client: Any, name: str) -> Version | None:
+    versions = client.search_model_versions(aliases.name_filter(name), order_by=["version_number DESC"], max_results=1)
     if not versions or {BUNDLE_TAG, EXPORTED_TAG} & versions[0].tags.keys():
         return None
     return Version(name, str(versions[0].version))
 
 
-def mark(uri: str, folder: Path, version: Version, bundle: Path) -> None:
+def mark_exported(uri: str, folder: Path, version: Version, bundle: Path) -> None:
     """Tags a version with the digest of the bundle that was exported from it.
 
     Raises:
@@ -82,4 +83,6 @@ def mark(uri: str, folder: Path, version: Version, bundle: Path) -> None:
     except OptexportError:
         raise
     except Exception as error:
-        raise store.failure(error, uri, f"{bundle} is whole; the next batch makes it again.") from error
+        raise store.failure(
+            error, uri, f"The bundle {bundle} is complete, but the next batch will export it again."
+        ) from error

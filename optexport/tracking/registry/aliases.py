@@ -17,12 +17,12 @@ _HISTORY_TAG = "optexport.history."
 _ROLLING_BACK_TAG = "optexport.rolling_back."
 # Key of the last history entry while the alias moves.
 _MOVING = "moving"
-_LONGEST_HISTORY = 100
+_MAX_HISTORY = 100
 # In characters: the limit of MLflow's databases for a tag of the registry.
 LONGEST_TAG = 5000
 
 
-def model_of(client: Any, name: str) -> Any:
+def get_model(client: Any, name: str) -> Any:
     """Returns the registered model.
 
     Raises:
@@ -33,31 +33,33 @@ def model_of(client: Any, name: str) -> Any:
     from mlflow.exceptions import MlflowException
 
     try:
-        found = client.get_registered_model(name)
+        model = client.get_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        known = [model.name for model in client.search_registered_models()]
-        raise ConfigError("there is no such registered model", location=name, hint=did_you_mean(name, known)) from error
+        names = [model.name for model in client.search_registered_models()]
+        raise ConfigError("unknown registered model", location=name, hint=did_you_mean(name, names)) from error
     # Some databases ignore case when they look up names.
-    if str(found.name).casefold() != name.casefold():
-        raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {str(found.name)!r}")
-    return found
+    if str(model.name).casefold() != name.casefold():
+        raise ConnectionError(
+            f"the server is not an MLflow server: asked for the model {name}, it returned {str(model.name)!r}"
+        )
+    return model
 
 
-def holder_of(client: Any, name: str, alias: str) -> str | None:
+def find_holder(client: Any, name: str, alias: str) -> str | None:
     """Returns the version that holds the alias, or None."""
-    held = model_of(client, name).aliases.get(alias)
-    return None if held is None else str(held)
+    version = get_model(client, name).aliases.get(alias)
+    return None if version is None else str(version)
 
 
-def versions(client: Any, name: str) -> list[str]:
+def list_versions(client: Any, name: str) -> list[str]:
     """Returns the versions of a registered model, oldest first."""
-    found = client.search_model_versions(named(name))
-    return sorted((str(version.version) for version in found), key=int)
+    versions = client.search_model_versions(name_filter(name))
+    return sorted((str(version.version) for version in versions), key=int)
 
 
-def named(name: str) -> str:
+def name_filter(name: str) -> str:
     """Returns an MLflow filter for a name. MLflow cannot escape quotes of the same kind."""
     quote = '"' if "'" in name else "'"
     return f"name = {quote}{name}{quote}"
@@ -74,32 +76,35 @@ def move(client: Any, name: str, alias: str, version: str, by: str, champion: st
             version still holds it.
     """
     entry = _entry(version, by)
-    write_history(client, name, alias, [*history_of(client, name, alias), entry | {_MOVING: version}])
+    write_history(client, name, alias, [*read_history(client, name, alias), entry | {_MOVING: version}])
     end_rollback(client, name, alias)
-    if (before := holder_of(client, name, alias)) != champion and by == "ratchet":
+    if (before := find_holder(client, name, alias)) != champion and by == "ratchet":
         return False
-    give(client, name, alias, version, before)
+    set_alias(client, name, alias, version, before)
     # Other processes may have written to the history in the meantime.
-    written = _entries(model_of(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
-    write_history(client, name, alias, [*(each for each in written if _MOVING not in each), entry])
+    entries = _parse_history(get_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    write_history(client, name, alias, [*(old for old in entries if _MOVING not in old), entry])
     return True
 
 
-def give(client: Any, name: str, alias: str, version: str, before: str | None) -> None:
+def set_alias(client: Any, name: str, alias: str, version: str, before: str | None) -> None:
     """Sets the alias to a version and checks that the registry agrees.
 
     Raises:
         ConnectionError: The alias did not move, although the server reported success.
     """
     client.set_registered_model_alias(name, alias, version)
-    if (holder := holder_of(client, name, alias)) == before != version:
-        raise ConnectionError(f"the alias {alias} was moved to version {version}, and is at {holder} all the same")
+    if (holder := find_holder(client, name, alias)) == before != version:
+        position = "still unset" if holder is None else f"still at version {holder}"
+        raise ConnectionError(
+            f"the server reported that the alias {alias} moved to version {version}, but the alias is {position}"
+        )
 
 
-def begun(client: Any, name: str, alias: str) -> tuple[str, str] | None:
+def find_rollback(client: Any, name: str, alias: str) -> tuple[str, str] | None:
     """Returns the old and new version of an unfinished rollback, or None."""
     try:
-        before, after = json.loads(model_of(client, name).tags.get(f"{_ROLLING_BACK_TAG}{alias}", "null"))
+        before, after = json.loads(get_model(client, name).tags.get(f"{_ROLLING_BACK_TAG}{alias}", "null"))
     except (ValueError, TypeError, RecursionError):  # missing, or edited on MLflow's page
         return None
     return str(before), str(after)
@@ -112,43 +117,43 @@ def begin_rollback(client: Any, name: str, alias: str, step: tuple[str, str]) ->
 
 def end_rollback(client: Any, name: str, alias: str) -> None:
     """Deletes the record of a rollback, so that the next one goes one version further back."""
-    if begun(client, name, alias) is not None:
+    if find_rollback(client, name, alias) is not None:
         client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
 
 
-def history_of(client: Any, name: str, alias: str) -> list[dict[str, str]]:
+def read_history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
     """Returns the history of the alias, ending with its current holder.
 
     Users may move an alias on MLflow's page. The current holder is appended if the history lacks it.
     """
-    model = model_of(client, name)
-    history = _entries(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    model = get_model(client, name)
+    history = _parse_history(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     holder = model.aliases.get(alias)
     if history and history[-1].pop(_MOVING, None) is not None and history[-1]["version"] != str(holder):
         del history[-1]
     if holder is None:
         return history
-    places = [index for index, entry in enumerate(history) if entry["version"] == str(holder)]
-    return history[: places[-1] + 1] if places else [*history, _entry(str(holder), "others")]
+    indices = [index for index, entry in enumerate(history) if entry["version"] == str(holder)]
+    return history[: indices[-1] + 1] if indices else [*history, _entry(str(holder), "others")]
 
 
-def gave_way(client: Any, name: str, alias: str, version: str) -> bool:
+def was_superseded(client: Any, name: str, alias: str, version: str) -> bool:
     """Returns True if a version held the alias and another one was promoted by hand later.
 
     The entry after a version's own entry was written while that version held the alias.
     """
-    entries = _entries(model_of(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
-    places = [index for index, entry in enumerate(entries) if entry["version"] == version]
-    return bool(places) and any(entry.get("by") == "promote" for entry in entries[places[-1] + 1 :])
+    entries = _parse_history(get_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    indices = [index for index, entry in enumerate(entries) if entry["version"] == version]
+    return bool(indices) and any(entry.get("by") == "promote" for entry in entries[indices[-1] + 1 :])
 
 
-def _entries(text: str) -> list[dict[str, str]]:
+def _parse_history(text: str) -> list[dict[str, str]]:
     """Parses a history tag. Invalid content gives an empty list, because anyone may edit tags."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    entries = found if isinstance(found, list) else []
+    entries = document if isinstance(document, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("version"), str)]
 
 
@@ -158,9 +163,9 @@ def _entry(version: str, by: str) -> dict[str, str]:
 
 def write_history(client: Any, name: str, alias: str, history: list[dict[str, str]]) -> None:
     """Writes the most recent entries of a history that fit into its tag."""
-    kept = history[-_LONGEST_HISTORY:]
-    while len(text := json.dumps(kept, separators=(",", ":"))) > LONGEST_TAG:
-        kept = kept[1:]
+    recent = history[-_MAX_HISTORY:]
+    while len(text := json.dumps(recent, separators=(",", ":"))) > LONGEST_TAG:
+        recent = recent[1:]
     client.set_registered_model_tag(name, f"{_HISTORY_TAG}{alias}", text)
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
-from optexport.tracking import aliases, promotion, registry
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry import aliases, promotion
+from optexport.tracking.registry.registration import Registered
 from optexport.tracking.resume import log_bundle
 from tests.tracking.bundles import QUIET
 from tests.tracking.registries import Registry
@@ -42,9 +42,9 @@ def test_promotion_and_rollback_follow_the_history(store: Registry) -> None:
     assert "optexport.rolled_back" not in store.tags("3")
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
-    with pytest.raises(ConfigError, match="version 1 holds it, and nothing tells of one that did before") as caught:
+    with pytest.raises(ConfigError, match="the history has no holder before version 1") as caught:
         promotion.rollback(store.uri, "block", "champion")
-    assert "Versions are 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
+    assert "Choose one of the versions 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
     assert store.holder == "1"
 
 
@@ -55,7 +55,7 @@ def test_a_missing_database_is_reported_and_not_created(tmp_path: Path) -> None:
         lambda: promotion.promote(uri, "block", "1", "champion"),
         lambda: promotion.rollback(uri, "block", "champion"),
     ):
-        with pytest.raises(ConfigError, match="there is no such database"):
+        with pytest.raises(ConfigError, match="the database does not exist"):
             ask()
     assert list(tmp_path.iterdir()) == []
 
@@ -67,7 +67,7 @@ def test_repeating_an_interrupted_promotion_completes_it(store: Registry, writes
         store.log()
     store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
     with contextlib.suppress(KeyboardInterrupt):
-        registry.promote(_Ended(store.client, writes), "block", "2", "champion")
+        promotion.promote_version(_Ended(store.client, writes), "block", "2", "champion")
     promotion.promote(store.uri, "block", "2", "champion")
     assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved")
     assert store.tags("2")["optexport.register.why"] == "by hand"
@@ -83,7 +83,7 @@ def test_repeating_an_interrupted_rollback_goes_back_one_version(store: Registry
         store.log()
     with pytest.raises(KeyboardInterrupt):
         ended = _Ended(store.client, writes)
-        registry.rollback(ended, "block", "champion")
+        promotion.roll_back_version(ended, "block", "champion")
         aliases.end_rollback(ended, "block", "champion")
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
     assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
@@ -98,7 +98,7 @@ def test_a_promotion_cancels_an_interrupted_rollback(store: Registry) -> None:
     for _ in range(3):
         store.log()
     with pytest.raises(KeyboardInterrupt):
-        registry.rollback(_Ended(store.client, 2), "block", "champion")
+        promotion.roll_back_version(_Ended(store.client, 2), "block", "champion")
     for version in ("1", "2"):
         promotion.promote(store.uri, "block", version, "champion")
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
@@ -113,8 +113,8 @@ def test_a_rollback_with_a_lost_answer_names_the_next_command(
     for _ in range(3):
         store.log()
 
-    def lost(*given: Any) -> None:
-        end_rollback(*given)
+    def lost(*arguments: Any) -> None:
+        end_rollback(*arguments)
         raise error
 
     end_rollback = aliases.end_rollback
@@ -122,11 +122,11 @@ def test_a_rollback_with_a_lost_answer_names_the_next_command(
         patched.setattr(aliases, "end_rollback", lost)
         promotion.rollback(store.uri, "block", "champion")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "Version 2 holds champion." in told
-    told, _, command = told.partition("complete it, not with another rollback:\n")
-    done = CliRunner().invoke(cli, shlex.split(command.strip().splitlines()[0])[1:])
-    assert done.exit_code == 0, done.output
+    text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "Version 2 holds champion." in text
+    text, _, command = text.partition("run this command, not another rollback:\n")
+    result = CliRunner().invoke(cli, shlex.split(command.strip().splitlines()[0])[1:])
+    assert result.exit_code == 0, result.output
     assert store.holder == "2"
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
@@ -139,10 +139,10 @@ def test_a_rollback_ignores_an_interrupted_promotion(store: Registry) -> None:
     store.client.delete_registered_model_alias("block", "champion")
     store.client.delete_registered_model_tag("block", "optexport.history.champion")
     with pytest.raises(KeyboardInterrupt):
-        registry.promote(_Ended(store.client, 1), "block", "1", "champion")
+        promotion.promote_version(_Ended(store.client, 1), "block", "1", "champion")
     promotion.promote(store.uri, "block", "2", "champion")
     assert store.history == [("2", "promote")]
-    with pytest.raises(ConfigError, match="nothing tells of one that did before"):
+    with pytest.raises(ConfigError, match="the history has no holder before version 2"):
         promotion.rollback(store.uri, "block", "champion")
 
 
@@ -163,7 +163,7 @@ def test_promoting_the_holder_ends_an_interrupted_rollback(store: Registry) -> N
     """The interrupted rollback made a later one report success without an effect."""
     for _ in range(3):
         store.log()
-    registry.rollback(store.client, "block", "champion")  # up to its last write
+    promotion.roll_back_version(store.client, "block", "champion")  # up to its last write
     promotion.promote(store.uri, "block", "2", "champion")
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
@@ -174,21 +174,21 @@ def test_the_reason_for_no_comparison_survives_an_interruption(
 ) -> None:
     store.log()
     store.client.delete_model_version("block", "1")
-    place = store.send_undecided()
-    why = "not compared: version 1, which held champion last, is gone"
-    store.client.set_model_version_tag("block", "2", "optexport.register.why", why)  # the reason is recorded first
-    again = log_bundle(place, store.uri).registered
+    target = store.send_undecided()
+    reason = "not compared: version 1, the last holder of champion, was deleted"
+    store.client.set_model_version_tag("block", "2", "optexport.register.why", reason)  # the reason is recorded first
+    again = log_bundle(target, store.uri).registered
     assert again is not None
-    assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (why,), why)
+    assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (reason,), reason)
 
 
 @pytest.mark.slow
 def test_uploading_a_bundle_again_does_not_undo_a_promotion(store: Registry) -> None:
     """The first upload stopped after moving the alias and before recording the move."""
     store.log()
-    place = store.send_undecided()
+    target = store.send_undecided()
     promotion.promote(store.uri, "block", "1", "champion")
-    again = log_bundle(place, store.uri).registered
+    again = log_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
     assert store.tags("2")["optexport.register"] == "moved"
@@ -198,9 +198,9 @@ def test_uploading_a_bundle_again_does_not_undo_a_promotion(store: Registry) -> 
 def test_uploading_a_bundle_again_does_not_undo_a_rollback(store: Registry) -> None:
     """The first upload stopped after moving the alias and before recording the move."""
     store.log()
-    place = store.send_undecided()
+    target = store.send_undecided()
     promotion.rollback(store.uri, "block", "champion")
-    again = log_bundle(place, store.uri).registered
+    again = log_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
 
@@ -240,14 +240,18 @@ def test_a_rollback_uses_the_last_of_equal_history_entries(store: Registry) -> N
 
 
 def test_names_in_hints_are_quoted_for_a_shell() -> None:
-    found = Registered("it's; mine", "2", "champion", "1", False, (), "sqlite:///a b.db")
-    command = str(found.failure).rpartition("To move it all the same: ")[2]
-    told = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
-    assert shlex.split(command) == [*told, "--uri", "sqlite:///a b.db"]
-    dashed = str(replace(found, name="-m").failure).rpartition("To move it all the same: ")[2]
+    registered = Registered("it's; mine", "2", "champion", "1", False, (), "sqlite:///a b.db")
+    command = str(registered.failure).rpartition("To move the alias anyway, run: ")[2]
+    expected = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
+    assert shlex.split(command) == [*expected, "--uri", "sqlite:///a b.db"]
+    dashed = str(replace(registered, name="-m").failure).rpartition("To move the alias anyway, run: ")[2]
     assert shlex.split(dashed)[-3:] == ["--", "-m", "2"]
-    secret = replace(found, uri="https://me:secret@mlflow")
-    assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == [*told, "--uri", "URI"]
+    secret = replace(registered, uri="https://me:secret@mlflow")
+    assert shlex.split(str(secret.failure).rpartition("To move the alias anyway, run: ")[2]) == [
+        *expected,
+        "--uri",
+        "URI",
+    ]
 
 
 @pytest.mark.slow
@@ -263,8 +267,8 @@ def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "words"),
     [
-        ("blok", "1", 'there is no such registered model\nHint: Did you mean "block"'),
-        ("block", "9", "no such version"),
+        ("blok", "1", 'unknown registered model\nHint: Did you mean "block"'),
+        ("block", "9", "unknown version"),
         ("", "1", 'NAME: "" is not a valid name of a registered model'),
         ("block/1", "1", 'NAME: "block/1" is not a valid name of a registered model'),
     ],
@@ -280,7 +284,7 @@ def test_a_missing_model_or_version_cannot_be_promoted(store: Registry, name: st
 @pytest.mark.slow
 def test_an_unassigned_alias_cannot_be_rolled_back(store: Registry) -> None:
     store.log()
-    with pytest.raises(ConfigError, match="no version holds it"):
+    with pytest.raises(ConfigError, match="no version holds the alias"):
         promotion.rollback(store.uri, "block", "challenger")
 
 
@@ -299,9 +303,9 @@ def test_a_history_fits_into_a_postgres_tag(store: Registry) -> None:
     store.log()
     entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
     aliases.write_history(store.client, "block", "champion", entries)
-    found = store.client.get_registered_model("block").tags["optexport.history.champion"]
-    assert 4900 < len(found) <= 5000
-    assert json.loads(found)[-1] == entries[-1]
+    tag = store.client.get_registered_model("block").tags["optexport.history.champion"]
+    assert 4900 < len(tag) <= 5000
+    assert json.loads(tag)[-1] == entries[-1]
 
 
 @pytest.mark.sample(1)

@@ -90,8 +90,8 @@ def test_an_extra_pt2_file_is_not_taken_for_the_model(tmp_path: Path) -> None:
     options = {"serialization_format": "pt2", "input_example": x, "extra_files": [str(extra)]}
     model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), **options)
     (tmp_path / "downloaded").mkdir()
-    found = download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
-    assert (found.parent.name, found.read_bytes() != b"another") == ("data", True)
+    path = download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    assert (path.parent.name, path.read_bytes() != b"another") == ("data", True)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), serialization_format="pickle")
     (tmp_path / "downloaded").mkdir()
-    with pytest.raises(SourceError, match="only running its code could load") as caught:
+    with pytest.raises(SourceError, match="loading this model would run its own code") as caught:
         download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
     assert 'serialization_format="pt2"' in str(caught.value)
 
@@ -128,7 +128,7 @@ def test_weights_outside_the_model_folder_are_refused(tmp_path: Path, elsewhere:
     model = mlflow.models.Model(artifact_path="model")
     model.add_flavor("transformers", model_binary=elsewhere.format(victim))
     model.save(str(logged / "MLmodel"))
-    with pytest.raises(SourceError, match="it says that its weights are in .*victim"):
+    with pytest.raises(SourceError, match="the model names weights outside of its folder: .*victim"):
         fetch(logged, tmp_path)
     assert (victim / "model.py").read_text() == "mine"
     assert not (tmp_path / "downloaded" / "victim").exists()
@@ -143,7 +143,8 @@ def test_a_missing_model_is_one_clear_error(tmp_path: Path, uri: str) -> None:
 
 def test_a_batch_template_is_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="which a batch fills in\nHint: Run: optexport batch CONFIG --from-registry FILTER"
+        ConfigError,
+        match="placeholders for the models of a registry\nHint: Run: optexport batch CONFIG --from-registry FILTER",
     ):
         download_model("models:/{name}/{version}", TrackingConfig(), tmp_path, tmp_path)
 
@@ -168,5 +169,5 @@ def test_a_tokenizer_copy_failure_is_a_source_error(binary: str, tmp_path: Path)
     tokenizer.mkdir(parents=True)
     (tokenizer / "tokenizer.json").write_text("{}")
     (tmp_path / "logged" / "MLmodel").write_text(f"flavors: {{transformers: {{model_binary: {binary}}}}}\n")
-    with pytest.raises(SourceError, match="its tokenizer cannot be laid beside its weights"):
+    with pytest.raises(SourceError, match="the tokenizer of the model cannot be copied next to the weights"):
         fetch(tmp_path / "logged", tmp_path)
