@@ -18,7 +18,7 @@ import click
 
 from optexport._utils import signals
 from optexport.cli._console import echo
-from optexport.cli.failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
+from optexport.cli._failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
 from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error

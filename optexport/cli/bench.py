@@ -81,13 +81,13 @@ def bench(
     Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
     """
     from optexport._utils.platform import machine
-    from optexport.bench import command, report
+    from optexport.bench import report, run
     from optexport.bench.turns import Settings
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
     if output is not None:
-        command.check_output(output, [*paths, *against])
+        run.check_output(output, [*paths, *against])
     with show_progress(quiet=as_json) as progress, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:
@@ -95,7 +95,7 @@ def bench(
             stack.enter_context(progress.step(text))
 
         settings = Settings(threads, rounds, seconds)
-        found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
+        found = run.bench(paths, against, shapes, settings, formats, inputs, announce)
     document = {"machine": machine(), **report.as_json(found)}
     if output is not None:
         try:

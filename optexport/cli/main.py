@@ -200,7 +200,7 @@ def init(source: str, output: Path, force: bool) -> None:
     SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
-    from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
+    from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
     from optexport.config.checks import check_extras
     from optexport.config.load import parse_config
     from optexport.config.source import missing_model, source_folder

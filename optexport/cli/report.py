@@ -89,7 +89,8 @@ def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
     First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
     """
     from optexport.bundle.layout import check_outside, check_written_over
-    from optexport.report.html import difference, page
+    from optexport.report import difference
+    from optexport.report.html import page
 
     if html is not None:
         check_outside("--html", html, [one, other])

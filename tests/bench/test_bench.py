@@ -22,8 +22,8 @@ from safetensors.torch import save_file as save_torch_file
 
 from optexport.bench import turns as racing
 from optexport.bench.artifact import Artifact, file_size, open_artifacts
-from optexport.bench.command import bench
 from optexport.bench.measure import choose_pairs, measure
+from optexport.bench.run import bench
 from optexport.bench.turns import Settings, race
 from optexport.bench.worker import _sample
 from optexport.errors import BenchError

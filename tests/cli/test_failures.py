@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from optexport.cli.failures import describe
+from optexport.cli._failures import describe
 from optexport.errors import ConfigError, GateError
 
 PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})

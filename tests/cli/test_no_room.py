@@ -69,7 +69,7 @@ def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPa
     def redact(text: str) -> str:
         raise MemoryError(text)
 
-    monkeypatch.setattr("optexport.cli.failures.redact_error", redact)
+    monkeypatch.setattr("optexport.cli._failures.redact_error", redact)
     told = ended_by(RuntimeError("no")).stderr
     assert told.startswith("Error: there is no more memory\nHint: Raise the limit on memory (ulimit -v)")
 

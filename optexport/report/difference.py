@@ -18,7 +18,7 @@ from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured, read_measured
 from optexport.errors import on_one_line
-from optexport.report.html import originals
+from optexport.report import reference_comparison
 
 Cell = str | int | float | None
 Verdict = Literal["same", "same to rounding", "different", "not known"]
@@ -134,7 +134,7 @@ def _verdict(one: Side, other: Side) -> tuple[Verdict, str, tuple[str, ...]]:
         )
         return "same", f"They compute the same: {files} equal to the byte.", ()
     # Models with equal weights may still differ in code or config.
-    results = originals.compare(one.folder, a, other.folder, b)
+    results = reference_comparison.compare(one.folder, a, other.folder, b)
     if results.difference is not None:
         return "different", f"They do not compute the same: {results.difference}.", ("the originals' results",)
     if not results.shared and _traced_graph(a) != _traced_graph(b):

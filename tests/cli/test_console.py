@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from optexport.cli._printable_console import PrintableConsole
+from optexport.cli._console import printable_console
 from optexport.errors import printable
 from tests._helpers.cli import CliRunner, cli, config
 
@@ -72,7 +72,7 @@ def test_closed_pipe_raises_broken_pipe_and_does_not_exit() -> None:
     os.close(read)
     file = os.fdopen(write, "w")
     with pytest.raises(BrokenPipeError):
-        PrintableConsole(file=file).print("a line")
+        printable_console(file=file).print("a line")
     with contextlib.suppress(BrokenPipeError):  # for text that is still buffered
         file.close()
 
@@ -142,7 +142,7 @@ def test_name_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str])
     table = Table()
     table.add_column("rule")
     table.add_row("python:fire:Mine")
-    PrintableConsole().print(table, "python:two:make")
+    printable_console().print(table, "python:two:make")
     shown = capsys.readouterr().out
     assert "python:fire:Mine" in shown
     assert "python:two:make" in shown
