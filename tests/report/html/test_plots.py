@@ -56,6 +56,6 @@ def test_letters_that_the_font_lacks_give_no_warning() -> None:
 
 
 def test_plots_of_a_page_have_unique_ids() -> None:
-    plots = [plots.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
-    ids = [e.attributes["id"] for plot in plots for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
+    drawn = [plots.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
+    ids = [e.attributes["id"] for plot in drawn for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
     assert len(ids) == len(set(ids))
