@@ -80,7 +80,7 @@ def test_closed_pipe_raises_broken_pipe_and_does_not_exit() -> None:
 def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
     monkeypatch.chdir(folder)
     done = CliRunner().invoke(cli, arguments)
-    assert "This is a defect" not in done.stderr
+    assert "This is a bug" not in done.stderr
     assert is_harmless(done.stdout), repr(done.stdout)
     assert is_harmless(done.stderr), repr(done.stderr)
     return done.exit_code, done.stdout + done.stderr

@@ -127,7 +127,7 @@ def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     told = CliRunner().invoke(cli, ["init", source]).output
-    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in told
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESS
     assert ("holds no config.json" in told) is (source in (".", "package:click"))
@@ -139,7 +139,7 @@ def test_inputs_from_a_model_config_are_not_marked_as_a_guess(tmp_path: Path, mo
     for config in (BertConfig(), ViTConfig(), WhisperConfig()):
         config.save_pretrained(tmp_path)
         told = CliRunner().invoke(cli, ["init", "--force"]).output
-        assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+        assert told == "Wrote optexport.toml. Edit it if needed, then run: optexport run optexport.toml\n"
         assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
 
 
@@ -149,7 +149,7 @@ def test_guessed_image_size_is_marked_as_a_guess(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     ResNetConfig().save_pretrained(tmp_path)
     told = CliRunner().invoke(cli, ["init"]).output
-    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in told
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
 
@@ -161,7 +161,7 @@ def test_bundle_is_refused_and_its_pt2_file_is_accepted(tmp_path: Path, monkeypa
         (tmp_path / "bundle" / name).touch()
     assert "Name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
     told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
-    assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+    assert told == "Wrote optexport.toml. Edit it if needed, then run: optexport run optexport.toml\n"
     config = load_config(tmp_path / "optexport.toml")
     assert config.inputs.tensors is None
     assert config.export.output == "build/model"

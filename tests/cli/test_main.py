@@ -76,7 +76,7 @@ def test_debug_is_accepted_before_and_after_the_command(arguments: tuple[str, ..
         (["verify", "nowhere"], "nowhere: there is no such folder"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
         (["run", "--unknown"], "No such option '--unknown'"),
-        (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
+        (["bench", "a.onnx", "--output", "nowhere/x.json"], "the folder nowhere does not exist"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
@@ -99,7 +99,7 @@ def test_usage_error_is_in_the_json_output(
 def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     result = call("check", MODEL + '[[transformations]]\nuse = "MergeLinears"\n')
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
+    assert result.stdout == f"{tmp_path / 'mine.toml'}: OK (rules: MergeLinears)\n"
 
 
 @pytest.mark.sample(1)
@@ -199,7 +199,7 @@ def test_init_reports_an_unwritable_path(place: str, tmp_path: Path) -> None:
     (tmp_path / "halves.py").write_text("", encoding="utf-8")
     result = CliRunner().invoke(cli, ["init", "org/name", "-o", str(tmp_path / place)])
     assert result.exit_code == 2
-    assert "This is a defect" not in result.stderr
+    assert "This is a bug" not in result.stderr
     assert place.split("/")[0] in result.stderr
 
 
@@ -301,8 +301,8 @@ def test_check_continues_after_an_invalid_config(tmp_path: Path) -> None:
         (tmp_path / f"{name}.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", *(str(tmp_path / f"{name}.toml") for name in "abc")])
     assert done.exit_code == 2
-    assert "b.toml: good" in done.stdout
-    assert "2 of 3 configs are wrong" in done.stderr
+    assert "b.toml: OK" in done.stdout
+    assert "2 of 3 configs have errors" in done.stderr
     assert f"  {tmp_path / 'a.toml'}: model.source: it is required" in done.stderr
     assert "there is no such key" in done.stderr
 
@@ -321,8 +321,9 @@ def test_help_explains_the_exit_code_of_every_error() -> None:
 def test_every_option_has_help_and_no_command_is_truncated(name: str) -> None:
     options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
-    assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
+    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Options:")[2].partition("Exit codes:")[0]
+    (line,) = re.findall(rf"^  {name} .*$", listed, re.MULTILINE)
+    assert not line.endswith("...")
 
 
 def test_init_help_names_every_kind_of_source() -> None:

@@ -104,18 +104,18 @@ def test_failing_rule_test_shows_its_message_without_trace_logs(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Drop Tanh", "cannot name a rule"),
-        ("../escape", "cannot name a rule"),
+        ("Drop Tanh", "is not a valid name of a rule"),
+        ("../escape", "is not a valid name of a rule"),
         ("class", "class is a Python keyword"),
-        ("", "cannot name a rule"),
-        ("x" * 260, "cannot name a rule"),  # too long for a file name; this was reported as a defect
-        ("merge-linears", "there is a built-in rule"),
-        ("taken", "it is there already"),
-        ("random", "there is a module random"),
-        ("torch", "there is a module torch"),
-        ("conftest", "there is a module conftest"),
-        ("match", "Match is what a rule is made with"),
-        ("model", "Model is what a rule is made with"),
+        ("", "is not a valid name of a rule"),
+        ("x" * 260, "is not a valid name of a rule"),  # too long for a file name; this was reported as a defect
+        ("merge-linears", "a built-in rule has the name merge-linears"),
+        ("taken", "the file exists"),
+        ("random", "a Python module has the name random"),
+        ("torch", "a Python module has the name torch"),
+        ("conftest", "a Python module has the name conftest"),
+        ("match", "the files of a rule use the name Match"),
+        ("model", "the files of a rule use the name Model"),
     ],
 )
 def test_invalid_rule_name_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_image_is_classified(tmp_path: Path) -> None:
     assert one == other
     absent = called(bundles.bundle("image-classification"), "a text")
     assert absent.exit_code == 2
-    assert "a text: there is no such file, and the model takes images" in absent.stderr
+    assert "a text: the file does not exist (the model takes image files)" in absent.stderr
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_named_inputs_are_read_from_a_file(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text(f'{{"x": {value}, "mask": [1]}}')
         refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
         assert refused.exit_code == 2
-        assert 'line 1, "x": it is no row of float32' in refused.stderr
+        assert 'line 1, "x": the value is not a list of float32 numbers' in refused.stderr
 
 
 def test_invalid_call_gives_one_message_and_an_exit_code(tmp_path: Path) -> None:
@@ -142,7 +142,10 @@ def test_invalid_call_gives_one_message_and_an_exit_code(tmp_path: Path) -> None
     assert called(tmp_path, "a text").exit_code == 2
     refused = called(exports.exported().output, "a text", "--json")
     assert refused.exit_code == 2
-    assert "it holds nothing that makes x, mask of texts or files" in json.loads(refused.stdout)["error"]
+    assert (
+        "the bundle has no tokenizer or processor that makes x, mask from texts or files"
+        in json.loads(refused.stdout)["error"]
+    )
     shutil.copytree(bundle, tmp_path / "bundle")
     (tmp_path / "bundle" / "preprocessor" / "tokenizer.json").write_text("{}")
     changed = called(tmp_path / "bundle", "a text")
@@ -192,13 +195,13 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (IDS.replace("[5,", "[5.5,"), 'line 2, "input_ids": it is no row of int64'),
-        (IDS.replace("[5,", "[9223372036854775813,"), 'line 2, "input_ids": it is no row of int64'),
-        (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": it is no row of int64'),
-        (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
-        (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
+        (IDS.replace("[5,", "[5.5,"), 'line 2, "input_ids": the value is not a list of int64 numbers'),
+        (IDS.replace("[5,", "[9223372036854775813,"), 'line 2, "input_ids": the value is not a list of int64 numbers'),
+        (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": the value is not a list of int64 numbers'),
+        (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": the value is not a list of int64 numbers'),
+        (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model has no input of this name'),
         (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
-        ('{"text": "a", "label": 1}', 'line 2, "text": a line with a text holds nothing else'),
+        ('{"text": "a", "label": 1}', 'line 2, "text": a line with "text" cannot have other keys'),
         ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
         (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
     ],
@@ -224,7 +227,7 @@ def test_values_out_of_range_are_refused(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text(f'{{"x": {row}}}\n')
         found = called(tmp_path / "bundle", "--data", tmp_path / "rows.jsonl")
         assert found.exit_code == code, found.output
-        assert code == 0 or 'line 1, "x": it is no row of uint8' in found.stderr
+        assert code == 0 or 'line 1, "x": the value is not a list of uint8 numbers' in found.stderr
 
 
 class Weighing(nn.Module):

@@ -189,8 +189,8 @@ MUTATIONS = (
     Mutation(
         "verify-json-ends-well",
         "optexport/cli/verify.py",
-        "    if failed is not None:",
-        "    if failed is not None and not as_json:",
+        "    if failure is not None:",
+        "    if failure is not None and not as_json:",
         ("tests/report/test_junit.py", "tests/parity/test_verify.py"),
     ),
     Mutation(
