@@ -36,7 +36,7 @@ def init(source: str, output: Path, force: bool) -> None:
       python:module:factory          a function that returns the model
       mlflow:models:/NAME@ALIAS      a model in an MLflow registry
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
-    """  # noqa: D301 - "\\b" keeps click from joining the lines
+    """  # noqa: D301 - click does not wrap the paragraph after this escape
     from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
     from optexport.config.checks import check_extras
     from optexport.config.load import parse_config

@@ -33,8 +33,8 @@ _MAX_LENGTH = 100
 def new_rule(name: str, folder: Path) -> None:
     """Write a new rule, its test and its config.
 
-    Use this to start a transformation of your own. NAME is in lower case, such as drop-tanh. The rule that is written
-    works and removes double negations: replace its match and rewrite by your own.
+    Use this to start your own transformation. NAME is in lower case, such as drop-tanh. The files work as they are: the
+    rule removes double negations. Replace its match and rewrite with yours.
     """
     rule, test, config = write_rule(name, folder)
     echo(f"Wrote {rule}, {test} and {config}. Now run:")

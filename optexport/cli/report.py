@@ -51,5 +51,5 @@ def report(bundle: Path, output: Path | None) -> None:
         is_signature_outdated = (bundle / SIGNATURE).exists() and (bundle / MEASUREMENTS).read_bytes() != before
     echo(f"Wrote {output or bundle / REPORT}")
     if is_signature_outdated:
-        echo("The signature of the bundle is no longer valid, because the report changed. To sign the bundle again:")
+        echo("The signature of the bundle is invalid now, because the report changed. To sign the bundle again:")
         echo(f"  optexport sign {bundle} --key PRIVATE.pem")

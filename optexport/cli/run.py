@@ -42,7 +42,7 @@ def run(
     compares the graph and every file with the original model, and tracks the run in MLflow unless the config disables
     that.
 
-    If a check fails, an earlier bundle stays as it was, and OUTPUT-failure has a script that reproduces the failure.
+    If a check fails, an earlier bundle is not changed, and OUTPUT-failure has a script that reproduces the failure.
     """
     from optexport._utils import packages
     from optexport.bundle.layout import kept

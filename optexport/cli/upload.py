@@ -25,7 +25,7 @@ def upload(
     """Upload BUNDLE to MLflow, unless it was uploaded before.
 
     Use this if a run ended with exit code 7, or to copy a bundle to another MLflow store. It completes the MLflow run
-    whose upload failed, if that exists in the store. It also registers the model if the bundle's config says so.
+    whose upload failed, if that exists in the store. It also registers the model if the bundle's config has [register].
 
     The model is not checked again. Check a bundle of somebody else with --key or with optexport verify first.
     """

@@ -185,8 +185,8 @@ AT = Workload({"batch": 1}, 1, Path())
 
 def report_of(low: float = 1.0, p50: float = 0.002) -> Report:
     figures = tuple(Figures(artifact, AT, p50, 1, 1, None, None, 1, 1, None) for artifact in (ONNX, PT2))
-    duels = (PairwiseComparison(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
-    return Report(Settings(), figures, duels)
+    comparisons = (PairwiseComparison(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
+    return Report(Settings(), figures, comparisons)
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         "speedup-gate-on-median",
         "optexport/bench/gates.py",
-        "if duel.comparison.low < minimum:",
-        "if duel.comparison.speedup < minimum:",
+        "if pair.comparison.low < minimum:",
+        "if pair.comparison.speedup < minimum:",
         ("tests/bench/test_gates.py",),
     ),
     Mutation(

@@ -78,9 +78,9 @@ class World:
             candidate = self.built[artifact.name]
             if artifact.name in self.killed:
                 self.killed.remove(artifact.name)
-                raise BenchError("its process ended by SIGKILL", location=artifact.name)
+                raise BenchError("the process ended by SIGKILL", location=artifact.name)
             if candidate & self.crashing:
-                raise BenchError("its process ended", location=artifact.name)
+                raise BenchError("the process ended", location=artifact.name)
             factors = [self.at.get((item, workload.label), self.speed.get(item, 1.0)) for item in candidate]
             seconds = workload.rows / math.prod(factors)
             turns = []
@@ -175,7 +175,7 @@ def test_file_that_crashes_is_refused_and_the_search_continues(world: Callable[.
     outcome = world({0: 1.2, _PASSES[0]: 2.0}, crashing=frozenset([_PASSES[0]])).search()
     assert outcome.chosen.rules == (0, 1)
     (refused,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
-    assert "its process ended" in refused
+    assert "cannot be measured: the process ended" in refused
 
 
 @pytest.mark.parametrize("name", ["as configured", "plain export"])
@@ -230,7 +230,7 @@ def test_file_above_the_size_gate_is_refused(world: Callable[..., World]) -> Non
     assert outcome.chosen.change == "as configured"
     refused = [trial.refused for trial in outcome.trials if trial.refused is not None]
     assert refused
-    assert all("has 1 MB, gate.max_size_mb is 0.5" in reason for reason in refused)
+    assert all("has 1 MB, more than gate.max_size_mb = 0.5" in reason for reason in refused)
 
 
 def test_cached_trials_of_other_searches_are_ignored(world: Callable[..., World]) -> None:
