@@ -53,8 +53,8 @@ def test_invalid_shapes_are_refused(shape: str, words: str) -> None:
 
 @pytest.mark.slow
 def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
-    other = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
-    error = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
+    bundle = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
+    error = message(call(exports.exported().output, "--against", bundle.output, *BRIEF), 2)
     assert "pt2: inputs input are missing (found mask, x)" in error
 
 

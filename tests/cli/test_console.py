@@ -54,10 +54,10 @@ def is_harmless(text: str) -> bool:
 
 @given(st.text())
 def test_printable_text_is_harmless_and_has_the_same_lines(text: str) -> None:
-    made = printable(text)
-    assert is_harmless(made)
-    assert made.count("\n") == text.count("\n")
-    assert printable(made) == made
+    escaped = printable(text)
+    assert is_harmless(escaped)
+    assert escaped.count("\n") == text.count("\n")
+    assert printable(escaped) == escaped
 
 
 @given(st.text(" :#[]\n\terror", max_size=30))
@@ -92,8 +92,8 @@ def test_run_and_bundle_print_hostile_names_as_plain_text(tmp_path: Path, monkey
     rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
     text = config("hostile_names:Named", more=rules)
     (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files do not support such names
-    code, told = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
-    assert (code, "u202e" in told) == (0, True), told
+    code, output = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
+    assert (code, "u202e" in output) == (0, True), output
     graphs = [*(tmp_path / "build" / "model").glob("graph_*.txt"), *(tmp_path / "graphs").iterdir()]
     assert len(graphs) == 4
     for graph in graphs:  # these files contained the names unescaped
@@ -132,10 +132,10 @@ def test_config_prints_no_commands_for_github_actions(
     """A pull request could annotate files through the check of a config."""
     source = "python:a\\n::error::x ##[error]y\\n  ::warning::z:make"
     (tmp_path / "mine.toml").write_text(f'[model]\nsource = "{source}"\n[inputs.dynamic]\n"a\\n::error::b" = [2, 1]\n')
-    code, told = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
+    code, output = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
     assert code == 2
-    assert "error::" in told
-    assert not any(line.strip().startswith("::") or "##[" in line for line in told.splitlines())
+    assert "error::" in output
+    assert not any(line.strip().startswith("::") or "##[" in line for line in output.splitlines())
 
 
 def test_name_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:

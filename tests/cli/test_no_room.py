@@ -32,9 +32,9 @@ def ended_by(error: Exception) -> Result:
 
 def test_full_disk_is_not_a_defect() -> None:
     """safetensors is written in Rust and does not raise OSError."""
-    told = "Error while serializing: I/O error: No space left on device (os error 28)"
-    result = ended_by(SafetensorError(told))
-    assert f"{told}\nHint: Free disk space for standard output, the output folder, " in result.stderr
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    result = ended_by(SafetensorError(text))
+    assert f"{text}\nHint: Free disk space for standard output, the output folder, " in result.stderr
     assert f"{tempfile.gettempdir()}, and run again.\n" in result.stderr
 
 
@@ -71,8 +71,8 @@ def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPa
         raise MemoryError(text)
 
     monkeypatch.setattr("optexport.cli._failures.redact_error", redact)
-    told = ended_by(RuntimeError("no")).stderr
-    assert told.startswith("Error: out of memory\nHint: Raise the memory limit (ulimit -v)")
+    stderr = ended_by(RuntimeError("no")).stderr
+    assert stderr.startswith("Error: out of memory\nHint: Raise the memory limit (ulimit -v)")
 
 
 def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:

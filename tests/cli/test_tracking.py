@@ -115,9 +115,9 @@ def test_unreachable_store_exits_with_7(command: list[str], tmp_path: Path) -> N
 def test_invalid_uri_is_a_usage_error_without_its_password(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in ("http://someone:hun/ter2@127.0.0.1:9", "http://someone:hun ter2@127.0.0.1:9", "htpp://127.0.0.1:9"):
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        told = message(call(*command, "--uri", uri), 2)
-        assert told.startswith("--uri: ")
-        assert "ter2" not in told
+        error = message(call(*command, "--uri", uri), 2)
+        assert error.startswith("--uri: ")
+        assert "ter2" not in error
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         assert message(call(*command), 2).startswith("MLFLOW_TRACKING_URI: ")
 

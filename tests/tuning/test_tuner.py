@@ -106,8 +106,8 @@ def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     (outcome,) = result.tuned
     assert outcome.chosen.rules == ()
     assert result.manifest.transformations == []
-    refused = {trial.change: trial.refused or "" for trial in outcome.trials}
-    assert refused["as configured"].startswith("parity failed for graph: hidden at traced")
+    reasons = {trial.change: trial.refused or "" for trial in outcome.trials}
+    assert reasons["as configured"].startswith("parity failed for graph: hidden at traced")
     slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
     assert slowed.refused is None
 
