@@ -34,6 +34,7 @@ def holder(uri: str, name: str = "block", alias: str = "champion") -> str:
     return str(mlflow.MlflowClient(uri).get_registered_model(name).aliases[alias])
 
 
+@pytest.mark.slow
 def test_run_registers_its_model_and_moves_the_alias_if_better(uri: str, tmp_path: Path) -> None:
     config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
     text = f'{config.read_text()}[register]\nname = "block"\nalias = "best"\n'

@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from optexport import export
 from optexport.cli.main import cli
 from tests._helpers import exports
 from tests._helpers.models import randomise
@@ -40,13 +39,15 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exports the same model without rules, in one format."""
     target = tmp_path_factory.mktemp("plain") / "plain"
-    export(exports.block(), exports.batch(), target, dynamic=exports.DYNAMIC, transformations=[], formats=["pt2"])
-    return target
+    options: dict[str, Any] = {"dynamic": exports.DYNAMIC, "effort": "quick"}
+    return exports.quick(exports.block(), exports.batch(), target, **options).output
 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exports.quick(exports.Block(), exports.batch(), tmp_path_factory.mktemp("other") / "<b>other</b>").output
+    return exports.quick(
+        exports.Block(), exports.batch(), tmp_path_factory.mktemp("other") / "<b>other</b>", effort="quick"
+    ).output
 
 
 def test_bundle_equals_itself_to_the_byte(one: Path) -> None:
