@@ -52,7 +52,7 @@ _PATH = click.Path(path_type=Path, exists=True)
     multiple=True,
     callback=_sizes,
     metavar="NAME=SIZE,...",
-    help="Sizes of the dynamic axes, such as batch=8,sequence=128 (default: as traced). May be repeated.",
+    help="Sizes of the dynamic axes, such as batch=8,sequence=128 (default for a bundle: as traced). May be repeated.",
 )
 @click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of each file.")
 @click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each file.")

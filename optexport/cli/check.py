@@ -20,9 +20,8 @@ from optexport.errors import ConfigError
 def check(configs: tuple[Path, ...]) -> None:
     """Check configs without loading a model.
 
-    Use this before a run, or in a pre-commit hook. It needs less than a second, because it does not import torch. It
-    also checks that the model's folder has a model, that the needed packages are installed, and that the output folder
-    can be written.
+    Use this before a run, or in a pre-commit hook. It is fast, because it does not import torch. It also checks that
+    the model's folder has a model, that the needed packages are installed, and that the output folder can be written.
 
     It does not run your code: of a python: source, only the module is looked up.
     """

@@ -18,8 +18,8 @@ from optexport.cli._group import Command, json_option, print_json
 def diff(bundle_a: Path, bundle_b: Path, html: Path | None, as_json: bool) -> None:
     """Compare the bundles A and B.
 
-    Use this after a change of the model, the config or a version. The first line says whether both bundles compute the
-    same. Tables then show what differs in configs, versions, rules, errors, file sizes and latencies.
+    Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
+    Tables then show what differs in configs, versions, rules, errors, file sizes and latencies.
 
     The exit code is 0 whether or not the bundles differ, and 4 if one of them is damaged.
     """
