@@ -37,10 +37,10 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ("batch=0", "is not of the form"),
-        ("batch", "is not of the form"),
-        ("batch=2,batch=3", "is not of the form"),
-        (f"batch={'9' * 5000}", "is not of the form"),
+        ("batch=0", "does not have the form"),
+        ("batch", "does not have the form"),
+        ("batch=2,batch=3", "does not have the form"),
+        (f"batch={'9' * 5000}", "does not have the form"),
         ("bach=2", 'Did you mean "batch"?'),
         ("sequence=65", "sequence is out of range (found 65, expected 2 to 64)"),
     ],
