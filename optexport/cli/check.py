@@ -43,5 +43,5 @@ def check(configs: tuple[Path, ...]) -> None:
     if len(errors) > 1:
         details = "\n".join(textwrap.indent(str(error), "  ") for error in errors)
         raise ConfigError(f"{len(errors)} of {len(configs)} configs have errors\n{details}")
-    for error in errors:
-        raise error
+    if errors:
+        raise errors[0]
