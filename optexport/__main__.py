@@ -40,7 +40,7 @@ def _end_anyway(leave: Callable[[int], NoReturn], code: object) -> None:
     left = ", ".join(ascii(thread.name) for thread in waited_for if thread is not threading.main_thread())
     if left:
         with contextlib.suppress(OSError):
-            os.write(2, f"Ended, though a model's code left threads running: {left}\n".encode())
+            os.write(2, f"optexport ended, but the model's code left threads running: {left}\n".encode())
         leave(code if isinstance(code, int) else int(code is not None))
 
 
@@ -68,7 +68,7 @@ def _never_end_as_if_done() -> None:
 
     def exit_as_failed(status: int) -> NoReturn:
         if status == 0 and os.getpid() == owner:  # not in forked processes
-            os.write(2, b"Error: a model's code ended the program\n")
+            os.write(2, b"Error: the model's code ended the program before the command was finished\n")
             status = 1
         leave(status)
 

@@ -83,7 +83,7 @@ def open_artifacts(path: Path) -> ArtifactSet:
         return ArtifactSet(artifacts, folder, manifest)
     if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # opening a pipe would block
         raise ConfigError(
-            "not a bundle or an exported file",
+            "the path is neither a bundle nor an exported file",
             location=str(path),
             hint=f"Give a bundle, or a file that ends in {', '.join(_FORMATS)}.",
         )
@@ -131,7 +131,7 @@ def file_size(path: Path, file_format: str) -> int:
     try:
         return sum((path.parent / name).stat().st_size for name in names)
     except (OSError, ValueError) as error:  # ValueError for a name with a null character
-        raise BenchError(f"its external data is missing: {error}", location=str(path)) from error
+        raise BenchError(f"the external data of the file is missing: {error}", location=str(path)) from error
 
 
 def read_onnx(path: Path) -> Any:
@@ -145,7 +145,7 @@ def read_onnx(path: Path) -> Any:
     try:
         return onnx.load_model(path, load_external_data=False)
     except Exception as error:  # protobuf's errors and OSError have no common base class
-        raise BenchError(f"not a valid ONNX file: {first_line(error)}", location=str(path)) from error
+        raise BenchError(f"the file is not a valid ONNX file: {first_line(error)}", location=str(path)) from error
 
 
 def find_bundle(path: Path) -> Path | None:

@@ -49,21 +49,21 @@ def check_never_slower(
     Raises:
         GateError: A file is slower both times.
     """
-    candidate_checker = [duel for duel in report.duels if duel.comparison.verdict == "slower"]
-    slower = [duel for duel in map(measure_again, candidate_checker) if duel.comparison.verdict == "slower"]
+    slower_once = [pair for pair in report.comparisons if pair.comparison.verdict == "slower"]
+    slower = [pair for pair in map(measure_again, slower_once) if pair.comparison.verdict == "slower"]
     if slower:
-        lines = "".join(f"\n  {_speedup_text(duel)}" for duel in slower)
-        lowered = ", ".join(duel.artifact.format for duel in slower if duel.artifact.precision is not None)
+        lines = "".join(f"\n  {_speedup_text(pair)}" for pair in slower)
+        lowered = ", ".join(pair.artifact.format for pair in slower if pair.artifact.precision is not None)
         hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
         raise GateError(
             f"the tuned files are slower than the plain export{lines}", hint=hint if lowered else None, proof=parity
         )
 
 
-def _speedup_text(duel: PairwiseComparison) -> str:
-    c = duel.comparison
+def _speedup_text(pair: PairwiseComparison) -> str:
+    c = pair.comparison
     speedup = f"has speedup {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) over the plain export"
-    return f"{duel.artifact.name} {speedup} at {duel.workload.label}"
+    return f"{pair.artifact.name} {speedup} at {pair.workload.label}"
 
 
 def _bars(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:
@@ -95,12 +95,12 @@ def _speedup_failures(
     bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report, without_plain: Mapping[str, str]
 ) -> Iterator[str]:
     for artifact, minimum in _bars(bar, artifacts):
-        duels = [duel for duel in report.duels if duel.artifact == artifact]
+        pairs = [pair for pair in report.comparisons if pair.artifact == artifact]
         if artifact.format in without_plain:
             cause = without_plain[artifact.format]
             yield f"min_speedup: {artifact.name} has no baseline, because the plain export failed: {cause}"
-        elif not duels:
+        elif not pairs:
             yield f"min_speedup: {artifact.name} was not compared with the plain export: one has a fixed shape"
-        for duel in duels:
-            if duel.comparison.low < minimum:
-                yield f"min_speedup: {_speedup_text(duel)}, minimum {minimum:g} for the lower end of the interval"
+        for pair in pairs:
+            if pair.comparison.low < minimum:
+                yield f"min_speedup: {_speedup_text(pair)}, minimum {minimum:g} for the lower end of the interval"

@@ -61,7 +61,7 @@ class Report:
 
     settings: Settings
     figures: tuple[Figures, ...]
-    duels: tuple[PairwiseComparison, ...]
+    comparisons: tuple[PairwiseComparison, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -112,15 +112,15 @@ def measure(
                     raise
                 raise BenchError(f"at {workload.label}: {error.message}", location=error.location) from error
     by_artifact = {(timing.artifact, timing.workload.label): timing for timing in timings}
-    duels = []
+    comparisons = []
     for workload in workloads:
         for artifact, baseline in pairs:
             times, baseline_times = (by_artifact.get((item, workload.label)) for item in (artifact, baseline))
             if times is not None and baseline_times is not None:
-                duels.append(
+                comparisons.append(
                     PairwiseComparison(artifact, baseline, workload, compare(baseline_times.medians, times.medians))
                 )
-    return Report(settings, tuple(_figures(timing) for timing in timings), tuple(duels), tuple(notes))
+    return Report(settings, tuple(_figures(timing) for timing in timings), tuple(comparisons), tuple(notes))
 
 
 def _group(artifacts: Sequence[Artifact], pairs: Sequence[Pair]) -> list[list[Artifact]]:

@@ -27,17 +27,17 @@ def as_json(report: Report) -> dict[str, Any]:
         "figures": [_row(figures) for figures in report.figures],
         "comparisons": [
             {
-                "artifact": duel.artifact.name,
-                "baseline": duel.baseline.name,
-                "format": duel.artifact.format,
-                "shape": duel.workload.label,
-                "speedup": duel.comparison.speedup,
-                "low": duel.comparison.low,
-                "high": duel.comparison.high,
-                "verdict": duel.comparison.verdict,
-                "more_rounds": duel.comparison.more_rounds,
+                "artifact": pair.artifact.name,
+                "baseline": pair.baseline.name,
+                "format": pair.artifact.format,
+                "shape": pair.workload.label,
+                "speedup": pair.comparison.speedup,
+                "low": pair.comparison.low,
+                "high": pair.comparison.high,
+                "verdict": pair.comparison.verdict,
+                "more_rounds": pair.comparison.more_rounds,
             }
-            for duel in report.duels
+            for pair in report.comparisons
         ],
         "notes": list(report.notes),
     }
@@ -64,7 +64,7 @@ def _row(figures: Figures) -> dict[str, Any]:
 def show(report: Report, console: Console) -> None:
     """Prints the figures, comparisons and notes."""
     console.print(figures_table(report))
-    if report.duels:
+    if report.comparisons:
         console.print(comparison_table(report))
     unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven})
     for note in report.notes:
@@ -99,12 +99,12 @@ def comparison_table(report: Report) -> Table:
         table.add_column(heading, overflow="fold")
     table.add_column("speedup (95 % interval)", no_wrap=True)
     table.add_column("verdict")
-    for duel in report.duels:
-        c = duel.comparison
+    for pair in report.comparisons:
+        c = pair.comparison
         table.add_row(
-            escape(duel.artifact.name),
-            escape(duel.baseline.name),
-            escape(duel.workload.label),
+            escape(pair.artifact.name),
+            escape(pair.baseline.name),
+            escape(pair.workload.label),
             f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
             c.verdict_text,
             style=_COLOURS[c.verdict],

@@ -134,7 +134,7 @@ class _Worker:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return f"its process ended {reason}{f': {lines[-1]}' if lines else ''}"
+        return f"the process that ran the file ended {reason}{f': {lines[-1]}' if lines else ''}"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -69,10 +69,31 @@ def _printable_warning(*arguments: Any, **options: Any) -> str:
 
 def console() -> Console:
     """Returns a console for tables on standard output."""
-    from optexport.cli._printable_console import PrintableConsole
-
     # Outside a terminal, rich would cut tables to 80 columns.
-    return PrintableConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
+    return printable_console(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
+
+
+def printable_console(**options: Any) -> Console:
+    """Returns a console that escapes control characters in everything except its own styles.
+
+    Emoji codes are off, because a rule name such as ``python:fire:Mine`` contains one.
+
+    Args:
+        options: Options of `rich.console.Console`.
+    """
+    from rich.console import Console  # keeps --help fast
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+            for text, style, control in super().render(*arguments, **options):
+                yield Segment(text if control else printable(text), style, control)
+
+        def on_broken_pipe(self) -> None:
+            """Raises the BrokenPipeError; rich itself would exit the program."""
+            raise
+
+    return PrintableConsole(emoji=False, **options)
 
 
 @contextlib.contextmanager
@@ -93,15 +114,13 @@ def show_progress(*, quiet: bool) -> Iterator[Progress]:
     elif sys.stderr is None or not sys.stderr.isatty():
         yield Progress(plain)
     else:
-        from optexport.cli._printable_console import PrintableConsole
-
-        shown = PrintableConsole(file=sys.stderr)
-        with shown.status("starting") as status:
+        terminal = printable_console(file=sys.stderr)
+        with terminal.status("starting") as status:
 
             def live(name: str, seconds: float | None) -> None:
                 if seconds is None:
                     status.update(name)
                 else:
-                    shown.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
+                    terminal.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
 
             yield Progress(live)

@@ -1,4 +1,4 @@
-"""Base classes of the commands: exit codes, error messages and JSON documents."""
+"""Base classes of the commands: sections of the help, exit codes, error messages and JSON documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import click
 
 from optexport._utils import signals
 from optexport.cli._console import echo
-from optexport.cli.failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
+from optexport.cli._failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
 from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
@@ -41,10 +41,10 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_remember(_AS_JSON), help="Print the result as JSON."
 )
 junit_option = click.option(
-    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparisons to this file, as JUnit XML."
 )
 key_option = click.option(
-    "--key", type=click.Path(path_type=Path), help="Check its signature first, with this public key (PEM)."
+    "--key", type=click.Path(path_type=Path), help="Check the signature first, with this public key (PEM file)."
 )
 debug_option = click.option(
     "--debug",
@@ -67,7 +67,7 @@ no_custom_code_option = click.option(
     is_eager=True,
     expose_value=False,
     callback=_forbid_code,
-    help=f"Refuse what runs code of others, as {custom_code.VARIABLE}=1 does.",
+    help=f"Refuse to run other people's code. {custom_code.VARIABLE}=1 does the same.",
 )
 
 
@@ -109,12 +109,30 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Turns errors into one message and an exit code.
+    """Lists commands in sections, and turns errors into one message and an exit code.
 
     Prints the traceback only with ``--debug``.
     """
 
     command_class = Command
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._sections: dict[str, tuple[click.Command, ...]] = {}
+
+    def add_section(self, title: str, *commands: click.Command) -> None:
+        """Adds commands, under a heading of the help."""
+        self._sections[title] = commands
+        for command in commands:
+            self.add_command(command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max((len(name) for name in self.commands), default=0)
+        limit = formatter.width - 6 - width
+        for title, commands in self._sections.items():
+            rows = [(f"{command.name:{width}}", command.get_short_help_str(limit)) for command in commands]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         try:

@@ -23,62 +23,67 @@ if TYPE_CHECKING:
 _GIB = (0.1, 2**20)
 
 
-def _seconds(context: click.Context, option: click.Parameter, given: str) -> int:  # noqa: ARG001 - click's
+def _seconds(context: click.Context, option: click.Parameter, value: str) -> int:  # noqa: ARG001 - click's
     try:
-        return parse_duration(given)
+        return parse_duration(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-def _bytes(context: click.Context, option: click.Parameter, given: float | None) -> int | None:  # noqa: ARG001 - click's
-    if given is None:
+def _bytes(context: click.Context, option: click.Parameter, value: float | None) -> int | None:  # noqa: ARG001 - click's
+    if value is None:
         return None
-    if not _GIB[0] <= given <= _GIB[1]:  # also false for NaN
-        raise click.BadParameter(f"{given:g} is not in the range {_GIB[0]}<=x<={_GIB[1]}.")
-    return int(given * 2**30)
+    if not _GIB[0] <= value <= _GIB[1]:  # also false for NaN
+        raise click.BadParameter(f"{value:g} is not in the range {_GIB[0]}<=x<={_GIB[1]}.")
+    return int(value * 2**30)
 
 
 @click.command(cls=Command)
 @click.argument("configs", nargs=-1, required=True, metavar="CONFIG...")
-@click.option("--jobs", type=click.IntRange(1, 1024), help="How many run at a time on this machine; by default 1.")
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Number of configs that run at the same time (default: 1).")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="Where they run: on this machine, or on a Ray cluster.",
+    help="Run on this machine, or on a Ray cluster.",
 )
-@click.option("--address", help="The Ray cluster; by default one of this machine's own.")
+@click.option("--address", help="Address of the Ray cluster (default: start one on this machine).")
 @click.option(
     "--memory",
     type=float,
     callback=_bytes,
     metavar="GIB",
-    help="What each may take; by default an equal share of what is free.",
+    help="Memory limit of each config (default: an equal share of the free memory).",
 )
 @click.option(
-    "--timeout", default="1h", show_default=True, callback=_seconds, metavar="TIME", help='As "90s", "5m" or "1h".'
+    "--timeout",
+    default="1h",
+    show_default=True,
+    callback=_seconds,
+    metavar="TIME",
+    help="Time limit of each config, such as 90s, 5m or 1h.",
 )
 @click.option(
     "--retries",
     type=click.IntRange(0, 100),
     default=1,
     show_default=True,
-    help="How often one is tried again that crashed or took too long.",
+    help="Number of retries after a crash or a timeout.",
 )
-@click.option("--resume", is_flag=True, help="Leave out what ended well in an earlier batch of this folder.")
+@click.option("--resume", is_flag=True, help="Skip configs that succeeded in an earlier batch with this --folder.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("optexport-batch"),
     show_default=True,
-    help="Takes logs, and the journal of what ended.",
+    help="Folder for the logs and the journal of results.",
 )
 @click.option(
     "--from-registry",
     "query",
     metavar="FILTER",
-    help="Run CONFIG for the newest version of each registered model that this filter of MLflow's finds.",
+    help="Run CONFIG for the newest version of each registered model that matches this MLflow filter.",
 )
 @json_option
 def batch(
@@ -94,53 +99,56 @@ def batch(
     folder: Path,
     as_json: bool,
 ) -> None:
-    """Run every CONFIG, in processes of their own.
+    """Run many configs, each in its own process.
 
-    A CONFIG is a file, or a glob. One that crashes, hangs, or takes too much memory takes no other with it. The exit
-    code is that of the worst. With --from-registry there is one CONFIG, in which {name} and {version} stand for those
-    of a model; versions that have a bundle are left out.
+    Use this to export several models in one call. CONFIG is a file or a glob pattern. A config that crashes, hangs or
+    needs too much memory does not affect the others. The exit code is 0 if all succeed, and otherwise the one of the
+    worst failure.
+
+    With --from-registry, give one CONFIG as a template. Its {name} and {version} are replaced for each registered
+    model. Versions that were exported before are skipped.
     """
     from optexport.batch import from_registry, summary
     from optexport.batch.run import run
     from optexport.batch.tasks import find_tasks
 
     _check_options(configs, query, engine, jobs, address)
-    asked = None if query is None else from_registry.write_configs(Path(configs[0]), query)
-    tasks = find_tasks(configs if asked is None else list(asked.versions))
+    selection = None if query is None else from_registry.write_configs(Path(configs[0]), query)
+    tasks = find_tasks(configs if selection is None else list(selection.versions))
     failures: list[OptexportError] = []
 
-    def tell(ended: TaskResult) -> None:
-        echo(summary.format_line(ended), err=True)
-        if asked is not None:
+    def announce(result: TaskResult) -> None:
+        echo(summary.format_line(result), err=True)
+        if selection is not None:
             try:
-                asked.mark_exported(ended)
+                selection.mark_exported(result)
             except OptexportError as error:  # the batch continues with the other configs
                 failures.append(error)
 
-    chosen = _engine(engine, address, jobs or 1, memory, timeout, retries)
+    batch_engine = _create_engine(engine, address, jobs or 1, memory, timeout, retries)
     # Standard output is reserved for the result.
     with _tracked(tasks) as parent, prints_aside():
-        ended = run(tasks, chosen, folder, resume=resume, announce=tell)
-        if asked is not None:
-            ended = [*asked.failures, *ended]
+        results = run(tasks, batch_engine, folder, resume=resume, announce=announce)
+        if selection is not None:
+            results = [*selection.failures, *results]
         if parent is not None:
-            parent.table, parent.metrics = summary.columns(ended), summary.metrics(ended)
-            failed = sum(each.exit_code != 0 for each in ended)
-            parent.reason = f"{failed} of {len(ended)} configs failed" if failed else None
+            parent.table, parent.metrics = summary.columns(results), summary.metrics(results)
+            failed = sum(result.exit_code != 0 for result in results)
+            parent.reason = f"{failed} of {len(results)} configs failed" if failed else None
     if parent is not None and parent.failure is not None:
         failures.append(parent.failure)
-    document = summary.as_json(ended, None if parent is None else parent.run_id, failures)
+    document = summary.as_json(results, None if parent is None else parent.run_id, failures)
     if as_json:
         print_json(document)
     else:
-        if asked is not None and not ended:
-            echo(asked.describe_empty())
+        if selection is not None and not results:
+            echo(selection.describe_empty())
         else:
-            summary.print_table(ended, console())
+            summary.print_table(results, console())
         if parent is not None and parent.run_id is not None:
-            echo(f"MLflow run {parent.run_id} holds those of all.")
+            echo(f"MLflow run of the batch: {parent.run_id}")
     for failure in failures:
-        echo(f"Not tracked: {failure}", err=True)
+        echo(f"Tracking failed: {failure}", err=True)
     click.get_current_context().exit(document["exit_code"])
 
 
@@ -148,14 +156,18 @@ def _check_options(
     configs: tuple[str, ...], query: str | None, engine: str, jobs: int | None, address: str | None
 ) -> None:
     if query is not None and len(configs) > 1:
-        raise click.UsageError("--from-registry takes one CONFIG.")
+        raise click.UsageError(f"--from-registry needs exactly one CONFIG (found {len(configs)}).")
     if engine == "ray" and jobs is not None:
-        raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
+        raise click.UsageError(
+            "--jobs works with --engine local only: a Ray cluster decides itself how many configs it runs."
+        )
     if engine != "ray" and address is not None:
-        raise click.UsageError("--address is that of a cluster: give --engine ray too.")
+        raise click.UsageError("--address needs --engine ray.")
 
 
-def _engine(engine: str, address: str | None, jobs: int, memory: int | None, seconds: int, retries: int) -> Engine:
+def _create_engine(
+    engine: str, address: str | None, jobs: int, memory: int | None, seconds: int, retries: int
+) -> Engine:
     from optexport.batch.supervisor import Limits
 
     if engine == "ray":
@@ -180,6 +192,6 @@ def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
     first = tracked[0]
     assert first.config is not None
     if len(stores) > 1:
-        echo(f"The configs track in {len(stores)} stores, so no MLflow run holds them all.", err=True)
+        echo(f"No MLflow run is written for the batch, because its configs use {len(stores)} MLflow stores.", err=True)
         return contextlib.nullcontext()
     return batch_run(first.config.tracking, first.path, len(tasks))

@@ -15,25 +15,27 @@ from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
 
-def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
+def _sizes(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
     """Parses a shape such as ``batch=8,sequence=128``."""
     shapes = []
-    for text in given:
+    for text in values:
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
             if not name or name in sizes or not re.fullmatch("[0-9]{1,10}", size) or not 1 <= int(size) < 2**31:
-                raise click.BadParameter(f'"{text}" is not of the form batch=8,sequence=128.')
+                raise click.BadParameter(
+                    f'"{text}" does not have the form NAME=SIZE,..., such as batch=8,sequence=128.'
+                )
             sizes[name] = int(size)
         shapes.append(sizes)
     return shapes
 
 
-def _finite(context: click.Context, option: click.Parameter, given: float) -> float:  # noqa: ARG001
+def _finite(context: click.Context, option: click.Parameter, value: float) -> float:  # noqa: ARG001
     """Rejects NaN, which click accepts in every range."""
-    if math.isnan(given):
-        raise click.BadParameter("nan is no length of time.")
-    return given
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number of seconds.")
+    return value
 
 
 _PATH = click.Path(path_type=Path, exists=True)
@@ -41,26 +43,41 @@ _PATH = click.Path(path_type=Path, exists=True)
 
 @click.command(cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
-@click.option("--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with it; may be repeated.")
-@click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
-@click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
+@click.option(
+    "--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with these files. May be repeated."
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    callback=_sizes,
+    metavar="NAME=SIZE,...",
+    help="Sizes of the dynamic axes, such as batch=8,sequence=128 (default for a bundle: as traced). May be repeated.",
+)
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of each file.")
+@click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each file.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 3600),
     default=0.1,
     show_default=True,
     callback=_finite,
-    help="Length of a turn.",
+    help="Length of one turn.",
 )
 @click.option(
     *("--format", "formats"),
     multiple=True,
     type=click.Choice(["onnx", "torchscript", "pt2"]),
-    help="Only files of this format; may be repeated.",
+    help="Measure only files of this format. May be repeated.",
 )
-@click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
+@click.option(
+    "--inputs",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A safetensors file with the inputs by name.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Also write the result to this JSON file."
+)
 @json_option
 def bench(
     paths: tuple[Path, ...],
@@ -74,20 +91,22 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure exported files, and say which is faster.
+    """Measure the latency of files and compare them.
 
-    Where that cannot be told, it says so.
+    Use this to choose between formats, rules or runtimes. It measures bundles, .onnx, .pt (TorchScript) and .pt2
+    files. The files take turns, each in its own process, so that other load on the machine affects all alike.
 
-    Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
+    Every file is compared with the files of --against, or else with the first file of its format. If the times vary
+    too much for a verdict, the result is "inconclusive".
     """
     from optexport._utils.platform import machine
-    from optexport.bench import command, report
+    from optexport.bench import report, run
     from optexport.bench.turns import Settings
 
     if output is not None and not output.parent.is_dir():
-        raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+        raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
     if output is not None:
-        command.check_output(output, [*paths, *against])
+        run.check_output(output, [*paths, *against])
     with show_progress(quiet=as_json) as progress, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:
@@ -95,14 +114,14 @@ def bench(
             stack.enter_context(progress.step(text))
 
         settings = Settings(threads, rounds, seconds)
-        found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
-    document = {"machine": machine(), **report.as_json(found)}
+        result = run.bench(paths, against, shapes, settings, formats, inputs, announce)
+    document = {"machine": machine(), **report.as_json(result)}
     if output is not None:
         try:
             output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"it cannot be written: {error}", location=str(output)) from error
+            raise ConfigError(f"cannot write the file: {error}", location=str(output)) from error
     if as_json:
         print_json(document)
     else:
-        report.show(found, console())
+        report.show(result, console())

@@ -13,14 +13,16 @@ from optexport.cli._group import Command
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 def lock(config: Path) -> None:
-    """Pin packages, model and files of CONFIG, for run --locked.
+    """Pin the versions, model and files that CONFIG uses.
 
-    Loads the model and writes CONFIG.lock. Commit that file together with the config.
+    Use this to get the same bundle on another day or machine. It loads the model and writes CONFIG.lock, which has the
+    versions of packages, the revision and digest of the model, and digests of files. Commit CONFIG.lock together with
+    CONFIG, and run with: optexport run --locked CONFIG
     """
     from optexport._utils import packages
     from optexport.config.load import load_config
 
-    read, folder = load_config(config), config.parent
+    loaded_config, folder = load_config(config), config.parent
     packages.check()
     with show_progress(quiet=False) as progress:
         from optexport._utils import signals
@@ -28,9 +30,10 @@ def lock(config: Path) -> None:
         from optexport.pipeline import lockfile, run
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = rules_of(read, folder, ())  # as a run does, to import the rules' modules in the config's folder
-            job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
+            # as a run does, to import the rules' modules in the config's folder
+            rules = rules_of(loaded_config, folder, ())
+            job = run.prepare(loaded_config, folder, rules, scratch / "bundle", scratch, progress)
             pins = lockfile.make(job, folder, packages.versions())
     path = lockfile.write(pins, config)
-    echo(f"Wrote {path}: the model's weights, {len(pins.versions)} versions, {len(pins.files)} files. Then:")
+    echo(f"Wrote {path} ({len(pins.versions)} versions, {len(pins.files)} files, the weights). Now run:")
     echo(f"  optexport run --locked {config}")

@@ -1,4 +1,4 @@
-"""Writes the files of ``optexport new-rule``: a rule, its test, and a config."""
+"""The command ``optexport new-rule``, which writes a rule, its test, and a config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,35 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+import click
+
+from optexport.cli._console import echo
+from optexport.cli._group import Command
 from optexport.errors import ConfigError
 from optexport.transformations.registry import canonical_name
 
 _FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "config.toml.txt": "{module}.toml"}
 # In characters: file systems limit names to 255 bytes.
-_LONGEST = 100
+_MAX_LENGTH = 100
+
+
+@click.command("new-rule", cls=Command)
+@click.argument("name")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path(),
+    help="The folder to write to (default: the working directory).",
+)
+def new_rule(name: str, folder: Path) -> None:
+    """Write a new rule, its test and its config.
+
+    Use this to start your own transformation. NAME is in lower case, such as drop-tanh. The files work as they are: the
+    rule removes double negations. Replace its match and rewrite with yours.
+    """
+    rule, test, config = write_rule(name, folder)
+    echo(f"Wrote {rule}, {test} and {config}. Now run:")
+    echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
 
 
 def write_rule(name: str, folder: Path) -> list[Path]:
@@ -32,30 +55,29 @@ def write_rule(name: str, folder: Path) -> list[Path]:
         ConfigError: The name is not a valid module name or is already used, or one of the files exists.
     """
     module = name.replace("-", "_")
+    suggestion = f"Choose another name, such as drop-{name}."
     if keyword.iskeyword(module):
-        raise ConfigError(f"{module} is a Python keyword", location="NAME", hint=f"Write drop-{module}, say.")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or len(module) > _LONGEST:
-        hint = f"Write small letters, as in drop-tanh, and no more than {_LONGEST}."
-        raise ConfigError(f'"{name}" cannot name a rule', location="NAME", hint=hint)
+        raise ConfigError(f"{module} is a Python keyword", location="NAME", hint=suggestion)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or len(module) > _MAX_LENGTH:
+        hint = f"Use at most {_MAX_LENGTH} lower-case letters, digits and hyphens, as in drop-tanh."
+        raise ConfigError(f'"{name}" is not a valid name of a rule', location="NAME", hint=hint)
     if canonical_name(name) is not None:
-        raise ConfigError(f"there is a built-in rule {name}", location="NAME", hint="Choose another name.")
+        raise ConfigError(f"a built-in rule has the name {name}", location="NAME", hint="Choose another name.")
     class_name = "".join(word.capitalize() for word in module.split("_"))
-    written = {folder / target.format(module=module): _template(template) for template, target in _FILES.items()}
-    for path in written:
+    texts = {folder / target.format(module=module): _template(template) for template, target in _FILES.items()}
+    for path in texts:
         if path.exists():
-            raise ConfigError("it is there already", location=str(path), hint="Choose another name or folder.")
+            raise ConfigError("the file exists", location=str(path), hint="Choose another name or folder.")
     if module in {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "test", "conftest"}:
-        raise ConfigError(f"there is a module {module}", location="NAME", hint=f"Write drop-{module}, say.")
-    if any(re.search(rf"\b{class_name}\b", text) for text in written.values()):
-        raise ConfigError(
-            f"{class_name} is what a rule is made with", location="NAME", hint=f"Write drop-{module}, say."
-        )
-    for path, text in written.items():
+        raise ConfigError(f"a Python module has the name {module}", location="NAME", hint=suggestion)
+    if any(re.search(rf"\b{class_name}\b", text) for text in texts.values()):
+        raise ConfigError(f"the files of a rule use the name {class_name}", location="NAME", hint=suggestion)
+    for path, text in texts.items():
         try:
             path.write_text(Template(text).substitute(module=module, class_name=class_name), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"it cannot be written: {error}", location=str(path)) from error
-    return list(written)
+            raise ConfigError(f"cannot write the file: {error}", location=str(path)) from error
+    return list(texts)
 
 
 def _template(name: str) -> str:

@@ -2,57 +2,251 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command, json_option, print_json
+from optexport.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from optexport.bundle.manifest import TensorRecord
+    from optexport.inference.answers import Answer
+    from optexport.inference.bundle import Arrays, Bundle
+
+# The batch size if the batch axis has no upper limit.
+_BATCH_SIZE = 16
+_MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
 
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
-@click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE|SOUND]...")
+@click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE|WAV]...")
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help='A .jsonl file with {"text": ...}, or with inputs by name, on each line.',
+    help='A .jsonl file: each line is {"text": ...}, or an object with the inputs by name.',
 )
 @click.option(
     *("--format", "file_format"),
     type=click.Choice(["onnx", "torchscript", "pt2"]),
-    help="Which file to run; by default ONNX, or the first that there is.",
+    help="The file to run (default: onnx, or else the first in the bundle).",
 )
 @json_option
 def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_format: str | None, as_json: bool) -> None:
     """Run BUNDLE on texts, image files or WAV files.
 
-    Says what its task calls for: labels with scores, fills for a mask, what was said, embeddings and how similar they
-    are. Needs neither the original model nor its code.
+    Use this to try an exported model. It needs neither the original model nor its code. It prints the answer of the
+    model's task: labels with scores, words for a mask, a transcript, or embeddings with their similarities.
+
+    For a model with other inputs, give them by name with --data.
     """
     if bool(inputs) == (data is not None):
-        raise click.UsageError("give texts or files, or --data." if data is None else "give one, or --data.")
-    from optexport.cli import prediction
+        raise click.UsageError(
+            "no inputs: give texts or files, or --data." if data is None else "give either inputs or --data, not both."
+        )
     from optexport.inference import answers
     from optexport.inference.bundle import Bundle
 
-    opened = Bundle.load(bundle, file_format)
-    given = prediction.given_as_arguments(opened, inputs) if data is None else prediction.given_in_file(opened, data)
-    found = prediction.predict(opened, given)
-    table = answers.similarities(found)
+    loaded = Bundle.load(bundle, file_format)
+    queries = parse_arguments(loaded, inputs) if data is None else read_file(loaded, data)
+    results = predict_all(loaded, queries)
+    table = answers.similarities(results)
     if as_json:
-        print_json(
-            {
-                "task": opened.application.task,
-                "format": opened.format,
-                "results": [{"input": one.shown, **answer} for one, answer in zip(given, found, strict=True)],
-                **({} if table is None else {"similarity": table}),
-            }
-        )
+        rows = [{"input": query.title, **answer} for query, answer in zip(queries, results, strict=True)]
+        document = {"task": loaded.application.task, "format": loaded.format, "results": rows}
+        print_json(document | ({} if table is None else {"similarity": table}))
         return
-    for one, answer in zip(given, found, strict=True):
-        echo(one.shown)
+    for query, answer in zip(queries, results, strict=True):
+        echo(query.title)
         for line in answers.as_text(answer):
             echo(f"  {line}")
     for line in [] if table is None else answers.similarities_as_text(table):
         echo(line)
+
+
+@dataclass(frozen=True)
+class Query:
+    """One input of a prediction: a text, an image, a sound, or arrays.
+
+    Attributes:
+        title: The text or file for the output, or the number of the line.
+        location: The file and the line, for errors; None for an argument.
+    """
+
+    title: str
+    text: str | None = None
+    image: Path | None = None
+    sound: Path | None = None
+    arrays: Arrays | None = None
+    location: str | None = None
+
+
+def parse_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Query]:
+    """Reads arguments as texts, or as files if the model takes images or sounds.
+
+    Raises:
+        ConfigError: The model takes other inputs, or a file does not exist.
+    """
+    kinds, names = bundle.application.preprocessors, [spec.name for spec in bundle.manifest.inputs]
+    media = [medium for kind, medium in _MEDIA.items() if kind in kinds]
+    if len(media) + ("tokenizer" in kinds and "input_ids" in names) > 1:
+        raise ConfigError(
+            f"the model needs several inputs for one prediction: {', '.join(names)}",
+            location="predict",
+            hint="Use the Python API: bundle(**bundle.preprocess(texts, images, sounds)).",
+        )
+    if not media and "tokenizer" not in kinds and "input_ids" not in names:
+        reasons = "; ".join(bundle.application.missing)
+        raise ConfigError(
+            f"the bundle has no tokenizer or processor that makes {', '.join(names)} from texts or files"
+            + (f" ({reasons})" if reasons else ", because its source has none or it is a part of a generative model"),
+            location="predict",
+            hint="Give the inputs by name, with --data FILE.jsonl.",
+        )
+    if not media:
+        return [Query(text, text=text) for text in arguments]
+    for path in arguments:
+        if not Path(path).is_file():
+            raise ConfigError(f"the file does not exist (the model takes {media[0]} files)", location=path)
+    if media[0] == "image":
+        return [Query(path, image=Path(path)) for path in arguments]
+    return [Query(path, sound=Path(path)) for path in arguments]
+
+
+def read_file(bundle: Bundle, path: Path) -> list[Query]:
+    """Reads a ``.jsonl`` file with a text, or one row of each input, per line.
+
+    A line is ``{"text": ...}``, or an object of inputs by name.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty, or contains an invalid line.
+    """
+    from optexport.inputs.data_lines import read_lines, texts_of
+
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the file: {error}", location=f"--data {path}") from error
+    records = read_lines(content, f"--data {path}")
+    if not records:
+        raise ConfigError("the file is empty", location=f"--data {path}")
+    texts = texts_of(records, f"--data {path}")
+    locations = {number: f"--data {path}, line {number}" for number in records}
+    if texts is not None:
+        pairs = zip(texts, locations.values(), strict=True)
+        return [Query(text, text=text, location=location) for text, location in pairs]
+    return [
+        Query(f"line {number}", arrays=_row(bundle, record, locations[number]), location=locations[number])
+        for number, record in records.items()
+    ]
+
+
+def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
+    """Returns the inputs of a line as a batch of one row; a missing mask is all ones."""
+    import numpy as np  # keeps --help fast
+
+    specs = {spec.name: spec for spec in bundle.manifest.inputs}
+    if not isinstance(record, dict):
+        raise ConfigError('the line is not an object such as {"text": ...} or {"input_ids": [...]}', location=location)
+    row: Arrays = {}
+    for name, value in record.items():
+        key = f'{location}, "{name}"'
+        if name in (constants := bundle.manifest.constants):
+            _check_constant(constants[name], value, key)
+            continue
+        if name == "text" and name not in specs:
+            raise ConfigError(
+                'a line with "text" cannot have other keys, and all lines must have the same keys',
+                location=key,
+                hint='Write {"text": ...} on every line, or inputs by name on every line.',
+            )
+        if name not in specs:
+            raise ConfigError("the model has no input of this name", location=key, hint=did_you_mean(name, specs))
+        array = _as_array(value, specs[name], key)
+        row[name] = array[np.newaxis] if specs[name].shape else array
+    if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:
+        row["attention_mask"] = np.ones_like(row["input_ids"])
+    return row
+
+
+def _check_constant(constant: Any, value: Any, location: str) -> None:
+    """Checks that a line has the value that is constant in the file, or a row of it."""
+    from optexport.inference.bundle import held_error, is_held
+
+    rows = constant if isinstance(constant, list) and constant else [constant]
+    if not (is_held(constant, value) or all(is_held(row, value) for row in rows)):
+        raise held_error(location, constant)
+
+
+def _as_array(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:
+    """Converts JSON to an array of an input's dtype; rejects values that would change."""
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
+            with np.errstate(over="ignore"):
+                converted = array.astype(spec.dtype)
+            # Numbers outside the range of the dtype would wrap around or become infinite.
+            is_float = converted.dtype.kind == "f"
+            is_same = np.isfinite(converted) | ~np.isfinite(array) if is_float else converted == array
+            if bool(is_same.all()):
+                return converted
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the value is not a list of {spec.dtype} numbers", location=location) from error
+    raise ConfigError(f"the value is not a list of {spec.dtype} numbers", location=location)
+
+
+def predict_all(bundle: Bundle, queries: Sequence[Query]) -> list[Answer]:
+    """Returns an answer for each query, in order.
+
+    Texts and sounds run one at a time, because padding changes the results of some models despite the mask.
+
+    Raises:
+        ConfigError: An input cannot be converted, or the model does not accept it.
+    """
+    from optexport.inference.answers import answers
+
+    results: list[Answer] = []
+    for batch in _batches(bundle, queries):
+        try:
+            inputs = _preprocess(bundle, batch)
+            results += answers(bundle, inputs, bundle(**inputs))
+        except ConfigError as error:
+            if batch[0].location is None:
+                raise
+            location = f"{batch[0].location}, {error.location}"
+            raise ConfigError(error.message, location=location, hint=error.hint) from error
+    return results
+
+
+def _preprocess(bundle: Bundle, batch: Sequence[Query]) -> Arrays:
+    if batch[0].arrays is not None:
+        return batch[0].arrays
+    if batch[0].image is not None:
+        return bundle.preprocess(images=[query.image for query in batch])
+    if batch[0].sound is not None:
+        return bundle.preprocess(sounds=[query.sound for query in batch])
+    return bundle.preprocess([query.text or "" for query in batch])
+
+
+def _batches(bundle: Bundle, queries: Sequence[Query]) -> Iterator[Sequence[Query]]:
+    axis = next((spec.shape[0] for spec in bundle.manifest.inputs if spec.shape), 1)
+    dim = bundle.manifest.dims.get(str(axis))
+    if dim is not None:
+        minimum, maximum = dim.min, dim.max or _BATCH_SIZE
+    else:
+        minimum = maximum = axis if isinstance(axis, int) else 1
+    if queries[0].arrays is not None:
+        rows = 1
+    else:
+        rows = minimum if queries[0].image is None else min(_BATCH_SIZE, maximum)
+    for start in range(0, len(queries), rows):
+        yield queries[start : start + rows]

@@ -1,42 +1,15 @@
-"""The commands ``optexport report`` and ``optexport diff``."""
+"""The command ``optexport report``, which writes the report of a bundle again."""
 
 from __future__ import annotations
 
 import errno
-import os
-import re
-import shutil
 from pathlib import Path
 
 import click
 
-from optexport.bundle.layout import NO_ROOM
-from optexport.cli._console import console, echo
-from optexport.cli._group import Command, json_option, print_json
+from optexport.cli._console import echo
+from optexport.cli._group import Command
 from optexport.errors import ConfigError
-
-_HTML = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    """Writes a file atomically, so that a full disk does not damage an earlier one."""
-    whole = not path.is_relative_to("/dev") and (not path.exists() or path.is_file())  # neither a pipe nor a device
-    written = path.resolve().with_name(f".{path.name}.{os.getpid()}") if whole else path
-    try:
-        try:
-            written.write_text(text, encoding="utf-8")
-            if whole:
-                if path.exists():
-                    shutil.copymode(path, written)
-                written.replace(path.resolve())
-        finally:
-            if whole:
-                written.unlink(missing_ok=True)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            error.filename = str(path)
-            raise
-        raise ConfigError(f"it cannot be written: {error}", location=f"{option} {path}") from error
 
 
 @click.command(cls=Command)
@@ -44,24 +17,25 @@ def _write(path: Path, text: str, option: str) -> None:
 @click.option(
     *("--output", "-o"),
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write; by default report.html in the bundle.",
+    help="The file to write (default: report.html in the bundle).",
 )
 def report(bundle: Path, output: Path | None) -> None:
-    """Write the report of BUNDLE again, as one HTML file.
+    """Write the HTML report of BUNDLE again.
 
-    A bundle of an earlier version gets one so.
+    Use this after an upgrade, to get the newest report for an older bundle, or to write the report to another place.
+    The report is one file without external resources: the checks, the changes of the graph, files, and times.
     """
     from optexport.bundle.digests import read_manifest
-    from optexport.bundle.layout import MEASUREMENTS, REPORT, SIGNATURE, check_outside, check_written_over
+    from optexport.bundle.layout import MEASUREMENTS, REPORT, SIGNATURE
+    from optexport.cli import _html_file
     from optexport.report.html import page
 
     if output is not None:
-        check_outside("--output", output, [bundle])
-        check_written_over("--output", output, _HTML, "HTML file")
+        _html_file.check_target("--output", output, [bundle])
     manifest = read_manifest(bundle, report=False)
-    ended = False
+    is_signature_outdated = False
     if output is not None:
-        _write(output, page.render(bundle, manifest), "--output")
+        _html_file.write(output, page.render(bundle, manifest), "--output")
     else:
         before = (bundle / MEASUREMENTS).read_bytes()  # contain the report's digest
         try:
@@ -70,34 +44,12 @@ def report(bundle: Path, output: Path | None) -> None:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             raise ConfigError(
-                f"it cannot be written: {error}", location=str(bundle / REPORT), hint="Name a file: --output FILE"
+                f"cannot write the file: {error}",
+                location=str(bundle / REPORT),
+                hint="Write the report to another place: --output FILE",
             ) from error
-        ended = (bundle / SIGNATURE).exists() and (bundle / MEASUREMENTS).read_bytes() != before
+        is_signature_outdated = (bundle / SIGNATURE).exists() and (bundle / MEASUREMENTS).read_bytes() != before
     echo(f"Wrote {output or bundle / REPORT}")
-    if ended:
-        echo(f"The signature is of the earlier one. To sign it anew: optexport sign {bundle} --key PRIVATE.pem")
-
-
-@click.command(cls=Command)
-@click.argument("one", metavar="A", type=click.Path(path_type=Path, file_okay=False))
-@click.argument("other", metavar="B", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison to an HTML file.")
-@json_option
-def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
-    """Say how the bundles A and B differ.
-
-    First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
-    """
-    from optexport.bundle.layout import check_outside, check_written_over
-    from optexport.report.html import difference, page
-
-    if html is not None:
-        check_outside("--html", html, [one, other])
-        check_written_over("--html", html, _HTML, "HTML file")
-    found = difference.compare(difference.read_side(one), difference.read_side(other))
-    if html is not None:
-        _write(html, page.render_difference(found), "--html")
-    if as_json:
-        print_json(difference.as_json(found))
-    else:
-        difference.show(found, console())
+    if is_signature_outdated:
+        echo("The signature of the bundle is invalid now, because the report changed. To sign the bundle again:")
+        echo(f"  optexport sign {bundle} --key PRIVATE.pem")

@@ -17,16 +17,18 @@ from optexport.errors import ParityError
     "--folder",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=Path(),
-    help="What paths in its config are relative to; by default this folder.",
+    help="The folder that paths in the config start from (default: the working directory).",
 )
 @key_option
 @no_custom_code_option
 def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
-    """Make BUNDLE again, and say what differs.
+    """Export the model of BUNDLE again and compare the files.
 
-    Runs what the manifest says, with what a tuning chose, in a temporary folder. Exit code 4 where any file is not the
-    same to the byte. Runs the code that the manifest names: of a bundle of others check the signature first,
-    with --key.
+    Use this to check that a bundle was built from the source that it names. It repeats the run in a temporary folder,
+    with the rules and passes that tuning chose. The exit code is 4 if any file of the manifest differs in a byte; the
+    message names what differs.
+
+    It runs the code that the manifest names. Check a bundle of somebody else with --key, or use --no-custom-code.
     """
     with show_progress(quiet=False) as progress:
         from optexport._utils import packages
@@ -42,6 +44,6 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         with prints_aside():
             differing = pipeline_reproduce.reproduce(bundle, folder, progress)
     if differing:
-        told = "".join(f"\n  {line}" for line in differing)
-        raise ParityError(f"made again, it is not the same{told}", location=str(bundle))
-    echo(f"{bundle}: made again, every file of its manifest is the same to the byte.")
+        lines = "".join(f"\n  {line}" for line in differing)
+        raise ParityError(f"the repeated export differs from the bundle{lines}", location=str(bundle))
+    echo(f"{bundle}: reproduced, every file of the manifest is identical")

@@ -18,16 +18,18 @@ from optexport.cli._group import Command
     envvar="OPTEXPORT_SIGNING_KEY",
     required=True,
     show_envvar=True,
-    help="The private key: a PEM file, without a password.",
+    help="The private key, a PEM file without a password.",
 )
 def sign(bundle: Path, key: Path) -> None:
-    """Sign BUNDLE, with a statement of where it comes from.
+    """Sign BUNDLE and record how it was built.
 
-    Writes provenance.json, which says what went in and what came out; sbom.cdx.json, which says what is installed here;
-    and bundle.sig, which is of every file. Of a generative model the folder of all parts is signed as a whole. A bundle
-    that is signed already is signed anew.
+    Use this before you hand a bundle to others, who check it with optexport verify --key. It writes provenance.json
+    (the inputs and outputs of the build), sbom.cdx.json (the packages that are installed here) and bundle.sig (the
+    signature of every file).
+
+    An earlier signature is replaced. For a generative model, give the folder that has all parts.
     """
     from optexport.bundle.signing import signature
 
     signature.sign(bundle, key)
-    echo(f"{bundle}: signed. Who has the public key checks it: optexport verify {bundle} --key PUBLIC.pem")
+    echo(f"{bundle}: signed. To check the signature: optexport verify {bundle} --key PUBLIC.pem")

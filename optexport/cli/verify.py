@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 @junit_option
 @json_option
 def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) -> None:
-    """Check that BUNDLE is unchanged and gives its outputs.
+    """Check that BUNDLE is unchanged and still works.
 
-    Its files are run on the stored inputs, and compared with the stored outputs. With --key it has to be signed: no
-    file may be another than when it was, and the statement has to be of these files. Of a generative model the folder
-    of all parts may be given.
+    Use this after a copy or a download, or on another machine before deployment. It compares the digest of every file
+    with the manifest. Then it runs the exported files on the stored inputs and compares the results with the stored
+    outputs. It needs neither the original model nor transformers.
+
+    With --key, the bundle must have a valid signature. For a generative model, give one part or the folder that has
+    all parts.
     """
     from optexport.bundle.layout import SIGNATURE
     from optexport.bundle.parts import read_bundles
@@ -37,7 +40,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
     from optexport.report import junit as report_junit
 
     report_junit.start(junit, [bundle])
-    found: list[_Checked] = []
+    checks: list[_BundleCheck] = []
     try:
         if key is None:
             bundles = read_bundles(bundle)
@@ -46,51 +49,50 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
 
             bundles = signature.check(bundle, key)
         if junit is not None and len(bundles) > 1:
-            raise ConfigError("it is of one bundle", location="--junit", hint="Verify each part, or leave it out.")
-        whole = bundle.resolve() in (target.resolve() for target in bundles)  # not a generative model
-        for target, manifest in bundles.items():
-            found.append(_check(target, manifest, bundle if whole else bundle / target.name))
+            raise ConfigError(
+                f"a JUnit file can describe only one bundle (found {len(bundles)} parts)",
+                location="--junit",
+                hint="Verify each part separately, or remove --junit.",
+            )
+        has_parts = bundle.resolve() not in (folder.resolve() for folder in bundles)  # a generative model
+        for folder, manifest in bundles.items():
+            checks.append(_check(folder, manifest, bundle / folder.name if has_parts else bundle))
     except OptexportError as error:
         github.publish(bundle.name, None, error)
         report_junit.write(junit, None, error)
         raise
-    for each in found:
-        github.publish(each.shown.name, each.record, each.failed)
-        report_junit.write(junit, each.record, each.failed)
-    failed = next((each.failed for each in found if each.failed is not None), None)
+    for check in checks:
+        github.publish(check.folder.name, check.record, check.failure)
+        report_junit.write(junit, check.record, check.failure)
+    failure = next((check.failure for check in checks if check.failure is not None), None)
     if as_json:
-        told = {each.shown.name: each.as_json() for each in found}
-        print_json(
-            {
-                **outcome(failed),
-                "signature_checked": key is not None,
-                **(told[bundle.name] if whole else {"parts": told}),
-            }
-        )
-    if failed is not None:
-        raise failed
+        documents = {check.folder.name: check.as_json() for check in checks}
+        result = {"parts": documents} if has_parts else documents[bundle.name]
+        print_json({**outcome(failure), "signature_checked": key is not None, **result})
+    if failure is not None:
+        raise failure
     if not as_json:
-        signed = "" if key is None else f"signed by the key of {key}, "
-        for each in found:
-            echo(f"{each.shown}: {signed}unchanged, and {each.held()}.")
+        signed = "" if key is None else f"signed with the key of {key}, "
+        for check in checks:
+            echo(f"{check.folder}: OK ({signed}files unchanged; {check.summary()})")
         if key is None and (bundle / SIGNATURE).exists():
-            echo("It holds a signature, which was not looked at: --key PUBLIC.pem does that.")
+            echo("The signature was not checked. To check it: --key PUBLIC.pem")
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _BundleCheck:
     """Result of the checks of one bundle.
 
     Attributes:
-        shown: Its folder, as the user wrote it.
+        folder: Its folder, as the user wrote it.
         unchecked: Gates that were not checked.
         failures: Outputs that differ from the stored outputs.
         gates: Failed gates.
         fixed: Formats of files that work at the traced shape only.
     """
 
-    shown: Path
-    proof: ParityChecker
+    folder: Path
+    checker: ParityChecker
     record: ParityRecord
     unchecked: list[str]
     failures: list[str]
@@ -98,47 +100,48 @@ class _Checked:
     fixed: Sequence[str]
 
     @property
-    def failed(self) -> OptexportError | None:
-        told = "\n  ".join(self.failures + self.gates)
+    def failure(self) -> OptexportError | None:
+        lines = "\n  ".join(self.failures + self.gates)
         if self.failures:
-            return ParityError(f"the files no longer give the stored outputs\n  {told}", location=str(self.shown))
+            return ParityError(f"the files do not reproduce the stored outputs\n  {lines}", location=str(self.folder))
         if self.gates:
-            return GateError(f"the files no longer decide as the stored outputs\n  {told}", location=str(self.shown))
+            return GateError(f"the files no longer meet their gates\n  {lines}", location=str(self.folder))
         return None
 
     def as_json(self) -> dict[str, Any]:
         rows = [{"target": p.target, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
-                for p in self.proof.targets[1:] for o in p.outputs]  # fmt: skip
-        held_to = {"gates": self.gates, "gates_not_checked": self.unchecked}
-        return {"targets": rows, **held_to, "parity": self.record.model_dump(mode="json")}
+                for p in self.checker.targets[1:] for o in p.outputs]  # fmt: skip
+        gates = {"gates": self.gates, "gates_not_checked": self.unchecked}
+        return {"targets": rows, **gates, "parity": self.record.model_dump(mode="json")}
 
-    def _where(self, target: TargetParity) -> str:
-        return " (at the traced shape alone)" if target.target.partition("-")[0] in self.fixed else ""
+    def _name(self, target: TargetParity) -> str:
+        is_fixed = target.target.partition("-")[0] in self.fixed
+        return f"{target.target} (traced shape only)" if is_fixed else target.target
 
-    def held(self) -> str:
+    def summary(self) -> str:
         """Returns a description of the checks that passed."""
-        targets = self.proof.targets[1:]
-        near = [p.target + self._where(p) for p in targets if p.precision is None]
-        lowered = [p.title for p in targets if p.precision is not None]
-        held = [f"{', '.join(near)} give the stored outputs"] if near else []
+        targets = self.checker.targets[1:]
+        exact = [self._name(target) for target in targets if target.precision is None]
+        lowered = [target.title for target in targets if target.precision is not None]
+        texts = [f"stored outputs reproduced by {', '.join(exact)}"] if exact else []
         if lowered:
-            gated = "decide as the gates demand"
-            gated = gated if self.proof.gates else "give numbers, which no gate could be held against"
-            held.append(f"{', '.join(lowered)} {gated}")
-        held += [f"not checked again: {'; '.join(self.unchecked)}"] if self.unchecked else []
-        return "; ".join(held)
+            result = "gates met by" if self.checker.gates else "no gate to check for"
+            texts.append(f"{result} {', '.join(lowered)}")
+        texts += [f"not checked again: {'; '.join(self.unchecked)}"] if self.unchecked else []
+        return "; ".join(texts)
 
 
-def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
+def _check(folder: Path, manifest: Manifest, shown_folder: Path) -> _BundleCheck:
     from optexport.parity.record import parity_record
     from optexport.parity.verify import check_files, list_unchecked_gates
 
-    proof = check_files(folder, manifest)
-    targets = proof.targets[1:]
+    checker = check_files(folder, manifest)
+    targets = checker.targets[1:]
     failures = [
         f"{p.target}: {on_one_line(o.output)}, {o.failure}" for p in targets for o in p.outputs if o.failure is not None
     ]
     gates = [f"{p.target}: {d.failure}" for p in targets for d in p.decisions if d.failure is not None]
     fixed = [artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None]
-    return _Checked(shown, proof, parity_record(proof), list_unchecked_gates(manifest), failures, gates, fixed)
+    record, unchecked = parity_record(checker), list_unchecked_gates(manifest)
+    return _BundleCheck(shown_folder, checker, record, unchecked, failures, gates, fixed)

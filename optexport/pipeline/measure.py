@@ -100,9 +100,9 @@ def _measure(
     notes = [f"{name}: not compared, because the plain export failed: {cause}" for name, cause in without_plain.items()]
     report = replace(report, notes=(*report.notes, *notes))
 
-    def measure_again(duel: PairwiseComparison) -> PairwiseComparison:
-        pair = (duel.artifact, duel.baseline)
-        return measure(pair, [duel.workload], [pair], settings).duels[0]
+    def measure_again(slower: PairwiseComparison) -> PairwiseComparison:
+        pair = (slower.artifact, slower.baseline)
+        return measure(pair, [slower.workload], [pair], settings).comparisons[0]
 
     if tuned:
         gates.check_never_slower(report, measure_again, exports.parity)

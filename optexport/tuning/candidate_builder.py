@@ -36,12 +36,12 @@ class CandidateBuilder:
         job: The run.
         traced: The traced model; not changed.
         call: Calls the graph.
-        proof: Reference, tolerances and gates that candidates must meet.
+        checker: Reference, tolerances and gates that candidates must meet.
         folder: Folder for the files.
     """
 
-    def __init__(self, job: Job, traced: Traced, call: Call, proof: ParityChecker, folder: Path) -> None:
-        self.job, self.traced, self.call, self.proof, self.folder = job, traced, call, proof, folder
+    def __init__(self, job: Job, traced: Traced, call: Call, checker: ParityChecker, folder: Path) -> None:
+        self.job, self.traced, self.call, self.checker, self.folder = job, traced, call, checker, folder
         self._graphs: dict[tuple[int, ...], tuple[GraphWriter, tuple[Applied, ...]] | CandidateRejected] = {}
         self._files = 0
 
@@ -79,7 +79,7 @@ class CandidateBuilder:
             return replace(artifact, name=name)
 
         try:
-            return _raise_refused(write_and_check)
+            return _reject_on_error(write_and_check)
         except CandidateRejected:
             shutil.rmtree(folder)
             raise
@@ -92,7 +92,7 @@ class CandidateBuilder:
         rules = tuple(rules_in(candidate))
         if rules not in self._graphs:
             try:
-                self._graphs[rules] = _raise_refused(lambda: self._transform(rules))
+                self._graphs[rules] = _reject_on_error(lambda: self._transform(rules))
             except CandidateRejected as refusal:
                 self._graphs[rules] = refusal
         graph = self._graphs[rules]
@@ -115,8 +115,8 @@ class CandidateBuilder:
         return writer, transformed.applied
 
     def _check(self, target: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
-        proof = ParityChecker(self.proof.reference, self.proof.tolerances, self.proof.gates)
-        parity = proof.check(target, run, traced_shape_only=traced_shape_only)
+        checker = ParityChecker(self.checker.reference, self.checker.tolerances, self.checker.gates)
+        parity = checker.check(target, run, traced_shape_only=traced_shape_only)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
         if failures:
@@ -132,8 +132,8 @@ def digest_of(artifact: Artifact) -> str:
     return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
 
 
-def _raise_refused(function: Callable[[], _Result]) -> _Result:
-    """Calls a function, and raises every exception as `Refused`."""
+def _reject_on_error(function: Callable[[], _Result]) -> _Result:
+    """Calls a function, and raises every exception as `CandidateRejected`."""
     try:
         return function()
     except CandidateRejected:

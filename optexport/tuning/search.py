@@ -64,7 +64,7 @@ class Search:
         self.plain: Candidate = frozenset(required)
         self.built: list[Candidate] = []
         self.artifacts: dict[Candidate, Artifact] = {}
-        self.refused: dict[Candidate, str] = {}
+        self.rejected: dict[Candidate, str] = {}
         self.untried: list[Candidate] = []
         self._names: dict[str, str] = {}
 
@@ -87,11 +87,11 @@ class Search:
         chosen_before = list(cached)[:1]
         new_changes = [candidate for candidate in self._single_changes() if candidate not in cached]
         for candidate in [*chosen_before, *new_changes]:
-            self._try(candidate, until=self.start_time + _BUILD_SHARE * self.seconds)
+            self._try(candidate, deadline=self.start_time + _BUILD_SHARE * self.seconds)
         self._race()
         chosen = self._choose()
         measured_plain = chosen != self.plain and self.tournament.has_run_last(self.plain)
-        tried = [*self.built, *self.refused]
+        tried = [*self.built, *self.rejected]
         return Outcome(
             self.format,
             self._trial(chosen),
@@ -127,21 +127,21 @@ class Search:
         rules = [i for i in self.builder.matching_rules(self.start) if i not in self.plain]
         return [self.start ^ {option} for option in [*passes, *rules]]
 
-    def _try(self, candidate: Candidate, until: float = math.inf) -> None:
+    def _try(self, candidate: Candidate, deadline: float = math.inf) -> None:
         """Builds and checks a candidate, unless that was done or the time is up."""
-        if candidate in self.built or candidate in self.refused:
+        if candidate in self.built or candidate in self.rejected:
             return
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             self.untried.append(candidate)
             return
         try:
             artifact = self.builder.build(self.format, candidate, self._describe(candidate))
         except CandidateRejected as refusal:
-            self.refused[candidate] = str(refusal)
+            self.rejected[candidate] = str(refusal)
             return
         digest = digest_of(artifact)
         if reason := self._find_race_problem(candidate, artifact, digest):
-            self.refused[candidate] = reason
+            self.rejected[candidate] = reason
             self.builder.discard(artifact)
             return
         self._names[digest] = artifact.name
@@ -151,26 +151,26 @@ class Search:
     def _find_race_problem(self, candidate: Candidate, artifact: Artifact, digest: str) -> str | None:
         """Returns why a checked file need not be measured, or None."""
         if artifact.fixed and not all(workload.traced for workload in self.tournament.workloads):
-            return "it accepts only the traced shape, and other shapes are to be measured"
+            return "accepts only the traced shape, but other shapes must be measured"
         bar = self.job.config.gate.max_size_mb
         maximum = None if bar is None else bar.of(self.format)
         if maximum is not None and artifact.size > maximum * 1e6 and candidate not in (self.plain, self.configured):
-            return f"it has {artifact.size / 1e6:.4g} MB, gate.max_size_mb is {maximum:g}"
+            return f"has {artifact.size / 1e6:.4g} MB, more than gate.max_size_mb = {maximum:g}"
         if digest in self._names and candidate not in (self.configured, self.start):
-            return f'it is the same file as "{self._names[digest]}"'
+            return f'is the same file as "{self._names[digest]}"'
         return None
 
     def _race(self) -> None:
         """Halves the field in each rung; adds combinations of the best after the first."""
         rounds = _FIRST_ROUNDS
         field = self._without_baselines(self.built)
-        while self._is_heat_due(field, rounds):
-            field = self._heat(field, rounds)
+        while self._is_rung_due(field, rounds):
+            field = self._run_rung(field, rounds)
             combined = self._combine(field) if rounds == _FIRST_ROUNDS else []
             field = self._keep_fastest(field, max(_FINALISTS, len(field) // 2)) + combined
             rounds *= 2
         self.spent = time.monotonic() - self.start_time
-        self._heat(self._keep_fastest(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
+        self._run_rung(self._keep_fastest(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
         for candidate in list(self.artifacts):
             self.builder.discard(self.artifacts.pop(candidate))
 
@@ -182,7 +182,7 @@ class Search:
         combined = []
         for count in range(2, len(better) + 1):
             changes = frozenset[Option]().union(*(self.start ^ candidate for candidate in better[:count]))
-            self._try(self.start ^ changes, until=self.end_time)
+            self._try(self.start ^ changes, deadline=self.end_time)
             combined.append(self.start ^ changes)
         new = [candidate for candidate in self._without_baselines(combined) if candidate in self.artifacts]
         return [candidate for candidate in new if candidate not in field]
@@ -254,7 +254,7 @@ class Search:
                 self.builder.discard(self.artifacts.pop(candidate))
         return fastest
 
-    def _is_heat_due(self, field: Sequence[Candidate], rounds: int) -> bool:
+    def _is_rung_due(self, field: Sequence[Candidate], rounds: int) -> bool:
         """Returns True if another rung should run before the last one.
 
         The first rung always runs if it decides who drops out, because its files exist already. With as many
@@ -265,7 +265,7 @@ class Search:
             return len(field) > _FINALISTS or (len(field) > 1 and in_time)
         return len(field) > _FINALISTS + 1 and in_time  # one more than the finalists, which may be a single change
 
-    def _heat(self, field: Sequence[Candidate], rounds: int) -> list[Candidate]:
+    def _run_rung(self, field: Sequence[Candidate], rounds: int) -> list[Candidate]:
         """Measures a field with the start and the plain export; rejects what cannot run.
 
         The start and the plain export have a second try, because a process may end for reasons unrelated to its file.
@@ -284,7 +284,7 @@ class Search:
                     continue
                 if failed is None or failed == self.start:
                     raise
-                self.refused[failed] = f"it cannot run in its own process: {error.message}"
+                self.rejected[failed] = f"cannot be measured: {error.message}"
                 self.built.remove(failed)
                 self.builder.discard(self.artifacts.pop(failed))
                 del running[failed]
@@ -301,7 +301,7 @@ class Search:
             self._describe(candidate),
             tuple(rules_in(candidate)),
             tuple(passes_in(candidate)),
-            self.refused.get(candidate),
+            self.rejected.get(candidate),
             self.tournament.compare(self.start, candidate) if measured else None,
         )
 

@@ -65,12 +65,12 @@ class Tournament:
             candidate: The candidate to judge.
             last: True to use only the last rung, whose times did not decide who ran in it.
         """
-        rungs = self._shared_heats(baseline, candidate, last=last)
+        rungs = self._find_shared_rungs(baseline, candidate, last=last)
         return compare(*(np.concatenate([self._mean(rung, item) for rung in rungs]) for item in (baseline, candidate)))
 
     def compare_at(self, workload: Workload, baseline: Candidate, candidate: Candidate) -> Comparison:
         """Compares two candidates on one workload, by the last rung."""
-        (rung,) = self._shared_heats(baseline, candidate, last=True)
+        (rung,) = self._find_shared_rungs(baseline, candidate, last=True)
         return compare(*(self._seconds[rung, workload.label, item] for item in (baseline, candidate)))
 
     def _mean(self, rung: int, candidate: Candidate) -> npt.NDArray[np.float64]:
@@ -85,7 +85,7 @@ class Tournament:
         """Returns True if a candidate ran in the last rung."""
         return any((rung, runner) == (self.rungs - 1, candidate) for rung, _, runner in self._seconds)
 
-    def _shared_heats(self, a: Candidate, b: Candidate, *, last: bool) -> list[int]:
+    def _find_shared_rungs(self, a: Candidate, b: Candidate, *, last: bool) -> list[int]:
         rungs = [self.rungs - 1] if last else range(self.rungs)
         label = self.workloads[0].label
         return [rung for rung in rungs if all((rung, label, item) in self._seconds for item in (a, b))]

@@ -46,7 +46,7 @@ def tune(
         with progress.step(f"tune {name}"):
             tournament = Tournament(workloads, job.config.bench.threads)
             search = Search(job, name, builder, tournament, share(budget, remaining, index, len(formats)))
-            entry = _cache_entry(job, builder.traced, builder.proof, workloads, name)
+            entry = _cache_entry(job, builder.traced, builder.checker, workloads, name)
             outcome = search.run(trial_cache.read(entry))
             remaining -= search.spent
             if outcome is not None:
@@ -68,10 +68,10 @@ def share(budget: float, remaining: float, index: int, formats: int) -> float:
 
 
 def _cache_entry(
-    job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[Workload], file_format: Format
+    job: Job, traced: Traced, checker: ParityChecker, workloads: Sequence[Workload], file_format: Format
 ) -> str:
     """Returns the cache entry of a format's trials."""
-    reference, gates = proof.reference, job.config.parity.metrics or ()
+    reference, gates = checker.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(CUSTOM_METRIC).partition(":")[0] for gate in gates if gate.startswith(CUSTOM_METRIC)}
     return store.name(
@@ -89,7 +89,7 @@ def _cache_entry(
         keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],
         [case.name for case in reference.cases],
-        {name: bound.limit for name, bound in proof.tolerances.items()},
+        {name: bound.limit for name, bound in checker.tolerances.items()},
         job.config.bench.threads,
     )
 

@@ -111,6 +111,6 @@ def message(result: Result, code: int) -> str:
     assert result.exit_code == code, (result.exit_code, result.stderr)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert "This is a defect" not in result.stderr
+    assert "This is a bug" not in result.stderr
     (_, told) = re.split(r"^Error: ", result.stderr, flags=re.MULTILINE)
     return str(told)

@@ -54,7 +54,7 @@ def _told(folder: Path, drifted: Path, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert process.returncode == 2, process.stderr
-    assert "defect" not in process.stderr
+    assert "This is a bug" not in process.stderr
     return process.stderr
 
 

@@ -22,8 +22,8 @@ from safetensors.torch import save_file as save_torch_file
 
 from optexport.bench import turns as racing
 from optexport.bench.artifact import Artifact, file_size, open_artifacts
-from optexport.bench.command import bench
 from optexport.bench.measure import choose_pairs, measure
+from optexport.bench.run import bench
 from optexport.bench.turns import Settings, race
 from optexport.bench.worker import _sample
 from optexport.errors import BenchError
@@ -50,10 +50,10 @@ def write_inputs(folder: Path) -> Path:
 def test_file_with_far_more_work_is_slower(tmp_path: Path) -> None:
     few, many = chain(tmp_path / "few.onnx", 2), chain(tmp_path / "many.onnx", 200)
     report = bench([few, many], shapes=[{"batch": 4, "length": 32}], settings=Settings(rounds=12, seconds=0.01))
-    (duel,) = report.duels
-    assert (duel.artifact.path, duel.baseline.path) == (many, few)
-    assert duel.comparison.verdict == "slower"
-    assert duel.comparison.high < 0.5
+    (pair,) = report.comparisons
+    assert (pair.artifact.path, pair.baseline.path) == (many, few)
+    assert pair.comparison.verdict == "slower"
+    assert pair.comparison.high < 0.5
     assert [figures.p50 <= figures.p90 <= figures.p99 for figures in report.figures] == [True, True]
 
 
@@ -97,7 +97,7 @@ def test_bare_file_is_unproven_and_lists_assumptions(tmp_path: Path) -> None:
 def test_external_data_with_an_invalid_name_is_missing(tmp_path: Path) -> None:
     path = chain(tmp_path / "far.onnx", 1, external=True)
     path.write_bytes(path.read_bytes().replace(b"far.onnx.data", b"far.onnx\0data"))
-    with pytest.raises(BenchError, match="its external data is missing"):
+    with pytest.raises(BenchError, match="the external data of the file is missing"):
         file_size(path, "onnx")
 
 

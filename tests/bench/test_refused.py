@@ -37,10 +37,10 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ("batch=0", "is not of the form"),
-        ("batch", "is not of the form"),
-        ("batch=2,batch=3", "is not of the form"),
-        (f"batch={'9' * 5000}", "is not of the form"),
+        ("batch=0", "does not have the form"),
+        ("batch", "does not have the form"),
+        ("batch=2,batch=3", "does not have the form"),
+        (f"batch={'9' * 5000}", "does not have the form"),
         ("bach=2", 'Did you mean "batch"?'),
         ("sequence=65", "sequence is out of range (found 65, expected 2 to 64)"),
     ],
@@ -53,17 +53,17 @@ def test_invalid_shapes_are_refused(shape: str, words: str) -> None:
 
 @pytest.mark.slow
 def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
-    other = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
-    error = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
+    bundle = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
+    error = message(call(exports.exported().output, "--against", bundle.output, *BRIEF), 2)
     assert "pt2: inputs input are missing (found mask, x)" in error
 
 
 def test_paths_without_exported_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    assert "not a bundle or an exported file" in message(call(tmp_path / "a.txt"), 2)
+    assert "the path is neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)
     assert "it holds no manifest.json" in message(call(tmp_path), 2)
     (tmp_path / "a.onnx").write_text("x")
-    assert "not a valid ONNX file" in message(call(tmp_path / "a.onnx"), 5)
+    assert "the file is not a valid ONNX file" in message(call(tmp_path / "a.onnx"), 5)
     assert call(tmp_path / "nowhere.onnx").exit_code == 2
     assert "no file has the format pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
 
@@ -77,7 +77,7 @@ def test_invalid_seconds_are_refused(seconds: str) -> None:
 def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.onnx"
     os.mkfifo(pipe)
-    assert "not a bundle or an exported file" in message(call(pipe), 2)
+    assert "the path is neither a bundle nor an exported file" in message(call(pipe), 2)
     path = chain(tmp_path / "a.onnx", 1)
     assert "the file does not exist" in message(call(path, "--inputs", pipe), 2)
     assert "the file exists and is not a benchmark result" in message(call(path, "--output", pipe), 2)
@@ -119,10 +119,10 @@ def test_error_of_a_killed_process_names_file_and_signal(tmp_path: Path, monkeyp
     monkeypatch.setattr(racing, "_WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(BenchError) as caught:
         race([Artifact("mine", path, "onnx", 1)], [workload(tmp_path)], Settings(rounds=2))
-    assert (caught.value.location, caught.value.message) == ("mine", "its process ended by SIGKILL")
+    assert (caught.value.location, caught.value.message) == ("mine", "the process that ran the file ended by SIGKILL")
     assert caught.value.exit_code == 5
     monkeypatch.setattr(racing, "_WORKER", "import sys; sys.exit('no room')")
-    with pytest.raises(BenchError, match="its process ended with exit code 1: no room"):
+    with pytest.raises(BenchError, match="the process that ran the file ended with exit code 1: no room"):
         race([Artifact("mine", path, "onnx", 1)], [workload(tmp_path)], Settings(rounds=2))
 
 

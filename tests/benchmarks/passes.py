@@ -77,7 +77,7 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         _, *raced = written.values()
         report = measure([plain, *raced], loads, [(artifact, plain) for artifact in raced], settings)
         for artifact in raced:
-            comparisons = [duel.comparison for duel in report.duels if duel.artifact == artifact]
+            comparisons = [pair.comparison for pair in report.comparisons if pair.artifact == artifact]
             cells = [
                 f"{next(iter(load.sizes))}: {c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})"
                 for load, c in zip(loads, comparisons, strict=True)

@@ -129,13 +129,13 @@ def raced(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
         pairs = [(artifacts[0], peer) for peer in artifacts[1:]]
         report = measure(artifacts, workloads, pairs, Settings(arguments.threads, arguments.rounds))
         times = {(figure.artifact.name, figure.workload.label): figure.p50 for figure in report.figures}
-        for duel in report.duels:
-            c, label = duel.comparison, duel.workload.label
+        for pair in report.comparisons:
+            c, label = pair.comparison, pair.workload.label
             ratios.append(
                 {
                     "format": file_format,
                     "shape": label,
-                    "peer": duel.baseline.name,
+                    "peer": pair.baseline.name,
                     "speedup": c.speedup,
                     "low": c.low,
                     "high": c.high,

@@ -56,7 +56,7 @@ def rows(name: str, result: Result) -> list[str]:
         shapes = [
             f"{d.workload.label.replace('batch=', '').replace(',sequence=', 'x')}: "
             f"{d.comparison.speedup:.2f} ({d.comparison.low:.2f} to {d.comparison.high:.2f})"
-            for d in result.bench.duels
+            for d in result.bench.comparisons
             if d.artifact.format == outcome.format
         ]
         lines.append(f"| {name} | {outcome.format} | {outcome.chosen.change} | {'; '.join(shapes)} |")

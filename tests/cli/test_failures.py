@@ -7,30 +7,34 @@ import os
 
 import pytest
 
-from optexport.cli.failures import describe
+from optexport.cli._failures import describe
 from optexport.errors import ConfigError, GateError
 
 PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 ROWS: list[tuple[BaseException, int, str]] = [
     (ConfigError("no", hint="Hint."), 2, "no\nHint: Hint."),
     (GateError("no"), 6, "no"),
-    (MemoryError(), 1, "there is no more memory\nHint: Raise the limit on memory"),
+    (MemoryError(), 1, "out of memory\nHint: Raise the memory limit"),
     (
         OSError(errno.EFBIG, os.strerror(errno.EFBIG), "f"),
         1,
-        "File too large: 'f'\nHint: Raise the limit on the size of files",
+        "File too large: 'f'\nHint: Raise the limit on file sizes",
     ),
     (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), 1, "system\nHint: Raise the limit on open files"),
-    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/b"), 1, "'/a/b'\nHint: Free some space for /a,"),
-    (PermissionError(errno.EACCES, "Permission denied", "f"), 2, "f: Permission denied\nHint: Run it as a user"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/b"), 1, "'/a/b'\nHint: Free disk space in /a,"),
+    (
+        PermissionError(errno.EACCES, "Permission denied", "f"),
+        2,
+        "f: Permission denied\nHint: Run the command as a user",
+    ),
     (OSError(errno.ENAMETOOLONG, "File name too long", "f"), 2, "f: the name is too long"),
-    (RuntimeError("Symlink loop from 'a'"), 2, "a link leads to itself: Symlink loop from 'a'"),
+    (RuntimeError("Symlink loop from 'a'"), 2, "a symbolic link points to itself: Symlink loop from 'a'"),
     (SystemExit(0), 1, "called sys.exit"),
-    (GeneratorExit("x"), 1, "raised GeneratorExit, which is not an Exception, so the work is not done: x"),
-    (PANIC("x"), 1, "PanicException: x\nHint: This is a defect"),
-    (ValueError("http://me:hunter2@host {x}"), 1, "ValueError: http://***@host {x}\nHint: This is a defect"),
-    (AssertionError(), 1, "AssertionError: \nHint: This is a defect"),
-    (FileNotFoundError(errno.ENOENT, "No such file or directory", "f"), 1, "This is a defect"),
+    (GeneratorExit("x"), 1, "raised GeneratorExit, which is not an Exception: x"),
+    (PANIC("x"), 1, "PanicException: x\nHint: This is a bug"),
+    (ValueError("http://me:hunter2@host {x}"), 1, "ValueError: http://***@host {x}\nHint: This is a bug"),
+    (AssertionError(), 1, "AssertionError: \nHint: This is a bug"),
+    (FileNotFoundError(errno.ENOENT, "No such file or directory", "f"), 1, "This is a bug"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ]
 

@@ -76,7 +76,7 @@ def test_debug_is_accepted_before_and_after_the_command(arguments: tuple[str, ..
         (["verify", "nowhere"], "nowhere: there is no such folder"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
         (["run", "--unknown"], "No such option '--unknown'"),
-        (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
+        (["bench", "a.onnx", "--output", "nowhere/x.json"], "the folder nowhere does not exist"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
@@ -99,7 +99,7 @@ def test_usage_error_is_in_the_json_output(
 def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     result = call("check", MODEL + '[[transformations]]\nuse = "MergeLinears"\n')
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
+    assert result.stdout == f"{tmp_path / 'mine.toml'}: OK (rules: MergeLinears)\n"
 
 
 @pytest.mark.sample(1)
@@ -117,17 +117,17 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
 def test_check_reports_an_unusable_output_and_creates_nothing(
     output: str, words: str, call: Caller, tmp_path: Path
 ) -> None:
-    told = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
-    assert words in told
+    error = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
+    assert words in error
     assert call("check", f'{MODEL}[export]\noutput = "new/folder"\n').exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.py", "mine.toml"]
 
 
 def test_check_reports_missing_inputs_if_the_model_needs_them(call: Caller) -> None:
     without = '[model]\nsource = "python:halves:load"\n'
-    told = call("check", without)
-    assert (told.exit_code, told.stderr) == (0, "")
-    assert "The config has no inputs. Only transformers models get example inputs" in told.stdout
+    result = call("check", without)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "The config has no inputs. Only transformers models get example inputs" in result.stdout
     assert "The config has no inputs" not in call("check", f"{without}inputs.tensors.x.shape = [1]\n").stdout
     assert "The config has no inputs" not in call("check", MODEL).stdout
 
@@ -136,23 +136,23 @@ def test_check_reports_missing_inputs_if_the_model_needs_them(call: Caller) -> N
 @pytest.mark.parametrize("source", ["./model", "package:click"])
 def test_check_refuses_a_folder_without_a_model(call: Caller, tmp_path: Path, source: str) -> None:
     (tmp_path / "model").mkdir()
-    told = message(call("check", f'[model]\nsource = "{source}"\n'), 2)
-    assert f"model.source: {source} has no config.json, so it is not the folder of a transformers model" in told
-    assert "Set source to a folder that save_pretrained wrote" in told
+    error = message(call("check", f'[model]\nsource = "{source}"\n'), 2)
+    assert f"model.source: {source} has no config.json, so it is not the folder of a transformers model" in error
+    assert "Set source to a folder that save_pretrained wrote" in error
 
 
 def test_check_refuses_a_bundle_and_names_its_pt2_file(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "made" / name).touch()
-    told = message(call("check", '[model]\nsource = "./made"\n'), 2)
-    assert f"./made is an exported bundle, not a model\nHint: Set source to {tmp_path / 'made' / 'model.pt2'}." in told
+    error = message(call("check", '[model]\nsource = "./made"\n'), 2)
+    assert f"./made is an exported bundle, not a model\nHint: Set source to {tmp_path / 'made' / 'model.pt2'}." in error
 
 
 def test_check_refuses_texts_for_a_file_without_a_tokenizer(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
-    told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
-    assert told.startswith(f"{tmp_path / 'mine.toml'}: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
+    error = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
+    assert error.startswith(f"{tmp_path / 'mine.toml'}: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
 
 
 def test_every_rule_is_listed_as_text_and_json() -> None:
@@ -173,9 +173,9 @@ def test_init_overwrites_a_config_only_if_forced(tmp_path: Path, monkeypatch: py
     assert runner.invoke(cli, ["init", "org/name"]).exit_code == 0
     assert runner.invoke(cli, ["check", "optexport.toml"]).exit_code == 0
     written = Path("optexport.toml").read_text(encoding="utf-8")
-    refused = runner.invoke(cli, ["init", "org/other"])
-    assert refused.exit_code == 2
-    assert "--force" in refused.stderr
+    second = runner.invoke(cli, ["init", "org/other"])
+    assert second.exit_code == 2
+    assert "--force" in second.stderr
     assert Path("optexport.toml").read_text(encoding="utf-8") == written
     assert runner.invoke(cli, ["init", "org/other", "--force"]).exit_code == 0
     assert 'source = "org/other"' in Path("optexport.toml").read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ def test_init_reports_an_unwritable_path(place: str, tmp_path: Path) -> None:
     (tmp_path / "halves.py").write_text("", encoding="utf-8")
     result = CliRunner().invoke(cli, ["init", "org/name", "-o", str(tmp_path / place)])
     assert result.exit_code == 2
-    assert "This is a defect" not in result.stderr
+    assert "This is a bug" not in result.stderr
     assert place.split("/")[0] in result.stderr
 
 
@@ -268,9 +268,9 @@ def test_missing_extra_is_reported_before_any_output(
     (tmp_path / "a.png").touch()
     before = {*tmp_path.iterdir()}
     monkeypatch.setitem(sys.modules, {"adapters": "peft", "images": "PIL"}.get(extra, "sentence_transformers"), None)
-    told = message(call(command, text), 2)
-    assert f": {key}: it needs the extra {extra}, of which " in told
-    assert f"pip install -c constraints.txt -e '.[{extra}]'" in told
+    error = message(call(command, text), 2)
+    assert f": {key}: it needs the extra {extra}, of which " in error
+    assert f"pip install -c constraints.txt -e '.[{extra}]'" in error
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 
 
@@ -301,8 +301,8 @@ def test_check_continues_after_an_invalid_config(tmp_path: Path) -> None:
         (tmp_path / f"{name}.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", *(str(tmp_path / f"{name}.toml") for name in "abc")])
     assert done.exit_code == 2
-    assert "b.toml: good" in done.stdout
-    assert "2 of 3 configs are wrong" in done.stderr
+    assert "b.toml: OK" in done.stdout
+    assert "2 of 3 configs have errors" in done.stderr
     assert f"  {tmp_path / 'a.toml'}: model.source: this required key is missing" in done.stderr
     assert 'x: unknown key "x"' in done.stderr
 
@@ -321,14 +321,15 @@ def test_help_explains_the_exit_code_of_every_error() -> None:
 def test_every_option_has_help_and_no_command_is_truncated(name: str) -> None:
     options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
-    assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
+    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Options:")[2].partition("Exit codes:")[0]
+    (line,) = re.findall(rf"^  {name} .*$", listed, re.MULTILINE)
+    assert not line.endswith("...")
 
 
 def test_init_help_names_every_kind_of_source() -> None:
-    told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
+    help_text = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
     for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2", "TorchScript"):
-        assert kind in told
+        assert kind in help_text
     assert len(SourceKind) == 7
 
 

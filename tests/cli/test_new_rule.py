@@ -52,9 +52,9 @@ def _run(command: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_guide_leads_to_a_tested_rule_that_runs(tmp_path: Path) -> None:
     make, install, test, export = _commands()
-    said = _run(make, tmp_path)
-    assert said in GUIDE
-    assert f"  {install}; {test}; {export}\n" in said
+    output = _run(make, tmp_path)
+    assert output in GUIDE
+    assert f"  {install}; {test}; {export}\n" in output
     assert "2 passed" in _run(test.removeprefix("python -m "), tmp_path)
     summary = _run(export, tmp_path)
     assert "python:drop_negations:DropNegations    1 node -> 0" in summary
@@ -102,27 +102,27 @@ def test_failing_rule_test_shows_its_message_without_trace_logs(tmp_path: Path) 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
-        ("Drop Tanh", "cannot name a rule"),
-        ("../escape", "cannot name a rule"),
+        ("Drop Tanh", "is not a valid name of a rule"),
+        ("../escape", "is not a valid name of a rule"),
         ("class", "class is a Python keyword"),
-        ("", "cannot name a rule"),
-        ("x" * 260, "cannot name a rule"),  # too long for a file name; this was reported as a defect
-        ("merge-linears", "there is a built-in rule"),
-        ("taken", "it is there already"),
-        ("random", "there is a module random"),
-        ("torch", "there is a module torch"),
-        ("conftest", "there is a module conftest"),
-        ("match", "Match is what a rule is made with"),
-        ("model", "Model is what a rule is made with"),
+        ("", "is not a valid name of a rule"),
+        ("x" * 260, "is not a valid name of a rule"),  # too long for a file name; this was reported as a defect
+        ("merge-linears", "a built-in rule has the name merge-linears"),
+        ("taken", "the file exists"),
+        ("random", "a Python module has the name random"),
+        ("torch", "a Python module has the name torch"),
+        ("conftest", "a Python module has the name conftest"),
+        ("match", "the files of a rule use the name Match"),
+        ("model", "the files of a rule use the name Model"),
     ],
 )
-def test_invalid_rule_name_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:
+def test_invalid_rule_name_is_refused_and_nothing_is_written(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "test_taken.py").write_text("mine")
     result = CliRunner().invoke(cli, ["new-rule", name, "--folder", str(tmp_path)])
     assert result.exit_code == 2
-    assert why in result.output
+    assert reason in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["test_taken.py"]
 
 

@@ -26,21 +26,22 @@ def ended_by(error: Exception) -> Result:
 
     result = CliRunner().invoke(group, ["fill"])
     assert result.exit_code == 1
-    assert "defect" not in result.stderr
+    assert "This is a bug" not in result.stderr
     return result
 
 
 def test_full_disk_is_not_a_defect() -> None:
     """safetensors is written in Rust and does not raise OSError."""
-    told = "Error while serializing: I/O error: No space left on device (os error 28)"
-    result = ended_by(SafetensorError(told))
-    assert f"{told}\nHint: Free some space for standard output, the output folder, " in result.stderr
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    result = ended_by(SafetensorError(text))
+    assert f"{text}\nHint: Free disk space for standard output, the output folder, " in result.stderr
     assert f"{tempfile.gettempdir()}, and run again.\n" in result.stderr
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("number", "hint"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Free some space for {os.getcwd()}")]
+    ("number", "hint"),
+    [(errno.EFBIG, "Raise the limit on file sizes (ulimit -f)"), (errno.EDQUOT, f"Free disk space in {os.getcwd()}")],
 )
 def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
@@ -51,27 +52,27 @@ def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) ->
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files (ulimit -n)"),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory (ulimit -v)"),
-        (RuntimeError("DefaultCPUAllocator: Error code 12 (Cannot allocate memory)"), "memory (ulimit -v)"),
-        (MemoryError(), "memory (ulimit -v)"),
-        (ImportError("libtorch.so: failed to map segment from shared object"), "memory (ulimit -v)"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "limit on open files (ulimit -n)"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory limit (ulimit -v)"),
+        (RuntimeError("DefaultCPUAllocator: Error code 12 (Cannot allocate memory)"), "memory limit (ulimit -v)"),
+        (MemoryError(), "memory limit (ulimit -v)"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "memory limit (ulimit -v)"),
     ],
     ids=["open files", "memory", "memory of torch", "memory of Python", "memory for a library"],
 )
 def test_limits_on_memory_and_open_files_are_not_defects(error: Exception, hint: str) -> None:
     result = ended_by(error)
     assert result.exit_code == 1
-    assert f"\nHint: Raise the limit on {hint}" in result.stderr
+    assert f"\nHint: Raise the {hint}" in result.stderr
 
 
 def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def redact(text: str) -> str:
         raise MemoryError(text)
 
-    monkeypatch.setattr("optexport.cli.failures.redact_error", redact)
-    told = ended_by(RuntimeError("no")).stderr
-    assert told.startswith("Error: there is no more memory\nHint: Raise the limit on memory (ulimit -v)")
+    monkeypatch.setattr("optexport.cli._failures.redact_error", redact)
+    stderr = ended_by(RuntimeError("no")).stderr
+    assert stderr.startswith("Error: out of memory\nHint: Raise the memory limit (ulimit -v)")
 
 
 def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPat
         raise MemoryError
 
     monkeypatch.setattr("optexport._utils.packages.check", check)
-    assert "\nHint: Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
+    assert "\nHint: Raise the memory limit (ulimit -v)" in ended_by(RuntimeError("no")).stderr
 
 
 @pytest.mark.sample(1)

@@ -18,11 +18,11 @@ def test_missing_home_is_replaced_by_a_private_folder(tmp_path: Path, monkeypatc
     monkeypatch.setattr(program, "cli", lambda: None)
     monkeypatch.setenv("HOME", "/")
     own = tmp_path / f"optexport-{os.getuid()}"
-    found = []
+    homes = []
     for make in (lambda: None, lambda: own.chmod(0o777), lambda: (own.rmdir(), own.symlink_to("/"))):
         make()
         program.main()
-        found.append(Path(os.environ["HOME"]))
-        assert found[-1].lstat().st_mode & 0o777 == 0o700
-    assert found[0] == own
-    assert own not in found[1:]
+        homes.append(Path(os.environ["HOME"]))
+        assert homes[-1].lstat().st_mode & 0o777 == 0o700
+    assert homes[0] == own
+    assert own not in homes[1:]

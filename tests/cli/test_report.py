@@ -81,7 +81,7 @@ def test_report_path_in_the_bundle_or_unwritable_is_refused(copied: Path, tmp_pa
     assert report(copied, "-o", copied / "manifest.json").exit_code == 2
     done = report(copied, "-o", tmp_path / "no folder" / "report.html")
     assert done.exit_code == 2
-    assert "it cannot be written" in done.stderr
+    assert "cannot write the file" in done.stderr
 
 
 def test_invalid_measurements_are_reported_as_damage(copied: Path) -> None:
@@ -94,7 +94,8 @@ def test_invalid_measurements_are_reported_as_damage(copied: Path) -> None:
 @pytest.mark.slow
 def test_report_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     script = (
-        "import sys, json; from pathlib import Path; from optexport.report.html import page, difference; "
+        "import sys, json; from pathlib import Path; from optexport.report import difference; "
+        "from optexport.report.html import page; "
         "page.write(Path(sys.argv[1])); print(json.dumps(sorted({'torch', 'mlflow', 'transformers', "
         "'matplotlib.pyplot'} & set(sys.modules))))"
     )
@@ -190,7 +191,6 @@ def test_unreadable_folder_is_not_a_defect(copied: Path, command: str) -> None:
     )
     copied.chmod(0o755)
     assert done.returncode == 2, done.stderr
-    assert (
-        done.stderr
-        == f"Error: {copied / 'manifest.json'}: Permission denied\nHint: Run it as a user who may do that.\n"
+    assert done.stderr == (
+        f"Error: {copied / 'manifest.json'}: Permission denied\nHint: Run the command as a user with this permission.\n"
     )

@@ -121,8 +121,8 @@ def test_error_during_a_run_gives_an_exit_code_and_one_message(name: str, call: 
     (tmp_path / "mixed.jsonl").write_text('{"x": [1.0]}\n{"y": [1.0]}\n', encoding="utf-8")
     text, code, words = BY_RUNNING[name]
     before = sorted(path.name for path in tmp_path.iterdir())
-    told = message(call("run", text), code)
-    assert words in told
+    error = message(call("run", text), code)
+    assert words in error
     left = {path.name for path in tmp_path.rglob("*") if path.is_dir()} - {"__pycache__", "build", "model-failure"}
     assert left <= set(before), "nothing is left of a run that failed"
 
@@ -261,7 +261,7 @@ def test_requested_opset_is_used_or_refused(call: Caller, tmp_path: Path) -> Non
     onnx = config().replace('formats = ["pt2"]', 'formats = ["onnx"]\nopset = OPSET')
     assert call("run", onnx.replace("OPSET", "19")).exit_code == 0
     written = load_model(tmp_path / "build" / "model" / "model.onnx", load_external_data=False)
-    assert [found.version for found in written.opset_import if not found.domain] == [19]
+    assert [opset.version for opset in written.opset_import if not opset.domain] == [19]
     result = call("run", onnx.replace("OPSET", "99"))
     assert "opset" in message(result, 5 if result.exit_code == 5 else 2)
 

@@ -34,6 +34,7 @@ def holder(uri: str, name: str = "block", alias: str = "champion") -> str:
     return str(mlflow.MlflowClient(uri).get_registered_model(name).aliases[alias])
 
 
+@pytest.mark.slow
 def test_run_registers_its_model_and_moves_the_alias_if_better(uri: str, tmp_path: Path) -> None:
     config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
     text = f'{config.read_text()}[register]\nname = "block"\nalias = "best"\n'
@@ -68,7 +69,7 @@ def test_bundle_is_uploaded_to_the_specified_store(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     result = call("upload", place, *named)
     assert result.exit_code == 0, result.stderr
-    assert f"{place}: sent, MLflow run " in result.stdout
+    assert f"{place}: uploaded, MLflow run " in result.stdout
     assert "block version 1 holds champion" in result.stdout
     again = json.loads(call("upload", place, *named, "--json").stdout)
     assert (again["before"], again["passed"], again["registered"]["holder"]) == (True, True, "1")
@@ -79,7 +80,7 @@ def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
     for _ in range(2):
         assert call("upload", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0
     result = call("promote", "block", "1", "--uri", uri)
-    assert (result.exit_code, result.stdout) == (0, "block version 1 holds champion, which version 2 held.\n")
+    assert (result.exit_code, result.stdout) == (0, "block: champion moved from version 2 to version 1\n")
     result = call("rollback", "block", "--uri", uri, "--json")
     assert json.loads(result.stdout) == {"name": "block", "alias": "champion", "version": "2", "before": "1"}
     assert holder(uri) == "2"
@@ -89,8 +90,8 @@ def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["promote", "block", "1"], "--uri: nothing says which MLflow is meant"),
-        (["rollback", "block"], "--uri: nothing says which MLflow is meant"),
+        (["promote", "block", "1"], "--uri: no MLflow store is set"),
+        (["rollback", "block"], "--uri: no MLflow store is set"),
         (["promote", "block", "1", "--uri", "URI"], "block: there is no such registered model"),
         (["rollback", "block", "--uri", "URI"], "block: there is no such registered model"),
         (["upload", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
@@ -115,9 +116,9 @@ def test_unreachable_store_exits_with_7(command: list[str], tmp_path: Path) -> N
 def test_invalid_uri_is_a_usage_error_without_its_password(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in ("http://someone:hun/ter2@127.0.0.1:9", "http://someone:hun ter2@127.0.0.1:9", "htpp://127.0.0.1:9"):
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        told = message(call(*command, "--uri", uri), 2)
-        assert told.startswith("--uri: ")
-        assert "ter2" not in told
+        error = message(call(*command, "--uri", uri), 2)
+        assert error.startswith("--uri: ")
+        assert "ter2" not in error
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         assert message(call(*command), 2).startswith("MLFLOW_TRACKING_URI: ")
 

@@ -17,29 +17,29 @@ from tests.cli.test_main import ROOT
 
 def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error was reported as a defect."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
     done = CliRunner().invoke(cli, ["check", "mine.toml"])
     monkeypatch.chdir(tmp_path)
-    assert (done.exit_code, "the working directory was removed" in done.stderr) == (2, True), done.stderr
+    assert (done.exit_code, "the working directory does not exist any more" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.slow
 def test_removed_directory_is_reported_before_torch_exits(tmp_path: Path) -> None:
     """Libraries of torch exit with an unrelated message."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
+    folder = tmp_path / "gone"
+    folder.mkdir()
     (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
     program = "import os; os.rmdir(os.getcwd()); from optexport.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "run", str(tmp_path / "mine.toml")],
-        cwd=gone,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, "the working directory was removed" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "the working directory does not exist any more" in done.stderr) == (2, True), done.stderr

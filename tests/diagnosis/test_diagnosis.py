@@ -330,7 +330,7 @@ def test_diagnose_runs_a_config_without_writing_a_bundle(tmp_path: Path) -> None
     call = Caller(tmp_path)
     result = call("diagnose", config())
     assert result.exit_code == 0, result.stderr
-    assert "nothing to blame: original, graph, pt2 pass" in result.stdout
+    assert "all checks pass: original, graph, pt2 pass" in result.stdout
     assert not (tmp_path / "build" / "model").exists()
     told = message(call("diagnose", config(more='transformations = [{ use = "python:halves:Doubles" }]')), 4)
     assert "python:halves:Doubles is to blame, which changed" in told

@@ -94,8 +94,8 @@ def _build(work: Path) -> Stage:
             if Path("/work").exists():  # a device 0/0 hides /work of this machine
                 os.mknod(stage.upper / "work", mode=stat.S_IFCHR, device=os.makedev(0, 0))
         elif kind == "ENV":
-            for key, given in re.findall(r"(\w+)=(\S+)", value):
-                stage.env[key] = given.replace("$PATH", stage.env["PATH"])
+            for key, text in re.findall(r"(\w+)=(\S+)", value):
+                stage.env[key] = text.replace("$PATH", stage.env["PATH"])
         elif kind == "WORKDIR":
             stage.workdir = value
             (stage.upper / value.lstrip("/")).mkdir(parents=True, exist_ok=True)

@@ -84,9 +84,9 @@ def test_minilm_files_agree_with_the_model_across_sizes(minilm: Mapping[str, Any
         expected = model(**inputs)
     for name, path in minilm["files"].items():
         for place, candidate in runners.open_file(Path(path), name, ["last_hidden_state", "pooler_output"]):
-            found = candidate(inputs)
+            outputs = candidate(inputs)
             for output, limit in (("last_hidden_state", 6e-4), ("pooler_output", 1e-6)):
-                assert (found[output] - expected[output]).abs().max() < limit, (place, output)
+                assert (outputs[output] - expected[output]).abs().max() < limit, (place, output)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_labels_of_a_sound_equal_those_of_the_pipeline(tmp_path: Path, spoken: l
         assert scores == pytest.approx([told["score"] for told in expected], abs=1e-5)
     absent = CliRunner().invoke(cli, ["predict", str(output), "a text"])
     assert absent.exit_code == 2
-    assert "a text: there is no such file, and the model takes sounds" in absent.stderr
+    assert "a text: the file does not exist (the model takes sound files)" in absent.stderr
     bundle = Bundle.load(output)
     with pytest.raises(ConfigError, match="sounds: they are 800, 950 samples long\nHint: Give one at a time"):
         bundle.preprocess(sounds=spoken)

@@ -167,33 +167,35 @@ def digests(bundle: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
 def test_bytes_do_not_depend_on_hash_seed_folder_or_order(two: tuple[Path, Path], name: str) -> None:
-    one, other = (digests(target / "out" / name) for target in two)
+    first, second = (digests(target / "out" / name) for target in two)
     tokenizer = {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"} if name == "bert" else set()
-    assert set(one) - {"config.toml"} - tokenizer == set(exports.FILES) - exports.UNEQUAL
-    assert tokenizer <= set(one)
-    assert [file for file in one if one[file] != other[file]] == []
+    assert set(first) - {"config.toml"} - tokenizer == set(exports.FILES) - exports.UNEQUAL
+    assert tokenizer <= set(first)
+    assert [file for file in first if first[file] != second[file]] == []
 
 
 @pytest.mark.slow
 def test_rule_with_a_function_attribute_gives_the_same_bytes(two: tuple[Path, Path]) -> None:
-    one, other = (digests(target / "out" / "named") for target in two)
-    assert [file for file in one if one[file] != other[file]] == []
+    first, second = (digests(target / "out" / "named") for target in two)
+    assert [file for file in first if first[file] != second[file]] == []
 
 
+# tests/cli/test_run.py and tests/bench/test_gates.py compare the manifests of two runs in the first tier.
+@pytest.mark.slow
 def test_second_run_in_the_same_process_writes_the_same_bytes(tmp_path: Path) -> None:
     again = optexport.export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC)
-    one, other = digests(exports.exported().output), digests(again.output)
-    assert set(one) == set(other)
-    assert [file for file in one if one[file] != other[file]] == []
+    first, second = digests(exports.exported().output), digests(again.output)
+    assert set(first) == set(second)
+    assert [file for file in first if first[file] != second[file]] == []
 
 
 def parts(path: Path) -> dict[str, bytes]:
     """Returns the content of a file, and of all parts if it is an archive."""
-    found = {path.name: path.read_bytes()}
+    parts_by_name = {path.name: path.read_bytes()}
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            found |= {f"{path.name}: {info.filename}": archive.read(info) for info in archive.infolist()}
-    return found
+            parts_by_name |= {f"{path.name}: {info.filename}": archive.read(info) for info in archive.infolist()}
+    return parts_by_name
 
 
 @pytest.mark.slow
@@ -213,8 +215,8 @@ def test_only_the_measurements_contain_paths_of_the_machine(two: tuple[Path, Pat
         if path.name == "measurements.json" or path.is_dir():
             continue
         for part, content in parts(path).items():
-            told = [target for target in here if target.encode() in content or target.encode("utf-16-le") in content]
-            assert told == [], part
+            files = [target for target in here if target.encode() in content or target.encode("utf-16-le") in content]
+            assert files == [], part
 
 
 @pytest.mark.slow

@@ -189,8 +189,8 @@ MUTATIONS = (
     Mutation(
         "verify-json-ends-well",
         "optexport/cli/verify.py",
-        "    if failed is not None:",
-        "    if failed is not None and not as_json:",
+        "    if failure is not None:",
+        "    if failure is not None and not as_json:",
         ("tests/report/test_junit.py", "tests/parity/test_verify.py"),
     ),
     Mutation(
@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         "speedup-gate-on-median",
         "optexport/bench/gates.py",
-        "if duel.comparison.low < minimum:",
-        "if duel.comparison.speedup < minimum:",
+        "if pair.comparison.low < minimum:",
+        "if pair.comparison.speedup < minimum:",
         ("tests/bench/test_gates.py",),
     ),
     Mutation(

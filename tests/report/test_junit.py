@@ -158,7 +158,7 @@ def test_verify_json_has_failures_in_one_document(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
     document = json.loads(result.stdout)
     assert (document["passed"], document["exit_code"], result.exit_code) == (False, 4, 4)
-    assert "no longer give the stored outputs" in document["error"]
+    assert "do not reproduce the stored outputs" in document["error"]
     assert not all(row["passed"] for row in document["targets"])
     assert document["parity"]["targets"]
     (bundle / "model.onnx").unlink()
@@ -258,7 +258,7 @@ def test_verify_reports_differences_despite_an_unwritable_report(tmp_path: Path)
         result = CliRunner().invoke(cli, ["verify", str(bundle), "--junit", str(report)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "the files no longer give the stored outputs" in message(result, 4)
+    assert "the files do not reproduce the stored outputs" in message(result, 4)
     assert "Cannot write the JUnit file: [Errno 27]" in result.stderr
 
 

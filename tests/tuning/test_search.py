@@ -78,9 +78,9 @@ class World:
             candidate = self.built[artifact.name]
             if artifact.name in self.killed:
                 self.killed.remove(artifact.name)
-                raise BenchError("its process ended by SIGKILL", location=artifact.name)
+                raise BenchError("the process ended by SIGKILL", location=artifact.name)
             if candidate & self.crashing:
-                raise BenchError("its process ended", location=artifact.name)
+                raise BenchError("the process ended", location=artifact.name)
             factors = [self.at.get((item, workload.label), self.speed.get(item, 1.0)) for item in candidate]
             seconds = workload.rows / math.prod(factors)
             turns = []
@@ -132,8 +132,8 @@ def test_rule_that_slows_is_dropped(world: Callable[..., World]) -> None:
 def test_broken_rule_is_refused_and_the_others_stay(world: Callable[..., World]) -> None:
     outcome = world({0: 1.2, 1: 3.0}, broken=frozenset([1])).search()
     assert outcome.chosen.rules == (0,)
-    refused = {trial.change: trial.refused for trial in outcome.trials if trial.refused is not None}
-    assert refused["as configured"] == "parity failed"
+    reasons = {trial.change: trial.refused for trial in outcome.trials if trial.refused is not None}
+    assert reasons["as configured"] == "parity failed"
 
 
 def test_faster_passes_are_combined(world: Callable[..., World]) -> None:
@@ -174,8 +174,8 @@ def test_candidate_slower_than_plain_at_a_shape_is_not_chosen(world: Callable[..
 def test_file_that_crashes_is_refused_and_the_search_continues(world: Callable[..., World]) -> None:
     outcome = world({0: 1.2, _PASSES[0]: 2.0}, crashing=frozenset([_PASSES[0]])).search()
     assert outcome.chosen.rules == (0, 1)
-    (refused,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
-    assert "its process ended" in refused
+    (reason,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
+    assert "cannot be measured: the process ended" in reason
 
 
 @pytest.mark.parametrize("name", ["as configured", "plain export"])
@@ -228,9 +228,9 @@ def test_rule_with_min_matches_stays_even_if_slow(world: Callable[..., World]) -
 def test_file_above_the_size_gate_is_refused(world: Callable[..., World]) -> None:
     outcome = world({_PASSES[0]: 3.0}, large=frozenset([_PASSES[0]])).search(max_mb=0.5)
     assert outcome.chosen.change == "as configured"
-    refused = [trial.refused for trial in outcome.trials if trial.refused is not None]
-    assert refused
-    assert all("has 1 MB, gate.max_size_mb is 0.5" in reason for reason in refused)
+    reasons = [trial.refused for trial in outcome.trials if trial.refused is not None]
+    assert reasons
+    assert all("has 1 MB, more than gate.max_size_mb = 0.5" in reason for reason in reasons)
 
 
 def test_cached_trials_of_other_searches_are_ignored(world: Callable[..., World]) -> None:

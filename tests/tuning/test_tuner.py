@@ -106,8 +106,8 @@ def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     (outcome,) = result.tuned
     assert outcome.chosen.rules == ()
     assert result.manifest.transformations == []
-    refused = {trial.change: trial.refused or "" for trial in outcome.trials}
-    assert refused["as configured"].startswith("parity failed for graph: hidden at traced")
+    reasons = {trial.change: trial.refused or "" for trial in outcome.trials}
+    assert reasons["as configured"].startswith("parity failed for graph: hidden at traced")
     slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
     assert slowed.refused is None
 
@@ -257,7 +257,7 @@ _PROOF = ParityRecord(
 )  # fmt: skip
 
 
-def _duel(verdict: Any) -> PairwiseComparison:
+def _pair(verdict: Any) -> PairwiseComparison:
     files = [Artifact(name, Path(name), "onnx", 1) for name in ("onnx", "plain onnx")]
     return PairwiseComparison(
         files[0], files[1], Workload({"batch": 1}, 1, Path()), Comparison(0.9, 0.85, 0.95, verdict)
@@ -275,18 +275,18 @@ def _duel(verdict: Any) -> PairwiseComparison:
     ],
 )
 def test_file_slower_than_plain_twice_fails_with_code_6(first: str, again: str, fails: bool) -> None:
-    report = Report(Settings(), (), (_duel(first),))
+    report = Report(Settings(), (), (_pair(first),))
     expected = pytest.raises(GateError, match=r"onnx has speedup 0.9 \(0.85 to 0.95\)")
     with expected if fails else contextlib.nullcontext() as raised:
-        check_never_slower(report, lambda _: _duel(again), _PROOF)
+        check_never_slower(report, lambda _: _pair(again), _PROOF)
     assert not fails or raised.value.exit_code == 6
 
 
 @pytest.mark.slow
 def test_error_of_a_slower_lowered_file_has_a_hint() -> None:
-    duel = _duel("slower")
-    duel = replace(duel, artifact=replace(duel.artifact, name="onnx (int8)", precision="int8"))
+    pair = _pair("slower")
+    pair = replace(pair, artifact=replace(pair.artifact, name="onnx (int8)", precision="int8"))
     with pytest.raises(
         GateError, match=r"onnx \(int8\) has speedup 0.9.*\n.*Remove onnx from \[precision\], or remove \[tune\]"
     ):
-        check_never_slower(Report(Settings(), (), (duel,)), lambda _: duel, _PROOF)
+        check_never_slower(Report(Settings(), (), (pair,)), lambda _: pair, _PROOF)

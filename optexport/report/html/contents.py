@@ -12,7 +12,7 @@ from optexport.bundle.manifest import ArtifactRecord, CaseRecord, Manifest, Outp
 from optexport.bundle.measurements import Measured
 from optexport.bundle.outcomes import AS_CONFIGURED, Trial
 from optexport.errors import on_one_line
-from optexport.report.html.figures import Interval
+from optexport.report.html.plots import Interval
 from optexport.report.parity_text import case_names
 
 MAX_ROWS = 200

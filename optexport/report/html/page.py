@@ -21,10 +21,10 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import read_measured
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line, printable
-from optexport.report.html import changes, contents, figures
+from optexport.report.difference import Difference, cell_text
+from optexport.report.html import changes, contents, plots
 from optexport.report.html.changes import View
-from optexport.report.html.difference import Difference, cell_text
-from optexport.report.html.drawing import draw
+from optexport.report.html.graph_drawing import draw
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_TEXT = 2_000
@@ -56,10 +56,10 @@ def render(folder: Path, manifest: Manifest) -> str:
         config=_config_text(folder, manifest),
         has_config_file=has_config_file,
         commands=contents.commands(manifest, has_config_file=has_config_file),
-        parity_plot=figures.parity_plot(manifest.parity),
-        latency_plot=None if measured.bench is None else figures.latency_plot(measured.bench),
-        speedup_plot=figures.ratio_plot(contents.speedups(measured), "speedup (95 % interval)", "speedup"),
-        tuning_plot=figures.ratio_plot(contents.trials(measured), "speedup (95 % interval)", "tuning"),
+        parity_plot=plots.parity_plot(manifest.parity),
+        latency_plot=None if measured.bench is None else plots.latency_plot(measured.bench),
+        speedup_plot=plots.ratio_plot(contents.speedups(measured), "speedup (95 % interval)", "speedup"),
+        tuning_plot=plots.ratio_plot(contents.trials(measured), "speedup (95 % interval)", "tuning"),
     )  # fmt: skip
 
 

@@ -66,10 +66,11 @@ def test_signed_bundle_passes_with_and_without_its_key(copied: Path, keys: tuple
     assert sorted(path.name for path in copied.iterdir()) == sorted(FILES)
     done = signed.call("verify", copied, keys[1])
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{copied}: signed by the key of {keys[1]}, unchanged, and torchscript, onnx, ")
+    expected = "files unchanged; stored outputs reproduced by torchscript, onnx, "
+    assert done.stdout.startswith(f"{copied}: OK (signed with the key of {keys[1]}, {expected}")
     done = signed.call("verify", copied)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1] == "It holds a signature, which was not looked at: --key PUBLIC.pem does that."
+    assert done.stdout.splitlines()[1] == "The signature was not checked. To check it: --key PUBLIC.pem"
 
 
 def test_unsigned_bundle_passes_without_a_key_and_fails_with_one(keys: tuple[Path, Path], tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_wrong_outputs_fail_despite_a_valid_signature(copied: Path, keys: tuple[
     shutil.copy(exports.exported().output / "report.html", copied)
     assert signed.call("report", copied).exit_code == 0
     sign(copied, keys[0])
-    assert "the files no longer give the stored outputs" in message(signed.call("verify", copied, keys[1]), 4)
+    assert "the files do not reproduce the stored outputs" in message(signed.call("verify", copied, keys[1]), 4)
 
 
 def test_new_signature_is_valid_for_the_new_key_only(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
@@ -113,7 +114,8 @@ def test_new_report_invalidates_the_signature_with_a_message(copied: Path, keys:
     assert signed.call("report", copied).stdout == f"Wrote {copied / 'report.html'}\n"
     check(copied, keys[1])  # the bytes are the same
     exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
-    assert "The signature is of the earlier one." in signed.call("report", copied).stdout
+    output = signed.call("report", copied).stdout
+    assert "The signature of the bundle is invalid now, because the report changed." in output
     told = refused(copied, keys[1])
     assert "\n  measurements.json was changed\n  report.html was changed\n  optexport report writes " in told
     sign(copied, keys[0])

@@ -16,7 +16,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from optexport.report.html import difference, page
+from optexport.report import difference
+from optexport.report.html import page
 from tests._helpers import stores
 from tests._helpers.servers import Server
 from tests.report.html import bundles

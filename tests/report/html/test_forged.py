@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.errors import OptexportError
-from optexport.report.html import difference, page
+from optexport.report import difference
+from optexport.report.html import page
 from tests._helpers import exports
 from tests.bundle.test_hostile_manifests import ANYTHING, every_place, put
 from tests.report.html import bundles

@@ -6,8 +6,8 @@ import pytest
 
 from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measurements import BenchRecord
-from optexport.report.html import figures
-from optexport.report.html.figures import Interval
+from optexport.report.html import plots
+from optexport.report.html.plots import Interval
 from tests._helpers import exports
 from tests.report.html import bundles
 from tests.report.html.reading import Page
@@ -22,9 +22,9 @@ def proof() -> ParityRecord:
 
 def test_plots_are_reproducible_and_use_page_colours(proof: ParityRecord) -> None:
     for plot in (
-        lambda: figures.parity_plot(proof),
-        lambda: figures.latency_plot(BENCH),
-        lambda: figures.ratio_plot([Interval("onnx", 1.2, 1.1, 1.3)], "times", "ratio"),
+        lambda: plots.parity_plot(proof),
+        lambda: plots.latency_plot(BENCH),
+        lambda: plots.ratio_plot([Interval("onnx", 1.2, 1.1, 1.3)], "times", "ratio"),
     ):
         assert plot() == plot()
         assert "var(--accent)" in plot() or "var(--good)" in plot()
@@ -34,15 +34,15 @@ def test_plots_are_reproducible_and_use_page_colours(proof: ParityRecord) -> Non
 
 def test_no_data_gives_no_plot(proof: ParityRecord) -> None:
     exact = {name: bound.model_copy(update={"floor": 0.0}) for name, bound in proof.bounds.items()}
-    assert figures.parity_plot(proof.model_copy(update={"bounds": exact})) is None
-    assert figures.latency_plot(BENCH.model_copy(update={"figures": []})) is None
-    assert figures.ratio_plot([], "times", "ratio") is None
+    assert plots.parity_plot(proof.model_copy(update={"bounds": exact})) is None
+    assert plots.latency_plot(BENCH.model_copy(update={"figures": []})) is None
+    assert plots.ratio_plot([], "times", "ratio") is None
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{1}{0}$", "\u202e\x00", "%s {x:g}", ""])
 def test_labels_are_shown_literally(name: str) -> None:
-    plot = figures.ratio_plot([Interval(name, 1.2, 1.1, 1.3)], "times", "ratio")
+    plot = plots.ratio_plot([Interval(name, 1.2, 1.1, 1.3)], "times", "ratio")
     assert plot is not None
     read = Page(f"<body>{plot}</body>")
     assert {e.tag for e in read.elements}.isdisjoint({"script"})
@@ -52,10 +52,10 @@ def test_labels_are_shown_literally(name: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_letters_that_the_font_lacks_give_no_warning() -> None:
-    assert "分类" in figures.ratio_plot([Interval("分类", 1.2, 1.1, 1.3)], "times", "ratio")
+    assert "分类" in plots.ratio_plot([Interval("分类", 1.2, 1.1, 1.3)], "times", "ratio")
 
 
 def test_plots_of_a_page_have_unique_ids() -> None:
-    plots = [figures.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
-    ids = [e.attributes["id"] for plot in plots for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
+    drawn = [plots.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
+    ids = [e.attributes["id"] for plot in drawn for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
     assert len(ids) == len(set(ids))

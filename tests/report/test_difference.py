@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from optexport import export
 from optexport.cli.main import cli
 from tests._helpers import exports
 from tests._helpers.models import randomise
@@ -40,13 +39,15 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exports the same model without rules, in one format."""
     target = tmp_path_factory.mktemp("plain") / "plain"
-    export(exports.block(), exports.batch(), target, dynamic=exports.DYNAMIC, transformations=[], formats=["pt2"])
-    return target
+    options: dict[str, Any] = {"dynamic": exports.DYNAMIC, "effort": "quick"}
+    return exports.quick(exports.block(), exports.batch(), target, **options).output
 
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exports.quick(exports.Block(), exports.batch(), tmp_path_factory.mktemp("other") / "<b>other</b>").output
+    return exports.quick(
+        exports.Block(), exports.batch(), tmp_path_factory.mktemp("other") / "<b>other</b>", effort="quick"
+    ).output
 
 
 def test_bundle_equals_itself_to_the_byte(one: Path) -> None:
@@ -147,22 +148,22 @@ def test_other_layers_in_lower_precision_are_different(one: Path, tmp_path: Path
     ],
 )
 def test_times_differ_if_their_intervals_are_apart(one: Path, tmp_path: Path, factor: float, verdict: str) -> None:
-    other = Path(shutil.copytree(one, tmp_path / "other"))
+    slower = Path(shutil.copytree(one, tmp_path / "other"))
 
     def slow(measurements: dict[str, Any]) -> None:
         for row in measurements["bench"]["figures"]:
             row |= {key: factor * row[key] for key in ("p50_ms", "low_ms", "high_ms")}
 
-    exports.edit_json(other / "measurements.json", slow)
-    (row,) = document(one, other)["sections"]["Latency"]["rows"]
+    exports.edit_json(slower / "measurements.json", slow)
+    (row,) = document(one, slower)["sections"]["Latency"]["rows"]
     assert (row["file"], row["ms in A"], row["intervals"]) == ("onnx", 10.0, verdict)
 
 
 def test_times_without_intervals_are_not_compared(one: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(one, tmp_path / "other"))
+    copy = Path(shutil.copytree(one, tmp_path / "other"))
     figures = [{**row, "low_ms": None, "high_ms": None} for row in bundles.BENCH["figures"]]  # type: ignore[attr-defined]
-    exports.edit_json(other / "measurements.json", lambda m: m["bench"].update(figures=figures))
-    (row,) = document(one, other)["sections"]["Latency"]["rows"]
+    exports.edit_json(copy / "measurements.json", lambda m: m["bench"].update(figures=figures))
+    (row,) = document(one, copy)["sections"]["Latency"]["rows"]
     assert row["intervals"] == "not known"
 
 
@@ -175,14 +176,14 @@ def test_empty_list_differs_by_the_items_of_the_other(one: Path, tmp_path: Path)
 
 
 def test_versions_and_sizes_that_differ_are_listed(one: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(one, tmp_path / "other"))
+    changed = Path(shutil.copytree(one, tmp_path / "other"))
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["versions"]["onnx"] = "0.1"
         manifest["dims"]["batch"]["max"] = None
 
-    bundles.edit(other, change)
-    sections = document(one, other)["sections"]
+    bundles.edit(changed, change)
+    sections = document(one, changed)["sections"]
     assert [(row[""], row["B"]) for row in sections["Versions"]["rows"]] == [("onnx", "0.1")]
     assert sections["Inputs, outputs and sizes"]["rows"] == [{"": "size batch", "A": "1 to 32", "B": "1 to any"}]
 

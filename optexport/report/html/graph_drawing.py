@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from optexport.errors import on_one_line
 from optexport.report.html.changes import View
+from optexport.report.html.graph_layout import HEIGHT, Box, arrange
 from optexport.report.html.graph_text import OUTPUT, GraphNode
-from optexport.report.html.layout import HEIGHT, Box, arrange
 
 _MAX_LABEL = 30
 _MAX_LINE = 300

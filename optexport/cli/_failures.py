@@ -18,8 +18,8 @@ from optexport.redaction import redact_error
 _LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
 # Message of the system's dynamic loader if memory is missing.
 _UNMAPPED = "failed to map segment from shared object"
-_MORE_MEMORY = "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
-_REPORT = "This is a defect: please report it, with --debug."
+_MORE_MEMORY = "Raise the memory limit (ulimit -v) or use a machine with more memory, and run again."
+_REPORT = "This is a bug in optexport. Please report it, with the output of the same command and --debug."
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Failure:
     cause: OptexportError | None = None
 
 
-_NO_MEMORY = "there is no more memory"
+_NO_MEMORY = "out of memory"
 OUT_OF_MEMORY = Failure(1, with_hint(_NO_MEMORY, _MORE_MEMORY))
 
 
@@ -126,17 +126,17 @@ def _number(error: BaseException) -> int | None:
 
 def _free_space_hint(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
-        return f"Free some space for {os.path.dirname(os.path.abspath(error.filename))}, and run again."
-    places = ", ".join(str(location) for location in (cache(), tempfile.gettempdir()) if location is not None)
-    return f"Free some space for standard output, the output folder, {places}, and run again."
+        return f"Free disk space in {os.path.dirname(os.path.abspath(error.filename))}, and run again."
+    folders = " and ".join(str(folder) for folder in (cache(), tempfile.gettempdir()) if folder is not None)
+    return f"Free disk space for standard output, the output folder, {folders}, and run again."
 
 
 def _find_package_problem() -> str | None:
     """Returns which installed packages do not fit together, or None."""
     try:
         packages.check()
-    except OptexportError as unmet:
-        return str(unmet)
+    except OptexportError as problem:
+        return str(problem)
     return None
 
 
@@ -156,12 +156,16 @@ def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table's
 # The first row that matches an error applies.
 _TABLE = (
     _Row(BaseException, 1, "{error}", _MORE_MEMORY, (errno.ENOMEM,)),
-    _Row(
-        BaseException, 1, "{error}", "Raise the limit on the size of files (ulimit -f), and run again.", (errno.EFBIG,)
-    ),
+    _Row(BaseException, 1, "{error}", "Raise the limit on file sizes (ulimit -f), and run again.", (errno.EFBIG,)),
     _Row(BaseException, 1, "{error}", "Raise the limit on open files (ulimit -n), and run again.", TOO_MANY),
     _Row(BaseException, 1, "{error}", _free_space_hint, NO_ROOM),
-    _Row(PermissionError, 2, "{file}: {reason}", "Run it as a user who may do that.", condition=_names_a_file),
+    _Row(
+        PermissionError,
+        2,
+        "{file}: {reason}",
+        "Run the command as a user with this permission.",
+        condition=_names_a_file,
+    ),
     _Row(
         OSError,
         2,
@@ -173,23 +177,23 @@ _TABLE = (
     _Row(
         FileNotFoundError,
         2,
-        "the working directory was removed",
-        "Change to a folder that exists, and run again.",
+        "the working directory does not exist any more",
+        "Change to an existing folder, and run again.",
         condition=lambda error: not _names_a_file(error) and not _has_working_directory(),
     ),
     # Python 3.11 raises a RuntimeError with this message.
     _Row(
         RuntimeError,
         2,
-        "a link leads to itself: {error}",
+        "a symbolic link points to itself: {error}",
         condition=lambda error: str(error).startswith("Symlink loop"),
     ),
-    _Row(SystemExit, 1, "code of a model or a plugin called sys.exit, so the work is not done"),
+    _Row(SystemExit, 1, "code of the model or a plugin called sys.exit before the command was finished"),
     # A panic of a library written in Rust is not an Exception.
     _Row(
         BaseException,
         1,
-        "code of a model or a plugin raised {kind}, which is not an Exception, so the work is not done: {error}",
+        "code of the model or a plugin raised {kind}, which is not an Exception: {error}",
         condition=lambda error: not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime",
     ),
     _Row(BaseException, ConfigError.exit_code, "{kind}: {error}", _defect_hint, condition=_has_package_problem),

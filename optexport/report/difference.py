@@ -18,7 +18,7 @@ from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured, read_measured
 from optexport.errors import on_one_line
-from optexport.report.html import originals
+from optexport.report import reference_comparison
 
 Cell = str | int | float | None
 Verdict = Literal["same", "same to rounding", "different", "not known"]
@@ -73,8 +73,8 @@ class Difference:
     """Differences of two bundles.
 
     Attributes:
-        one: The bundle A.
-        other: The bundle B.
+        side_a: The bundle A.
+        side_b: The bundle B.
         computes: Whether both compute the same: their files are equal to the byte, both match the same original to
             rounding, or they differ. "not known" if the graphs differ and no input is shared.
         sentence: The verdict as a sentence.
@@ -82,8 +82,8 @@ class Difference:
         sections: Tables of differences.
     """
 
-    one: Side
-    other: Side
+    side_a: Side
+    side_b: Side
     computes: Verdict
     sentence: str
     reasons: tuple[str, ...]
@@ -100,10 +100,10 @@ def read_side(folder: Path) -> Side:
     return Side(folder, read_manifest(folder), read_measured(folder))
 
 
-def compare(one: Side, other: Side) -> Difference:
+def compare(side_a: Side, side_b: Side) -> Difference:
     """Compares two bundles."""
-    computes, sentence, reasons = _verdict(one, other)
-    a, b = one.manifest, other.manifest
+    computes, sentence, reasons = _verdict(side_a, side_b)
+    a, b = side_a.manifest, side_b.manifest
     sections = (
         _pairs("Model", _model(a), _model(b)),
         _pairs("Inputs, outputs and sizes", _signature(a), _signature(b)),
@@ -113,13 +113,13 @@ def compare(one: Side, other: Side) -> Difference:
         _pairs("Graphs and files", _files(a), _files(b)),
         _parity(a, b),
         _sizes(a, b),
-        _latency(one, other),
+        _latency(side_a, side_b),
     )
-    return Difference(one, other, computes, sentence, reasons, sections)
+    return Difference(side_a, side_b, computes, sentence, reasons, sections)
 
 
-def _verdict(one: Side, other: Side) -> tuple[Verdict, str, tuple[str, ...]]:
-    a, b = one.manifest, other.manifest
+def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]:
+    a, b = side_a.manifest, side_b.manifest
     if reasons := _certain_differences(a, b):
         return "different", f"They do not compute the same: {', '.join(reasons)} differ.", reasons
     digests_a, digests_b = ({x.format: _digests(m, x.path) for x in m.artifacts} for m in (a, b))
@@ -134,7 +134,7 @@ def _verdict(one: Side, other: Side) -> tuple[Verdict, str, tuple[str, ...]]:
         )
         return "same", f"They compute the same: {files} equal to the byte.", ()
     # Models with equal weights may still differ in code or config.
-    results = originals.compare(one.folder, a, other.folder, b)
+    results = reference_comparison.compare(side_a.folder, a, side_b.folder, b)
     if results.difference is not None:
         return "different", f"They do not compute the same: {results.difference}.", ("the originals' results",)
     if not results.shared and _traced_graph(a) != _traced_graph(b):
@@ -187,9 +187,9 @@ def _digests(manifest: Manifest, path: str) -> tuple[str, ...]:
     return tuple(file.sha256 for file in manifest.files if file.path in (path, f"{path}.data"))
 
 
-def _pairs(title: str, one: Mapping[str, Cell], other: Mapping[str, Cell]) -> Section:
-    names = dict.fromkeys([*one, *other])
-    rows = [(name, one.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names]
+def _pairs(title: str, cells_a: Mapping[str, Cell], cells_b: Mapping[str, Cell]) -> Section:
+    names = dict.fromkeys([*cells_a, *cells_b])
+    rows = [(name, cells_a.get(name, _ABSENT), cells_b.get(name, _ABSENT)) for name in names]
     unequal = tuple(row for row in rows if row[1] != row[2])
     return Section(title, ("", "A", "B"), unequal, len(rows) - len(unequal))
 
@@ -307,16 +307,16 @@ def _sizes(a: Manifest, b: Manifest) -> Section:
     return Section("Sizes", ("file", "bytes in A", "bytes in B", "B over A"), tuple(rows), same)
 
 
-def _latency(one: Side, other: Side) -> Section:
+def _latency(side_a: Side, side_b: Side) -> Section:
     """Compares the latencies of files that both bundles measured at the same shape."""
     rows = [
         (a.artifact, a.shape, *_times(a), *_times(b), _overlap(a, b))
-        for a, b in product(_figures(one), _figures(other))
+        for a, b in product(_figures(side_a), _figures(side_b))
         if (a.artifact, a.shape) == (b.artifact, b.shape)
     ]
     note = "Measured in separate runs. For a sharper comparison in turns: optexport bench A --against B."
-    machines = {(side.measured.processor, side.measured.cpus, side.measured.device) for side in (one, other)}
-    threads = {side.measured.bench.threads for side in (one, other) if side.measured.bench is not None}
+    machines = {(side.measured.processor, side.measured.cpus, side.measured.device) for side in (side_a, side_b)}
+    threads = {side.measured.bench.threads for side in (side_a, side_b) if side.measured.bench is not None}
     if len(machines) > 1 or len(threads) > 1:
         note = f"Not comparable: measured on different processors, devices or numbers of threads. {note}"
     columns = ("file", "shape", "ms in A", "95 % interval in A", "ms in B", "95 % interval in B", "intervals")
@@ -357,8 +357,8 @@ def cell_text(cell: Cell) -> str:
 def as_json(difference: Difference) -> dict[str, Any]:
     """Returns the difference as the document of ``--json``."""
     return {
-        "a": str(difference.one.folder),
-        "b": str(difference.other.folder),
+        "a": str(difference.side_a.folder),
+        "b": str(difference.side_b.folder),
         "computes": difference.computes,
         "told": difference.sentence,
         "reasons": list(difference.reasons),
@@ -374,7 +374,7 @@ def as_json(difference: Difference) -> dict[str, Any]:
 
 def show(difference: Difference, console: Console) -> None:
     """Prints the difference."""
-    for letter, side in (("A", difference.one), ("B", difference.other)):
+    for letter, side in (("A", difference.side_a), ("B", difference.side_b)):
         console.print(f"[bold]{letter}[/] {escape(on_one_line(str(side.folder)))}", soft_wrap=True, highlight=False)
     console.print(f"[bold]{escape(on_one_line(difference.sentence))}[/]", soft_wrap=True, highlight=False)
     for section in difference.sections:

@@ -32,7 +32,7 @@ from transformers import (
     WhisperConfig,
 )
 
-from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
+from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.config.schema import Config
@@ -126,11 +126,11 @@ def test_hub_id_is_used_without_a_download(tmp_path: Path) -> None:
 def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
-    told = CliRunner().invoke(cli, ["init", source]).output
-    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    output = CliRunner().invoke(cli, ["init", source]).output
+    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in output
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESS
-    assert ("has no config.json" in told) is (source in (".", "package:click"))
+    assert ("has no config.json" in output) is (source in (".", "package:click"))
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_inputs_from_a_model_config_are_not_marked_as_a_guess(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     for config in (BertConfig(), ViTConfig(), WhisperConfig()):
         config.save_pretrained(tmp_path)
-        told = CliRunner().invoke(cli, ["init", "--force"]).output
-        assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+        output = CliRunner().invoke(cli, ["init", "--force"]).output
+        assert output == "Wrote optexport.toml. Edit it if needed, then run: optexport run optexport.toml\n"
         assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
 
 
@@ -148,8 +148,8 @@ def test_guessed_image_size_is_marked_as_a_guess(tmp_path: Path, monkeypatch: py
     """224 was written without a mark, and the bundle refused the outputs of its image processor."""
     monkeypatch.chdir(tmp_path)
     ResNetConfig().save_pretrained(tmp_path)
-    told = CliRunner().invoke(cli, ["init"]).output
-    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    output = CliRunner().invoke(cli, ["init"]).output
+    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in output
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
 
@@ -160,8 +160,8 @@ def test_bundle_is_refused_and_its_pt2_file_is_accepted(tmp_path: Path, monkeypa
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "bundle" / name).touch()
     assert "Set source to bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
-    told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
-    assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+    output = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
+    assert output == "Wrote optexport.toml. Edit it if needed, then run: optexport run optexport.toml\n"
     config = load_config(tmp_path / "optexport.toml")
     assert config.inputs.tensors is None
     assert config.export.output == "build/model"
@@ -230,8 +230,8 @@ def test_longest_sequence_is_supported_by_the_model(config: Any, longest: int, t
 def test_longest_sequence_is_limited_by_the_tokenizer(tmp_path: Path) -> None:
     """RoBERTa counts two positions more than it supports tokens. Only its tokenizer has the correct value."""
     RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(tmp_path / "model")
-    for longest, said in ((512, 512), (514, int(1e30))):
-        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": said}))
+    for longest, tokenizer_length in ((512, 512), (514, int(1e30))):
+        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer_length}))
         assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
 
 
@@ -270,14 +270,14 @@ KEYS = [
 
 
 @settings(max_examples=examples(300))
-@given(known=st.dictionaries(st.sampled_from(KEYS), values))
-@example(known={"architectures": ["Evil\nsource = 'x'\nForMaskedLM"]})
-@example(known={"architectures": 3})
-@example(known={"vocab_size": 9, "max_position_embeddings": -1})
-@example(known={"image_size": [8, 16, 16]})
-@example(known={"image_size": {"height": 8, "width": 8}})
-def test_starter_is_valid_for_any_config_json(known: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert described(tmp_path_factory.getbasetemp(), **known).model.source == "./model"
+@given(values=st.dictionaries(st.sampled_from(KEYS), values))
+@example(values={"architectures": ["Evil\nsource = 'x'\nForMaskedLM"]})
+@example(values={"architectures": 3})
+@example(values={"vocab_size": 9, "max_position_embeddings": -1})
+@example(values={"image_size": [8, 16, 16]})
+@example(values={"image_size": {"height": 8, "width": 8}})
+def test_starter_is_valid_for_any_config_json(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert described(tmp_path_factory.getbasetemp(), **values).model.source == "./model"
 
 
 def test_pipe_in_place_of_a_config_is_skipped(tmp_path: Path) -> None:

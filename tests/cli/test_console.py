@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from optexport.cli._printable_console import PrintableConsole
+from optexport.cli._console import printable_console
 from optexport.errors import printable
 from tests._helpers.cli import CliRunner, cli, config
 
@@ -54,10 +54,10 @@ def is_harmless(text: str) -> bool:
 
 @given(st.text())
 def test_printable_text_is_harmless_and_has_the_same_lines(text: str) -> None:
-    made = printable(text)
-    assert is_harmless(made)
-    assert made.count("\n") == text.count("\n")
-    assert printable(made) == made
+    escaped = printable(text)
+    assert is_harmless(escaped)
+    assert escaped.count("\n") == text.count("\n")
+    assert printable(escaped) == escaped
 
 
 @given(st.text(" :#[]\n\terror", max_size=30))
@@ -72,7 +72,7 @@ def test_closed_pipe_raises_broken_pipe_and_does_not_exit() -> None:
     os.close(read)
     file = os.fdopen(write, "w")
     with pytest.raises(BrokenPipeError):
-        PrintableConsole(file=file).print("a line")
+        printable_console(file=file).print("a line")
     with contextlib.suppress(BrokenPipeError):  # for text that is still buffered
         file.close()
 
@@ -80,7 +80,7 @@ def test_closed_pipe_raises_broken_pipe_and_does_not_exit() -> None:
 def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
     monkeypatch.chdir(folder)
     done = CliRunner().invoke(cli, arguments)
-    assert "This is a defect" not in done.stderr
+    assert "This is a bug" not in done.stderr
     assert is_harmless(done.stdout), repr(done.stdout)
     assert is_harmless(done.stderr), repr(done.stderr)
     return done.exit_code, done.stdout + done.stderr
@@ -92,8 +92,8 @@ def test_run_and_bundle_print_hostile_names_as_plain_text(tmp_path: Path, monkey
     rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
     text = config("hostile_names:Named", more=rules)
     (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files do not support such names
-    code, told = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
-    assert (code, "u202e" in told) == (0, True), told
+    code, output = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
+    assert (code, "u202e" in output) == (0, True), output
     graphs = [*(tmp_path / "build" / "model").glob("graph_*.txt"), *(tmp_path / "graphs").iterdir()]
     assert len(graphs) == 4
     for graph in graphs:  # these files contained the names unescaped
@@ -132,17 +132,17 @@ def test_config_prints_no_commands_for_github_actions(
     """A pull request could annotate files through the check of a config."""
     source = "python:a\\n::error::x ##[error]y\\n  ::warning::z:make"
     (tmp_path / "mine.toml").write_text(f'[model]\nsource = "{source}"\n[inputs.dynamic]\n"a\\n::error::b" = [2, 1]\n')
-    code, told = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
+    code, output = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
     assert code == 2
-    assert "error::" in told
-    assert not any(line.strip().startswith("::") or "##[" in line for line in told.splitlines())
+    assert "error::" in output
+    assert not any(line.strip().startswith("::") or "##[" in line for line in output.splitlines())
 
 
 def test_name_between_colons_is_not_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     table.add_column("rule")
     table.add_row("python:fire:Mine")
-    PrintableConsole().print(table, "python:two:make")
+    printable_console().print(table, "python:two:make")
     shown = capsys.readouterr().out
     assert "python:fire:Mine" in shown
     assert "python:two:make" in shown

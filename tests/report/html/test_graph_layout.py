@@ -8,7 +8,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optexport.report.html.layout import HEIGHT, arrange
+from optexport.report.html.graph_layout import HEIGHT, arrange
 from tests.tiers import examples
 
 

@@ -1,16 +1,34 @@
-"""Lists the rules and format passes that a config can use, as text and as JSON."""
+"""The command ``optexport transformations``, which lists the rules."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from optexport.config.format_passes import PASSES
-from optexport.transformations.registry import RULES, installed
+import click
+
+from optexport.cli._console import echo
+from optexport.cli._group import Command, json_option, print_json
 
 
-def rules() -> dict[str, Any]:
+@click.command(cls=Command)
+@json_option
+def transformations(as_json: bool) -> None:
+    """List the rules that a config can apply.
+
+    Use this to choose the rules of [[transformations]]. It lists the built-in rules with their options and defaults,
+    and the rules of installed packages. A rule is marked "preset" if it is applied when a config names no rules.
+    """
+    if as_json:
+        print_json(_rules())
+    else:
+        echo(_rules_text())
+
+
+def _rules() -> dict[str, Any]:
     """Returns the built-in rules by name, and the locations of plugins."""
+    from optexport.transformations.registry import RULES, installed
+
     built_in = {
         name: {
             "summary": info.summary,
@@ -24,8 +42,10 @@ def rules() -> dict[str, Any]:
     return built_in | {name: {"plugin": location} for name, location in installed().items()}
 
 
-def rules_as_text() -> str:
+def _rules_text() -> str:
     """Returns one line for each rule."""
+    from optexport.transformations.registry import RULES, installed
+
     width = max(map(len, [*RULES, *installed()]))
     lines = []
     for name, info in RULES.items():
@@ -38,14 +58,3 @@ def rules_as_text() -> str:
         lines.append(f"{name:{width}}  {info.summary} ({', '.join(traits)})")
     lines += [f"{name:{width}}  plugin ({location})" for name, location in installed().items()]
     return "\n".join(lines)
-
-
-def passes() -> dict[str, Any]:
-    """Returns the format passes by name."""
-    return {known.name: {"summary": known.summary, "formats": list(known.formats)} for known in PASSES}
-
-
-def passes_as_text() -> str:
-    """Returns one line for each format pass."""
-    width = max(len(known.name) for known in PASSES)
-    return "\n".join(f"{known.name:{width}}  {known.summary} ({', '.join(known.formats)})" for known in PASSES)

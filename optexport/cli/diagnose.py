@@ -1,0 +1,39 @@
+"""The command ``optexport diagnose``, which finds the cause of a failed check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optexport.cli._console import echo, prints_aside, show_progress
+from optexport.cli._group import Command, no_custom_code_option
+
+
+@click.command(cls=Command)
+@click.argument("path", metavar="CONFIG|BUNDLE", type=click.Path(path_type=Path, exists=True))
+@no_custom_code_option
+def diagnose(path: Path) -> None:
+    """Find the cause of a failed check.
+
+    Use this if run or verify ended with exit code 4. Given a CONFIG, it runs everything up to the checks and writes no
+    bundle. Given a BUNDLE, it runs the files on their stored inputs, without the original model.
+
+    It names the rule, the change and the first node whose values differ, and writes a folder with a script that
+    reproduces the failure.
+    """
+    if path.is_dir():
+        from optexport.diagnosis.bundle import blame_bundle
+
+        echo(f"{path}: {blame_bundle(path)}")
+        return
+    from optexport.config.load import load_config
+
+    load_config(path)
+    with show_progress(quiet=False) as progress:
+        from optexport.diagnosis import reproduction
+        from optexport.pipeline import run as pipeline_run
+
+        with prints_aside():
+            result = pipeline_run.run(path, progress=progress, keep=False)
+    echo(f"{path}: all checks pass: {reproduction.standing(result.parity)}")

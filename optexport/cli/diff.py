@@ -1,0 +1,38 @@
+"""The command ``optexport diff``, which compares two bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optexport.cli._console import console
+from optexport.cli._group import Command, json_option, print_json
+
+
+@click.command(cls=Command)
+@click.argument("bundle_a", metavar="A", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("bundle_b", metavar="B", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page to this file.")
+@json_option
+def diff(bundle_a: Path, bundle_b: Path, html: Path | None, as_json: bool) -> None:
+    """Compare the bundles A and B.
+
+    Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
+    Tables then show what differs in configs, versions, rules, errors, file sizes and latencies.
+
+    The exit code is 0 whether or not the bundles differ, and 4 if one of them is damaged.
+    """
+    from optexport.cli import _html_file
+    from optexport.report import difference
+    from optexport.report.html import page
+
+    if html is not None:
+        _html_file.check_target("--html", html, [bundle_a, bundle_b])
+    result = difference.compare(difference.read_side(bundle_a), difference.read_side(bundle_b))
+    if html is not None:
+        _html_file.write(html, page.render_difference(result), "--html")
+    if as_json:
+        print_json(difference.as_json(result))
+    else:
+        difference.show(result, console())

@@ -1,0 +1,72 @@
+"""The command ``optexport init``, which writes a config to start from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from optexport.cli._console import echo
+from optexport.cli._group import Command
+from optexport.errors import ConfigError
+
+
+@click.command(cls=Command)
+@click.argument("source", required=False, default=".")
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("optexport.toml"),
+    show_default=True,
+    help="The config file to write.",
+)
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+def init(source: str, output: Path, force: bool) -> None:
+    """Write a commented config for the model at SOURCE.
+
+    Use this to start with a new model, and edit the file before the first run. The model is not loaded: the inputs and
+    the task are read from its config.json, and guessed if it has none.
+
+    \b
+    SOURCE is one of:
+      a folder                       written by save_pretrained (default: .)
+      a hub id                       such as bert-base-uncased
+      package:NAME/PATH              a folder in an installed package
+      python:module:factory          a function that returns the model
+      mlflow:models:/NAME@ALIAS      a model in an MLflow registry
+      a .pt2 or TorchScript file     (.pt, .ts, .jit)
+    """  # noqa: D301 - click does not wrap the paragraph after this escape
+    from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
+    from optexport.config.checks import check_extras
+    from optexport.config.load import parse_config
+    from optexport.config.source import missing_model, source_folder
+
+    _check_output(output, force=force)
+    if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
+        source = os.path.relpath(source, output.parent)  # a config resolves it from its own folder
+    text = starter_config(source, output.parent)
+    config = parse_config(text, output)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the file: {error}", location=str(output)) from error
+    echo(f"Wrote {output}. Edit it if needed, then run: optexport run {output}")
+    if GUESS in text or GUESSED_SIZE in text:
+        echo(f"The inputs are guessed. Edit [inputs] in {output} first.")
+    folder = source_folder(source, output.parent)
+    if folder is not None and (missing := missing_model(folder)) is not None:
+        echo(f"{source} {missing[0]}. Edit model.source first. {missing[1]}")
+    try:
+        check_extras(config, output)
+    except ConfigError as error:  # the written config is valid without the extras
+        echo(str(error))
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    if output.exists() and not force:
+        raise click.UsageError(f"{output} exists. Choose another file with --output, or replace it with --force.")
+    if not output.parent.is_dir():
+        raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
+    if output.exists() and not output.is_file():
+        raise click.UsageError(f"cannot replace {output}, because it is not a regular file.")

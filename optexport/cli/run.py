@@ -1,0 +1,116 @@
+"""The command ``optexport run``, which exports the model of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from optexport.cli._console import console, prints_aside, show_progress
+from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option, print_json
+from optexport.errors import ConfigError, OptexportError
+
+
+@click.command(cls=Command)
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--without", multiple=True, metavar="RULE", help="Leave this rule out. May be repeated.")
+@click.option("--tune", is_flag=True, help="Search for the rules and format passes that make each file faster.")
+@click.option("--baseline", is_flag=True, help="Also write the untransformed export, to OUTPUT-baseline.")
+@click.option(
+    "--dump",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the graph before and after every rule to this folder.",
+)
+@click.option("--locked", is_flag=True, help="Refuse to run if anything differs from CONFIG.lock (optexport lock).")
+@no_custom_code_option
+@junit_option
+@json_option
+def run(
+    config: Path,
+    without: tuple[str, ...],
+    tune: bool,
+    baseline: bool,
+    dump: Path | None,
+    locked: bool,
+    junit: Path | None,
+    as_json: bool,
+) -> None:
+    """Export the model in CONFIG and verify the files.
+
+    Use this to build a bundle. It loads the model, traces it, applies the transformations, and exports the files. It
+    compares the graph and every file with the original model, and tracks the run in MLflow unless the config disables
+    that.
+
+    If a check fails, an earlier bundle is not changed, and OUTPUT-failure has a script that reproduces the failure.
+    """
+    from optexport._utils import packages
+    from optexport.bundle.layout import kept
+    from optexport.config.load import load_config
+    from optexport.pipeline import lockfile
+    from optexport.report import github
+    from optexport.report import junit as report_junit
+
+    try:
+        loaded_config = load_config(config, without)  # reports mistakes in the config before the slow import of torch
+        if locked and loaded_config.generation is None:  # reports packages that transformers would refuse at import
+            lockfile.check_surroundings(lockfile.read(config), loaded_config, config, packages.versions())
+        packages.check()
+    except ConfigError as error:
+        report_junit.start(junit, [config])
+        github.publish(config.name, None, error)
+        report_junit.write(junit, None, error)
+        raise
+    report_junit.start(junit, [config, *kept(loaded_config.output_path(config.parent))])
+    if loaded_config.generation is not None:
+        options = {"--tune": tune, "--baseline": baseline, "--dump": dump, "--locked": locked, "--junit": junit}
+        _check_generation_options(option for option, value in options.items() if value)
+        _run_generation(config, without, as_json=as_json)
+        return
+    try:
+        with show_progress(quiet=as_json) as progress:
+            from optexport.pipeline import run as pipeline_run
+            from optexport.report import terminal
+
+            # A model's own code may print; standard output is reserved for the result.
+            with prints_aside():
+                result = pipeline_run.run(
+                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
+                )
+    except OptexportError as error:
+        github.publish(config.name, None, error)
+        report_junit.write(junit, None, error)
+        raise
+    github.publish(config.name, result.manifest.parity, result.failure)
+    report_junit.write(junit, result.manifest.parity, result.failure)
+    if as_json:
+        print_json(terminal.as_json(result))
+    else:
+        terminal.show(result, console())
+    if result.failure is not None:
+        raise result.failure
+
+
+def _check_generation_options(options: Iterable[str]) -> None:
+    for option in options:
+        raise ConfigError(
+            "this option does not work for a config with [generation]",
+            location=option,
+            hint=f"Run the config without {option}.",
+        )
+
+
+def _run_generation(config: Path, without: tuple[str, ...], *, as_json: bool) -> None:
+    """Exports the parts of a generative model, and prints their results."""
+    with show_progress(quiet=as_json) as progress:
+        from optexport.generation import run, summary
+
+        with prints_aside():
+            result = run.run_generation(config, without=without, progress=progress)
+    if as_json:
+        print_json(summary.as_json(result))
+    else:
+        summary.show(result, console())
+    for part in result.parts.values():
+        if part.failure is not None:
+            raise part.failure

@@ -1,0 +1,50 @@
+"""The command ``optexport upload``, which uploads a bundle to MLflow."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from optexport.cli._console import echo
+from optexport.cli._group import Command, json_option, key_option, outcome, print_json
+from optexport.cli._tracking_options import choose_store, config_option, read_config, uri_option
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@uri_option
+@config_option
+@click.option("--experiment", help="The MLflow experiment (default: from --config, or as in the bundle).")
+@key_option
+@json_option
+def upload(
+    bundle: Path, uri: str | None, config_path: Path | None, experiment: str | None, key: Path | None, as_json: bool
+) -> None:
+    """Upload BUNDLE to MLflow, unless it was uploaded before.
+
+    Use this if a run ended with exit code 7, or to copy a bundle to another MLflow store. It completes the MLflow run
+    whose upload failed, if that exists in the store. It also registers the model if the bundle's config has [register].
+
+    The model is not checked again. Check a bundle of somebody else with --key or with optexport verify first.
+    """
+    config = read_config(config_path)
+    store = choose_store(uri, config_path, config)
+    if key is not None:
+        from optexport.bundle.signing import signature
+
+        signature.check(bundle, key)
+    from optexport.tracking.resume import log_bundle
+
+    experiment = experiment or (None if config is None else config.tracking.experiment)
+    logged = log_bundle(bundle, store, experiment, Path() if config_path is None else config_path.parent)
+    failure = None if logged.registered is None else logged.registered.failure
+    if as_json:
+        print_json({**outcome(failure), **asdict(logged)})
+    else:
+        echo(f"{bundle}: {'already uploaded' if logged.before else 'uploaded'}, MLflow run {logged.run_id}")
+        for line in [*logged.page.splitlines(), *([] if logged.registered is None else [logged.registered.told])]:
+            echo(f"  {line}")
+    if failure is not None:
+        raise failure
