@@ -62,7 +62,7 @@ def choose_store(option: str | None, config_path: Path | None, config: Config | 
     from optexport.config import tracking_uri
 
     try:
-        uri = tracking_uri.check_uri(option) if option else tracking_uri.of_environment()
+        uri = tracking_uri.check_uri(option) if option else tracking_uri.find_environment_uri()
     except ValueError as error:
         raise ConfigError(str(error), location="--uri") from error
     if uri is None:

@@ -25,20 +25,20 @@ def check(configs: tuple[Path, ...]) -> None:
 
     It does not run your code: of a python: source, only the module is looked up.
     """
-    from optexport.config.checks import check_here, open_question
     from optexport.config.load import load_config
+    from optexport.config.requirements import check_machine, find_open_question
 
     errors = []
     for path in configs:
         try:
             config = load_config(path)
-            check_here(config, path)
+            check_machine(config, path)
         except ConfigError as error:  # the other configs are checked too
             errors.append(error)
             continue
         rules = ", ".join(rule.use for rule in config.rules())
         echo(f"{path}: OK ({f'rules: {rules}' if rules else 'no rules'})")
-        if (question := open_question(config)) is not None:
+        if (question := find_open_question(config)) is not None:
             echo(question)
     if len(errors) > 1:
         details = "\n".join(textwrap.indent(str(error), "  ") for error in errors)

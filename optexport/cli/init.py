@@ -38,9 +38,9 @@ def init(source: str, output: Path, force: bool) -> None:
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
     """  # noqa: D301 - click does not wrap the paragraph after this escape
     from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
-    from optexport.config.checks import check_extras
     from optexport.config.load import parse_config
-    from optexport.config.source import missing_model, source_folder
+    from optexport.config.requirements import check_extras
+    from optexport.config.source import find_model_problem, find_source_folder
 
     _check_output(output, force=force)
     if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
@@ -54,9 +54,9 @@ def init(source: str, output: Path, force: bool) -> None:
     echo(f"Wrote {output}. Edit it if needed, then run: optexport run {output}")
     if GUESS in text or GUESSED_SIZE in text:
         echo(f"The inputs are guessed. Edit [inputs] in {output} first.")
-    folder = source_folder(source, output.parent)
-    if folder is not None and (missing := missing_model(folder)) is not None:
-        echo(f"{source} {missing[0]}. Edit model.source first. {missing[1]}")
+    folder = find_source_folder(source, output.parent)
+    if folder is not None and (problem := find_model_problem(folder, source)) is not None:
+        echo(f"model.source: {problem[0]}. {problem[1]}")
     try:
         check_extras(config, output)
     except ConfigError as error:  # the written config is valid without the extras

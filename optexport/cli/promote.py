@@ -37,7 +37,7 @@ def promote(
     To undo it: optexport rollback NAME
     """
     config = read_config(config_path)
-    from optexport.tracking import promotion
+    from optexport.tracking.registry import promotion
 
     alias = choose_alias(alias, config)
     before = promotion.promote(choose_store(uri, config_path, config), name, version, alias)

@@ -31,7 +31,7 @@ def rollback(name: str, alias: str | None, uri: str | None, config_path: Path | 
     to the version that had it before. A second rollback goes one more version back.
     """
     config = read_config(config_path)
-    from optexport.tracking import promotion
+    from optexport.tracking.registry import promotion
 
     alias = choose_alias(alias, config)
     before, version = promotion.rollback(choose_store(uri, config_path, config), name, alias)

@@ -44,7 +44,7 @@ def upload(
         print_json({**outcome(failure), **asdict(logged)})
     else:
         echo(f"{bundle}: {'already uploaded' if logged.before else 'uploaded'}, MLflow run {logged.run_id}")
-        for line in [*logged.page.splitlines(), *([] if logged.registered is None else [logged.registered.told])]:
+        for line in [*logged.page.splitlines(), *([] if logged.registered is None else [logged.registered.summary])]:
             echo(f"  {line}")
     if failure is not None:
         raise failure

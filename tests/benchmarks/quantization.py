@@ -181,11 +181,11 @@ budget = "{arguments.tune}"
             profiling.report(file.path, profiling.profile(file.path, sizes, arguments.threads, 12, folder))
     print("\n| file | over | float32 / lower precision, by shape (95 % interval) |\n|---|---|---|")
     for file, base in pairs:
-        found = [pair for pair in report.comparisons if (pair.artifact, pair.baseline) == (file, base)]
+        comparisons = [pair for pair in report.comparisons if (pair.artifact, pair.baseline) == (file, base)]
         cells = [
             f"{next(iter(d.workload.sizes))}: {d.comparison.speedup:.2f} "
             f"({d.comparison.low:.2f} to {d.comparison.high:.2f})"
-            for d in duels
+            for d in comparisons
         ]
         print(f"| {file.name} | {base.name} | {'; '.join(cells)} |")
 

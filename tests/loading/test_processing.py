@@ -59,7 +59,7 @@ def export(source: Path, *lines: str, **options: Any) -> Result:
 
 def answers(output: Path, inputs: list[str], file_format: str | None = None) -> list[dict[str, Any]]:
     bundle = Bundle.load(output, file_format)
-    return predict.predict_all(bundle, predict.parse_arguments(bundle, given))
+    return predict.predict_all(bundle, predict.parse_arguments(bundle, inputs))
 
 
 @pytest.fixture(scope="module")
