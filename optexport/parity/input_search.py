@@ -154,7 +154,8 @@ def make_measure(
         reference = Reference((case,), (outputs,), (exact,))
         noise = reference.noise[0]
         return reference, {
-            name: _tolerance_of_case(bound, outputs[name], noise[name], multiple) for name, bound in tolerances.items()
+            name: _tolerance_of_case(tolerance, outputs[name], noise[name], multiple)
+            for name, tolerance in tolerances.items()
         }
 
     return measure

@@ -163,7 +163,7 @@ def test_a_large_model_is_not_copied_for_its_reference(monkeypatch: pytest.Monke
     def refuse(model: nn.Module) -> nn.Module:
         raise AssertionError(f"{type(model).__name__} is copied")
 
-    monkeypatch.setattr(float64, "copied", refuse)
+    monkeypatch.setattr(float64, "copy_to_float64", refuse)
     batch = models.inputs("bert")
     reference = run_original(
         lambda model, inputs: {"y": model(**inputs).last_hidden_state}, models.model("bert"), [Case("only", batch)]

@@ -203,7 +203,7 @@ class _CacheJob:
 
     def name(self) -> str:
         cases = [SimpleNamespace(name=str(index), batch=batch) for index, batch in enumerate(self.batches)]
-        proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), bounds={})
+        proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), tolerances={})
         traced: Any = SimpleNamespace(graph_module=fx.symbolic_trace(self.norm))
         return tuner._cache_entry(self.job, traced, proof, [], "onnx")
 
