@@ -92,8 +92,8 @@ def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
     [
         (["promote", "block", "1"], "--uri: no MLflow store is set"),
         (["rollback", "block"], "--uri: no MLflow store is set"),
-        (["promote", "block", "1", "--uri", "URI"], "block: there is no such registered model"),
-        (["rollback", "block", "--uri", "URI"], "block: there is no such registered model"),
+        (["promote", "block", "1", "--uri", "URI"], "block: unknown registered model"),
+        (["rollback", "block", "--uri", "URI"], "block: unknown registered model"),
         (["upload", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
         (["upload", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: the config file does not exist"),
     ],
@@ -108,7 +108,7 @@ def test_usage_error_exits_with_2_and_one_message(arguments: list[str], words: s
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"]])
 def test_unreachable_store_exits_with_7(command: list[str], tmp_path: Path) -> None:
     result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
-    assert "The alias stays where it was" in message(result, 7)
+    assert "The alias did not move" in message(result, 7)
 
 
 @pytest.mark.sample(1)

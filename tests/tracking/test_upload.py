@@ -145,7 +145,7 @@ def test_a_run_interrupted_while_uploading_leaves_a_whole_bundle(
         ended = CliRunner().invoke(cli, ["run", str(config)])
     assert ended.exit_code == 143
     target = tmp_path / "out" / "block"
-    note = f"  The bundle on disk is complete. To upload it, run: optexport upload {target} --config {config}\n"
+    note = f"Hint: The bundle on disk is complete. To upload it, run: optexport upload {target} --config {config}\n"
     assert ended.stderr.endswith(f"Error: interrupted\n{note}")
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
