@@ -24,13 +24,14 @@ def lock(config: Path) -> None:
     packages.check()
     with show_progress(quiet=False) as progress:
         from optexport._utils import signals
-        from optexport.job import rules_of
+        from optexport.job import load_rules
         from optexport.pipeline import lockfile, run
+        from optexport.pipeline.plan import RunPlan
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = rules_of(read, folder, ())  # as a run does, to import the rules' modules in the config's folder
-            job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
-            pins = lockfile.make(job, folder, packages.versions())
+            rules = load_rules(read, folder, ())  # as a run does, to import the rules' modules in the config's folder
+            job = run.load_job(RunPlan(config, read, rules, scratch / "bundle"), scratch, progress)
+            pins = lockfile.make_lock(job, folder, packages.versions())
     path = lockfile.write(pins, config)
     echo(f"Wrote {path}: the model's weights, {len(pins.versions)} versions, {len(pins.files)} files. Then:")
     echo(f"  optexport run --locked {config}")

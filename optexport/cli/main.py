@@ -93,7 +93,7 @@ def run(
     try:
         read = load_config(config, without)  # reports mistakes in the config before the slow import of torch
         if locked and read.generation is None:  # reports packages that transformers would refuse at import
-            lockfile.check_surroundings(lockfile.read(config), read, config, packages.versions())
+            lockfile.check_environment(lockfile.read(config), read, config, packages.versions())
         packages.check()
     except ConfigError as error:
         report_junit.start(junit, [config])
