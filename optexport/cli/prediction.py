@@ -13,7 +13,7 @@ import numpy.typing as npt
 from optexport.bundle.manifest import TensorRecord
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inference.answers import Answer, answers
-from optexport.inference.bundle import Arrays, Bundle, held_error, is_held
+from optexport.inference.bundle import Arrays, Bundle, constant_error, is_constant
 
 _ROWS = 16
 _MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
@@ -119,8 +119,8 @@ def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
 def _check_held(held: Any, value: Any, location: str) -> None:
     """Checks that a line gives the value that is constant in the file, or a row of it."""
     rows = held if isinstance(held, list) and held else [held]
-    if not (is_held(held, value) or all(is_held(row, value) for row in rows)):
-        raise held_error(location, held)
+    if not (is_constant(held, value) or all(is_constant(row, value) for row in rows)):
+        raise constant_error(location, held)
 
 
 def _numbers(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:

@@ -30,7 +30,7 @@ def test_model_code_that_exits_gives_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[model]\nsource = "python:leaving:load"\n[export]\noutput = "build"\n')
     done = python("-m", "optexport", "run", "mine.toml", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.endswith("Error: a model's code ended the program\n")
+    assert done.stderr.endswith("Error: the model's code ended the process\n")
 
 
 @pytest.mark.slow
@@ -60,4 +60,4 @@ def test_thread_of_model_code_does_not_block_the_exit(makes: str, code: int, tmp
     (tmp_path / "mine.toml").write_text(config("leaving:load"), encoding="utf-8")
     done = python("-W", "default", "-m", "optexport", "run", "mine.toml", cwd=tmp_path)
     assert done.returncode == code, done.stderr
-    assert done.stderr.endswith("Ended, though a model's code left threads running: 'sends figures'\n")
+    assert done.stderr.endswith("Ended, but the model's code left threads running: 'sends figures'\n")

@@ -69,7 +69,7 @@ def test_fill_mask_matches_the_transformers_pipeline() -> None:
     assert [fill["token"] for fill in masks] == [fill["token_str"] for fill in expected]
     assert [fill["text"] for fill in masks] == [fill["sequence"] for fill in expected]
     assert [fill["score"] for fill in masks] == pytest.approx([fill["score"] for fill in expected], abs=1e-5)
-    assert "there is no [MASK] to fill in it" in called(bundles.bundle("fill-mask"), "the cat").stdout
+    assert "the text has no [MASK] to fill" in called(bundles.bundle("fill-mask"), "the cat").stdout
 
 
 def test_token_classification_matches_the_transformers_pipeline() -> None:
@@ -199,7 +199,7 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
         (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
         ('{"text": "a", "label": 1}', 'line 2, "text": a line with a text holds nothing else'),
-        ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
+        ('{"input_ids": [5, 6]}', "line 2, inputs: missing token_type_ids"),
         (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
     ],
 )
@@ -257,7 +257,7 @@ def test_line_with_other_constants_than_the_file_is_refused(given: str, weighing
     (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {given}}}')
     refused = called(weighing, "--data", tmp_path / "rows.jsonl")
     assert refused.exit_code == 2
-    assert f"line 1, {given.partition(':')[0]}: the file holds for" in refused.stderr
+    assert f"line 1, {given.partition(':')[0]}: the file is for the constant" in refused.stderr
 
 
 def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
@@ -266,7 +266,7 @@ def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
     for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
         assert bundle(x=x, times=kind, factor=np.float32(0.1))["output"].shape == (1, 2)
     for other in (times + 1, times[0], times.to_sparse(), [[2, 3], [2]], None, "2"):
-        with pytest.raises(ConfigError, match=r"times: the file holds for \[\[2, 3\], \[2, 3\]\] alone"):
+        with pytest.raises(ConfigError, match=r"times: the file is for the constant \[\[2, 3\], \[2, 3\]\] only"):
             bundle(x=x, times=other)
 
 

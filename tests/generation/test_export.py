@@ -166,7 +166,7 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"input_ids": [[5.5, 6.0]]}, "input_ids: it is float64, and the model takes int64"),
+        ({"input_ids": [[5.5, 6.0]]}, "input_ids: found dtype float64, expected int64"),
         ({"input_ids": [[5], [6, 7]]}, "its rows are of several lengths"),
         ({"input_ids": "a text"}, "input_ids: it is"),
         ({"input_ids": [5, 6]}, "input_ids: its shape is"),

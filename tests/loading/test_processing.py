@@ -110,7 +110,7 @@ def test_file_with_scaling_takes_uint8_images(classified: tuple[Path, Result], i
     beside = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
     pictures = [Image.open(path) for path in images]
     np.testing.assert_array_equal(beside(images=pictures, return_tensors="np")["pixel_values"], given)
-    with pytest.raises(ConfigError, match="it is float32, and the model takes uint8"):
+    with pytest.raises(ConfigError, match="found dtype float32, expected uint8"):
         bundle(pixel_values=given.astype(np.float32))
 
 
