@@ -197,10 +197,10 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
-        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
+        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence has size 2, expected 1 as in input_ids"),
         ('{"text": "a", "label": 1}', 'line 2, "text": a line with a text holds nothing else'),
         ('{"input_ids": [5, 6]}', "line 2, inputs: missing token_type_ids"),
-        (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
+        (IDS.replace("5", "5000"), "line 2, model.pt2: the file cannot run on these inputs"),
     ],
 )
 def test_invalid_line_is_named(line: str, told: str, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
         (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
         refused = called(bundle, *arguments)
         assert refused.exit_code == 2
-        assert "texts: the tokenizer does not take them" in refused.stderr
+        assert "texts: the tokenizer rejects the texts" in refused.stderr
     assert "line 2, texts" in refused.stderr
 
 
@@ -288,4 +288,4 @@ def test_text_that_the_tokenizer_rejects_gives_one_message(tmp_path: Path) -> No
     assert called(made.output, "a far cat").exit_code == 0
     refused = called(made.output, "x" * 40)
     assert refused.exit_code == 2
-    assert "texts: the tokenizer does not take them: Onig: " in refused.stderr
+    assert "texts: the tokenizer rejects the texts: Onig: " in refused.stderr
