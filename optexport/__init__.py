@@ -51,7 +51,7 @@ _ERRORS = (
     "TrackingError",
     "TransformationError",
 )
-_HOMES = {
+_MODULES = {
     "Bundle": "inference.bundle",
     "Dim": "signature.signature",
     "GenerationResult": "generation.export",
@@ -66,12 +66,12 @@ _HOMES = {
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted(_MODULES)]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("transformations", "errors"):
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -13,42 +13,42 @@ from typing import NoReturn
 from optexport._utils import signals
 
 # How long threads of a model's code may continue after the command.
-_PATIENCE_SECONDS = 10.0
+_THREAD_SECONDS = 10.0
 
 
 def main() -> None:
     """Runs the command line; installs signal handlers before the slow imports."""
     signals.exit_on_signal()
     leave = os._exit
-    _never_end_as_if_done()
-    _keep_descriptors()
+    _fail_early_exits()
+    _open_standard_streams()
     from optexport.cli.main import main as program
 
     try:
         program()
-    except SystemExit as ended:
-        threading.Thread(target=_end_anyway, args=(leave, ended.code), daemon=True).start()
+    except SystemExit as exit_request:
+        threading.Thread(target=_end_despite_threads, args=(leave, exit_request.code), daemon=True).start()
         raise
     finally:
         _end_output()
 
 
-def _end_anyway(leave: Callable[[int], NoReturn], code: object) -> None:
+def _end_despite_threads(leave: Callable[[int], NoReturn], code: object) -> None:
     """Ends the process if Python would wait forever for a thread of a model's code."""
-    time.sleep(_PATIENCE_SECONDS)
-    waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
-    left = ", ".join(ascii(thread.name) for thread in waited_for if thread is not threading.main_thread())
-    if left:
+    time.sleep(_THREAD_SECONDS)
+    running = [thread for thread in threading.enumerate() if not thread.daemon]
+    names = ", ".join(ascii(thread.name) for thread in running if thread is not threading.main_thread())
+    if names:
         with contextlib.suppress(OSError):
             os.write(2, f"optexport ended, but the model's code left threads running: {left}\n".encode())
         leave(code if isinstance(code, int) else int(code is not None))
 
 
-def _keep_descriptors() -> None:
+def _open_standard_streams() -> None:
     """Opens closed standard streams as /dev/null, so that no later file gets their numbers."""
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(opened, True)
-    os.close(opened)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _end_output() -> None:
@@ -62,7 +62,7 @@ def _end_output() -> None:
         pass
 
 
-def _never_end_as_if_done() -> None:
+def _fail_early_exits() -> None:
     """Makes ``os._exit(0)`` exit with 1, because only a model's code calls it, before the end."""
     owner, leave = os.getpid(), os._exit
 

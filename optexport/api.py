@@ -24,7 +24,7 @@ from optexport.loading.loader import Loaded
 from optexport.parity.cases import data_batches
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
-from optexport.pipeline.api_arguments import check_arguments, listed, named_rules
+from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
 from optexport.signature import dtypes, exported_program
 from optexport.signature.arguments import flat_inputs
@@ -87,23 +87,23 @@ def export(  # noqa: PLR0913 - options of the public API
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
-    rules = named_rules(transformations)
+    rules = name_rules(transformations)
     output = bundle_layout.as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.from_program(model)
     elif getattr(model, "training", False):  # a frozen TorchScript program has no such attribute
         raise TraceError(
-            "it is in train mode, where it may draw random numbers",
+            "the model is in train mode, so it may draw random numbers",
             location=type(model).__name__,
             hint="Call model.eval() first.",
         )
     else:
         loaded = Loaded(model)
-    given = inputs if isinstance(inputs, list) else [inputs]
-    if not given:
-        raise ConfigError("no batch is given", location="inputs")
-    loaded, batches = _called(loaded, given)
+    batches_of_arguments = inputs if isinstance(inputs, list) else [inputs]
+    if not batches_of_arguments:
+        raise ConfigError("the list of batches is empty", location="inputs")
+    loaded, batches = _name_batches(loaded, batches_of_arguments)
     _check_dimensions(dynamic or {}, batches)
     config = validate_settings(
         {
@@ -115,50 +115,46 @@ def export(  # noqa: PLR0913 - options of the public API
                 "effort": effort,
                 "metrics": None if metrics is None else dict(metrics),
             },
-            "export": {"formats": listed(formats), "output": output.name, "opset": opset, "layout": layout},
+            "export": {"formats": as_list(formats), "output": output.name, "opset": opset, "layout": layout},
             "precision": None if precision is None else dict(precision),
         },
         "export",
     )
     check_formats(config, "export")
     check_precision(config, "export")
-    own_metrics = load_metrics(config.parity.metrics, Path())
-    example = (
-        data_batches.repeat_single_row(batches[0])
-        if dynamic is None
-        else data_batches.make_traceable(batches[0], dynamic)
-    )
-    free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
-    job = Job(config, loaded, example, batches, free, rules, output, metrics=own_metrics)
-    return run.produce(job, progress or Progress())
+    custom_metrics = load_metrics(config.parity.metrics, Path())
+    example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
+    axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
+    job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
+    return run.export_bundle(job, progress or Progress())
 
 
-def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
+def _name_batches(loaded: Loaded, batches: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """Returns the model with the arguments of the first batch, and all batches by input name."""
     if loaded.program is not None:
-        return loaded, tuple(_own(exported_program.named_tensors(loaded.program, batch)) for batch in given)
-    flat = [flat_inputs(loaded.model, batch) for batch in given]
-    (_, first), *others = flat
-    for index, (_, arguments) in enumerate(others, start=1):
+        return loaded, tuple(_copy(exported_program.named_tensors(loaded.program, batch)) for batch in batches)
+    flat = [flat_inputs(loaded.model, batch) for batch in batches]
+    (_, first), *rest = flat
+    for index, (_, arguments) in enumerate(rest, start=1):
         if repr(arguments) != repr(first):  # 1 and True are equal, but models may treat them differently
             raise ConfigError(
-                "its arguments are other ones, or other constants, than those of the first batch",
+                "the batch has other arguments or other constants than the first batch",
                 location=f"inputs[{index}]",
                 hint="Export once for each way of calling the model.",
             )
-    batches = tuple(_own(tensors) for tensors, _ in flat)
-    return loaded.with_example(batches[0], first), batches
+    named = tuple(_copy(tensors) for tensors, _ in flat)
+    return loaded.with_example(named[0], first), named
 
 
-def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
+def _copy(batch: Mapping[str, torch.Tensor]) -> Batch:
     """Copies tensors, without gradients, because a model may change its inputs in place."""
     for name, tensor in batch.items():
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             layout = str(tensor.layout).removeprefix("torch.")
             raise ConfigError(
-                f"it is a {layout} tensor on the device {tensor.device}",
+                f"found a {layout} tensor on the device {tensor.device}, expected a dense tensor on the CPU",
                 location=f"inputs: {name}",
-                hint="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
+                hint="Pass tensor.to_dense().cpu().",
             )
     dtypes.check(batch, "inputs")
     return {name: tensor.detach().clone() for name, tensor in batch.items()}
@@ -170,32 +166,35 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
         rank = batches[0][name].dim() if name in batches[0] else 0
         for dim in axes.values():
             names = dim.split(" + ") if isinstance(dim, str) else [getattr(dim, "name", "")]
-            if not all(isinstance(each, str) and each.isidentifier() for each in names):
+            if not all(isinstance(part, str) and part.isidentifier() for part in names):
                 raise ConfigError(
-                    f"{dim!r} is no dimension",
+                    f"{dim!r} is not a dimension",
                     location=f"dynamic: {name}",
-                    hint='Give a name, as in {0: "batch"}, the sum of two, or a Dim.',
+                    hint='Write a name, as in {0: "batch"}, the sum of two names, or a Dim.',
                 )
+        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in batches[0].items())
         if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
             raise ConfigError(
-                f"no input has the axes {[*axes]}",
+                f"the input does not exist or does not have the axes {[*axes]}",
                 location=f"dynamic: {name}",
-                hint=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
+                hint=f"Use the inputs and axes of the first batch: {shapes}.",
             )
         for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
-            ends = dim.min if dim.max is None else dim.max
-            if type(dim.min) is not int or type(ends) is not int or not 1 <= dim.min <= ends <= LARGEST_SIZE:
-                raise ConfigError(f"{dim} holds no size that can be proven", location=f"dynamic: {name}")
+            largest = dim.min if dim.max is None else dim.max
+            if type(dim.min) is not int or type(largest) is not int or not 1 <= dim.min <= largest <= LARGEST_SIZE:
+                raise ConfigError(
+                    f"{dim} is not a range of sizes from 1 to {LARGEST_SIZE}", location=f"dynamic: {name}"
+                )
             sizes = {batch[name].shape[axis] for batch in batches}
             if dim.min == dim.max and sizes != {dim.min}:
                 raise ConfigError(
-                    f"axis {axis} is {max(sizes - {dim.min})} long, and {dim} takes {dim.min} alone",
+                    f"axis {axis} has size {max(sizes - {dim.min})}, but {dim} allows only {dim.min}",
                     location=f"dynamic: {name}",
-                    hint="Give inputs of that size, or other sizes.",
+                    hint=f"Pass inputs of size {dim.min}, or change the range.",
                 )
 
 
-def _that_change(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
+def _without_fixed(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
     """Returns the axes that may have more than one size; the others are fixed."""
     return {axis: dim for axis, dim in axes.items() if isinstance(dim, str) or dim.min != dim.max}
 

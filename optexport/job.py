@@ -40,13 +40,11 @@ class VariantResult:
 
     Attributes:
         artifacts: The files, in the draft of the bundle.
-        cache_hits: The formats whose files are from the cache.
     """
 
-    branch: Variant
+    variant: Variant
     transformed: Transformed
     artifacts: tuple[ArtifactRecord, ...]
-    cache_hits: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,9 @@ class Job:
         dump: A folder for the graph before and after every transformation.
         rows: How many rows the user's data have, if they were split into batches.
         metrics: The user's own metrics of gates, by name.
-        beside: The path next to which a failed check writes its folder, if that is not the output.
-        declared: Whether the user requested the sizes in ``dynamic``.
+        final_output: The folder that users see, if the bundle is first written elsewhere. A failed check writes its
+            folder next to it.
+        is_dynamic_declared: Whether the user requested the sizes in ``dynamic``.
         origin: The origin of the bundle, such as its git commit.
     """
 
@@ -75,35 +74,36 @@ class Job:
     dump: Path | None = None
     rows: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    beside: Path | None = None
-    declared: bool = True
+    final_output: Path | None = None
+    is_dynamic_declared: bool = True
     origin: Origin = field(default_factory=Origin)
 
-    def holding(self, held: Mapping[str, torch.Tensor]) -> Job:
+    def with_fixed_inputs(self, values: Mapping[str, torch.Tensor]) -> Job:
         """Fixes some inputs to values, and returns a job whose model no longer takes them.
 
         Raises:
             TraceError: The user's data have other values.
         """
-        if not held:
+        if not values:
             return self
-        for name, value in held.items():
+        for name, value in values.items():
             if any(not torch.equal(batch[name], value) for batch in self.real):
                 raise TraceError(
-                    "the model can be traced for one value of it alone, and the data hold several",
+                    "the model can only be traced for one value of this input, but the data have several",
                     location=f"inputs: {name}",
-                    hint="Export once for each.",
+                    hint="Export the model once for each value.",
                 )
         example, *real = (
-            {name: tensor for name, tensor in batch.items() if name not in held} for batch in (self.example, *self.real)
+            {name: tensor for name, tensor in batch.items() if name not in values}
+            for batch in (self.example, *self.real)
         )
-        loaded = self.loaded.with_constants(list(self.example), held)
+        loaded = self.loaded.with_constants(list(self.example), values)
         return replace(self, loaded=loaded, example=example, real=tuple(real))
 
     @property
     def failure(self) -> Path:
         """The folder that a failed parity check writes."""
-        return layout.beside(self.beside or self.output, "failure")
+        return layout.beside(self.final_output or self.output, "failure")
 
     @property
     def variants(self) -> list[Variant]:
@@ -111,14 +111,14 @@ class Job:
 
         Lower precision changes the graph of PyTorch formats, but the written file of ONNX.
         """
-        found: dict[tuple[tuple[int, ...], str | None], list[Format]] = {}
+        variants: dict[tuple[tuple[int, ...], str | None], list[Format]] = {}
         for name in dict.fromkeys(self.config.export.formats):
             applied = (i for i, rule in enumerate(self.rules) if rule.formats is None or name in rule.formats)
             precision = None if name == "onnx" else self.precision_of(name)
-            found.setdefault((tuple(applied), precision), []).append(name)
+            variants.setdefault((tuple(applied), precision), []).append(name)
         return [
             Variant(tuple(formats), tuple(self.rules[i] for i in applied), precision)
-            for (applied, precision), formats in found.items()
+            for (applied, precision), formats in variants.items()
         ]
 
     def precision_of(self, file_format: Format) -> str | None:
@@ -126,13 +126,13 @@ class Job:
         return None if self.config.precision is None else self.config.precision.of(file_format)
 
     @property
-    def sizes_declared(self) -> bool:
+    def has_declared_sizes(self) -> bool:
         """True if the user declared sizes, and tracing did not choose them."""
         dims = [dim for axes in (self.dynamic or {}).values() for dim in axes.values()]
-        return self.declared and any(isinstance(dim, Dim) for dim in dims)
+        return self.is_dynamic_declared and any(isinstance(dim, Dim) for dim in dims)
 
 
-def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
+def load_rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
     """Returns the rules of a config, or the preset, except the omitted ones.
 
     Args:
@@ -142,11 +142,11 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
     Raises:
         ConfigError: The config does not have an omitted rule, or a rule cannot be loaded.
     """
-    left_out = {registry.canonical_name(name) or name for name in without}
+    omitted = {registry.canonical_name(name) or name for name in without}
     named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
-    for name in left_out - {name for name, _ in named}:
+    for name in omitted - {name for name, _ in named}:
         raise ConfigError(
-            "this run has no such rule",
+            f"the config has no rule {name}",
             location=f"--without {name}",
             hint=did_you_mean(name, [n for n, _ in named]),
         )
@@ -159,11 +159,11 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
             formats=None if rule.formats is None else tuple(rule.formats),
         )
         for index, (name, rule) in enumerate(named)
-        if name not in left_out
+        if name not in omitted
     )
 
 
-def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
+def resolve_config(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
     """Returns the config with the applied rules.
 
     Args:
@@ -189,12 +189,12 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
     return config.model_copy(update=update)
 
 
-def unmeasured(config: Config) -> Config:
+def disable_measurements(config: Config) -> Config:
     """Returns the config without benchmarks, tuning, and the gates on measurements."""
     return config.model_copy(update={"bench": BenchConfig(), "tune": None, "gate": GateConfig()})
 
 
-def preset() -> tuple[NamedRule, ...]:
+def load_preset() -> tuple[NamedRule, ...]:
     """Returns the default rules."""
     return tuple(
         NamedRule(name, {}, registry.load(name, {}, Path(), "preset"), in_python=True) for name in registry.PRESET

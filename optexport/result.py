@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optexport.bench.measure import Report
@@ -10,7 +10,8 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.outcomes import Outcome
 from optexport.errors import OptexportError, TrackingError
 from optexport.parity.checker import TargetParity
-from optexport.tracking.registry.registration import Registered
+from optexport.tracking import Tracker
+from optexport.tracking.registry import Registered
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Result:
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)
     cache_hits: tuple[str, ...] = ()
 
+    def with_tracking(self, tracker: Tracker) -> Result:
+        """Returns the result with the outcome of its MLflow run."""
+        return replace(
+            self,
+            run_id=tracker.run_id,
+            run_page=tracker.page,
+            tracking_failure=tracker.failure,
+            registered=tracker.registered,
+        )
+
     @property
     def passed(self) -> bool:
         """True if every target passes. Always true: a failed run raises `ParityError` instead."""
@@ -64,13 +75,13 @@ class Result:
         nodes: dict[str, list[str]] = {}
         for transformation in self.manifest.transformations:
             nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
-        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share nodes
+        return {rule: list(dict.fromkeys(names)) for rule, names in nodes.items()}  # several graphs may share nodes
 
     @property
     def removed_nodes(self) -> dict[str, list[str]]:
         """The nodes that each rule removed or replaced."""
         nodes: dict[str, list[str]] = {}
         for transformation in self.manifest.transformations:
-            gone = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
-            nodes.setdefault(transformation.rule, []).extend(gone)
-        return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
+            removed = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
+            nodes.setdefault(transformation.rule, []).extend(removed)
+        return {rule: list(dict.fromkeys(names)) for rule, names in nodes.items()}

@@ -49,20 +49,20 @@ def test_result_reports_the_verification_and_the_folder() -> None:
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Returns all visible state of a model: values and identities of its weights, attributes, hooks, modes, configs."""
-    seen: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers", "_modules"):
-                seen |= {f"{name}.{key}.{inner}": (id(v), getattr(v, "_version", 0)) for inner, v in value.items()}
+                state |= {f"{name}.{key}.{inner}": (id(v), getattr(v, "_version", 0)) for inner, v in value.items()}
             elif isinstance(value, bool | int | float | str | tuple | list | dict | set):
-                seen[f"{name}.{key}"] = repr(value)
+                state[f"{name}.{key}"] = repr(value)
             else:
-                seen[f"{name}.{key}"] = id(value)
+                state[f"{name}.{key}"] = id(value)
         if hasattr(module, "config"):
-            seen[f"{name} config"] = str(module.config)
-    seen["requires_grad"] = [p.requires_grad for p in model.parameters()]
-    seen["class"] = type(model)
-    return seen
+            state[f"{name} config"] = str(module.config)
+    state["requires_grad"] = [p.requires_grad for p in model.parameters()]
+    state["class"] = type(model)
+    return state
 
 
 @pytest.mark.sample(1)
@@ -72,7 +72,7 @@ def test_callers_model_and_inputs_stay_unchanged(name: str, tmp_path: Path) -> N
     inputs = exports.batch() if name == "block" else models.inputs(name, 2, 9)
     model.register_forward_hook(hook := lambda module, args, output: None)
     before, weights = snapshot(model), copy.deepcopy(model.state_dict())
-    given = {key: value.clone() for key, value in inputs.items()}
+    copies = {key: value.clone() for key, value in inputs.items()}
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -80,7 +80,7 @@ def test_callers_model_and_inputs_stay_unchanged(name: str, tmp_path: Path) -> N
     assert torch.equal(torch.rand(3), expected)
     assert snapshot(model) == before
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-    assert all(torch.equal(inputs[key], value) for key, value in given.items())
+    assert all(torch.equal(inputs[key], value) for key, value in copies.items())
     assert list(next(iter([model]))._forward_hooks.values()) == [hook]
     model._forward_hooks.clear()
 
@@ -133,10 +133,11 @@ def test_all_provided_batches_are_checked(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("formats", [["onnx"], ["pt2", "torchscript"], ("torchscript",)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("formats", [("torchscript",), ["pt2", "torchscript"], ["onnx"]])
 def test_only_requested_formats_are_written(formats: Any, tmp_path: Path) -> None:
-    result = export(exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=formats)
+    options: dict[str, Any] = {"dynamic": exports.DYNAMIC, "effort": "quick"}
+    result = export(exports.block(), exports.batch(), tmp_path / "bundle", formats=formats, **options)
     assert list(result.files) == list(formats)
     models_there = {path.name for path in result.output.iterdir() if path.name.startswith("model.")}
     assert models_there == {path.name for path in result.files.values()}
@@ -194,14 +195,14 @@ def test_rule_that_is_applied_twice_is_counted_twice(tmp_path: Path) -> None:
 MISTAKES: dict[str, dict[str, Any]] = {
     "no format": {"formats": ()},
     "an unknown format": {"formats": ["tflite"]},
-    "a format that is no list": {"formats": "onnx"},
+    "a format outside a list": {"formats": "onnx"},
     "a multiple of nothing": {"noise_multiple": 0},
     "a negative tolerance": {"atol": -1.0},
     "an opset of long ago": {"opset": 3},
     "an axis of no input": {"dynamic": {"z": {0: "batch"}}},
     "an axis that the input lacks": {"dynamic": {"input": {5: "batch"}}},
     "an axis without a name": {"dynamic": {"input": {0: 3}}},
-    "axes that are no mapping": {"dynamic": {"input": ["batch", None]}},
+    "axes in a list": {"dynamic": {"input": ["batch", None]}},
     "sizes of nothing": {"dynamic": {"input": {0: Dim("batch", 0, 8)}}},
     "the name of a rule": {"transformations": "merge-linears"},
     "a class of rules": {"transformations": [MergeLinears]},
@@ -211,7 +212,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "names for gates": {"metrics": ["cosine"]},
     "a precision of no format": {"precision": "int8"},
     "no formats": {"formats": None},
-    "a format by itself": {"formats": "onnx"},
+    "a format number": {"formats": 3},
     "a multiple that the model itself fails": {"noise_multiple": 0.5},
     "no batch": {"inputs": []},
     "a batch of numbers": {"inputs": {"input": 3}},
@@ -223,16 +224,16 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_invalid_argument_is_one_clear_error(name: str, tmp_path: Path) -> None:
-    given = {"inputs": {"input": X}, **MISTAKES[name]}
+    arguments = {"inputs": {"input": X}, **MISTAKES[name]}
     with pytest.raises((ConfigError, TraceError)) as caught:
-        export(randomise(nn.Linear(4, 2)), given.pop("inputs"), tmp_path / "bundle", **given)
+        export(randomise(nn.Linear(4, 2)), arguments.pop("inputs"), tmp_path / "bundle", **arguments)
     assert "pydantic" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_model_that_is_not_a_module_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it is a function, not a module"):
+    with pytest.raises(ConfigError, match=r"the model is not an nn\.Module \(found function\)"):
         export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
 
 
@@ -262,8 +263,8 @@ def test_path_may_be_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [None, 3, b"bundle", "a\0b"])
-def test_invalid_path_is_one_clear_error(given: Any) -> None:
+@pytest.mark.parametrize("path", [None, 3, b"bundle", "a\0b"])
+def test_invalid_path_is_one_clear_error(path: Any) -> None:
     calls: list[Callable[[Any], Any]] = [
         optexport.run,
         optexport.run_generation,
@@ -275,4 +276,4 @@ def test_invalid_path_is_one_clear_error(given: Any) -> None:
     ]
     for call in calls:
         with pytest.raises(ConfigError, match="is no path"):
-            call(given)
+            call(path)

@@ -31,8 +31,8 @@ class Asking(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor, times: Any = 1, most: float = 1.0) -> torch.Tensor:
-        return self.linear(x).clamp(max=most) * (5 if times is True else 1)
+    def forward(self, x: torch.Tensor, times: Any = 1, limit: float = 1.0) -> torch.Tensor:
+        return self.linear(x).clamp(max=limit) * (5 if times is True else 1)
 
 
 X, A, B = torch.linspace(-1, 1, 12).reshape(3, 4), torch.arange(20.0).reshape(5, 4), torch.ones(5, 4)
@@ -41,8 +41,8 @@ X, A, B = torch.linspace(-1, 1, 12).reshape(3, 4), torch.arange(20.0).reshape(5,
 @pytest.mark.slow
 def test_one_tensor_passed_as_two_inputs_is_traced_as_two(tmp_path: Path) -> None:
     both = torch.cat([X, X])
-    for given in ({"a": X, "b": X}, {"a": both[:3], "b": both[3:]}, {"a": both[:3], "b": both[1:4]}):
-        quick(Difference().eval(), given, tmp_path / "bundle")
+    for inputs in ({"a": X, "b": X}, {"a": both[:3], "b": both[3:]}, {"a": both[:3], "b": both[1:4]}):
+        quick(Difference().eval(), inputs, tmp_path / "bundle")
         outputs = Bundle.load(tmp_path / "bundle")(a=A, b=B)
         torch.testing.assert_close(torch.from_numpy(outputs["output"]), A * 2 - B)
     traced = symbolic_trace(Difference().eval(), example_inputs={"a": X, "b": X})
@@ -57,12 +57,12 @@ def test_input_with_a_gradient_is_used_without_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tensor", "told"),
+    ("tensor", "problem"),
     [(torch.eye(4).to_sparse(), "sparse_coo tensor"), (torch.ones(3, 4, device="meta"), "on the device meta")],
     ids=["sparse", "meta"],
 )
-def test_tensor_that_no_file_supports_is_refused_by_name(tensor: torch.Tensor, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"inputs: input: it is a .*{told}"):
+def test_tensor_that_no_file_supports_is_refused_by_name(tensor: torch.Tensor, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"inputs: input: found a .*{problem}"):
         quick(randomise(nn.Linear(4, 3)), {"input": tensor}, tmp_path / "bundle")
 
 
@@ -75,17 +75,17 @@ def test_dtype_that_no_file_supports_is_an_error_with_its_name(dtype: torch.dtyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False)])
-def test_equal_constants_of_different_types_are_distinct(one: Any, other: Any, tmp_path: Path) -> None:
-    batches = [{"x": X, "times": one}, {"x": X, "times": other}]
-    with pytest.raises(ConfigError, match=r"inputs\[1\]: its arguments are other ones"):
+@pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0, False)])
+def test_equal_constants_of_different_types_are_distinct(first: Any, second: Any, tmp_path: Path) -> None:
+    batches = [{"x": X, "times": first}, {"x": X, "times": second}]
+    with pytest.raises(ConfigError, match=r"inputs\[1\]: the batch has other arguments or other constants"):
         quick(randomise(Asking()), batches, tmp_path / "bundle")
 
 
 @pytest.mark.slow
 def test_infinite_constant_is_a_string_in_the_manifest(tmp_path: Path) -> None:
-    result = quick(randomise(Asking()), {"x": X, "most": math.inf}, tmp_path / "bundle")
-    assert result.manifest.constants == {"most": "inf"}
+    result = quick(randomise(Asking()), {"x": X, "limit": math.inf}, tmp_path / "bundle")
+    assert result.manifest.constants == {"limit": "inf"}
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from tests._helpers.models import randomise
 
 @pytest.mark.slow
 def test_train_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="it is in train mode") as caught:
+    with pytest.raises(TraceError, match="the model is in train mode") as caught:
         export(exports.block().train(), exports.batch(), tmp_path / "bundle")
     assert "model.eval()" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -43,7 +43,7 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
 def test_hook_that_needs_positional_inputs_gets_a_hint(tmp_path: Path) -> None:
     """The error blamed the inputs."""
     model = nn.Sequential(nn.Linear(4, 3)).eval()
-    model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with pytest.raises(TraceError, match="Register its hooks with with_kwargs=True: all inputs are passed by name"):
         quick(model, {"input": torch.randn(2, 4)}, tmp_path / "bundle")
 
@@ -51,8 +51,8 @@ def test_hook_that_needs_positional_inputs_gets_a_hint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_outputs_as_large_as_float64_allows_are_recorded(tmp_path: Path) -> None:
     masked = Program(lambda m, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)).eval()
-    made = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")
-    assert made.manifest.parity.bounds["output"].largest == torch.finfo(torch.float64).max
+    result = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")
+    assert result.manifest.parity.bounds["output"].largest == torch.finfo(torch.float64).max
     verify(tmp_path / "b")
 
 
@@ -80,9 +80,9 @@ def test_rule_that_only_removes_nodes_names_them(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
     (change,) = result.manifest.transformations[0].changes
-    told = terminal.as_json(result)
-    assert told["transformed_nodes"] == {"remove-no-ops": []}
-    assert told["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
+    document = terminal.as_json(result)
+    assert document["transformed_nodes"] == {"remove-no-ops": []}
+    assert document["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
     _, rows = payload._change_table(result.manifest)
     assert rows == [["remove-no-ops", "", "", ", ".join(change.replaced), ""]]
 
@@ -106,12 +106,14 @@ def test_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(run(result, x=x)["output"], block(x), rtol=1e-4, atol=1e-5)
 
 
-def test_exported_program_is_exported(tmp_path: Path) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("file_format", ["pt2", "onnx"])
+def test_exported_program_is_exported(file_format: Any, tmp_path: Path) -> None:
     block = exports.block()
     dims = {name: torch.export.Dim(name, min=2, max=32) for name in ("batch", "sequence")}
     axes = {0: dims["batch"], 1: dims["sequence"]}
     program = torch.export.export(block, (), exports.batch(), dynamic_shapes={"x": axes, "mask": axes})
-    result = export(program, exports.batch(), tmp_path / "bundle", formats=["onnx", "pt2"])
+    result = export(program, exports.batch(), tmp_path / "bundle", formats=[file_format])
     assert result.transformed_nodes["merge-linears"]
     batch = exports.batch(4, 9)
     torch.testing.assert_close(run(result, **batch)["hidden"], block(**batch)["hidden"], rtol=1e-4, atol=1e-5)
@@ -244,9 +246,9 @@ def test_inputs_of_a_graph_module_are_matched_by_name(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return x * 2 + y * 3
 
-    given = {"y": torch.ones(3, 4), "x": torch.ones(3, 4)}
-    dynamic = {name: {0: "batch"} for name in given}
-    result = export(torch.fx.symbolic_trace(Two().eval()), given, tmp_path / "bundle", dynamic=dynamic)
+    inputs = {"y": torch.ones(3, 4), "x": torch.ones(3, 4)}
+    dynamic = {name: {0: "batch"} for name in inputs}
+    result = export(torch.fx.symbolic_trace(Two().eval()), inputs, tmp_path / "bundle", dynamic=dynamic)
     for name, path in result.files.items():
         ((_, run), *_) = runners.open_file(path, name, ["output"])
         assert torch.equal(run({"x": torch.ones(2, 4), "y": torch.zeros(2, 4)})["output"], torch.full((2, 4), 2.0))
@@ -288,12 +290,12 @@ class OnePercentMore(Transformation):
 def test_masked_row_hides_no_fault_elsewhere(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MaskedOut().eval()
-    given = {"input_ids": torch.randint(0, 99, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
-    dynamic = {name: {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 48)} for name in given}
-    result = quick(model, given, tmp_path / "bundle", dynamic=dynamic)
+    inputs = {"input_ids": torch.randint(0, 99, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
+    dynamic = {name: {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 48)} for name in inputs}
+    result = quick(model, inputs, tmp_path / "bundle", dynamic=dynamic)
     assert result.manifest.parity.unguided
     with pytest.raises(ParityError):
-        quick(model, given, tmp_path / "other", dynamic=dynamic, transformations=[OnePercentMore()])
+        quick(model, inputs, tmp_path / "other", dynamic=dynamic, transformations=[OnePercentMore()])
 
 
 @pytest.mark.slow
@@ -302,8 +304,8 @@ def test_complex_output_is_refused(tmp_path: Path) -> None:
         quick(Program(lambda m, x: torch.fft.fft(x)), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 
-def detections(x: torch.Tensor, least: float) -> torch.Tensor:
-    return x[x[:, 0] > least]
+def detections(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    return x[x[:, 0] > threshold]
 
 
 @pytest.mark.slow
@@ -337,8 +339,8 @@ class Masking(nn.Module):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(tmp_path: Path) -> None:
-    given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
-    given["mask"][1, 3:] = 0
+    inputs = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
+    inputs["mask"][1, 3:] = 0
     with pytest.raises(ParityError, match=r"build it with enable_nested_tensor=False"):
-        export(randomise(Masking(nested=True)).eval(), given, tmp_path / "nested", formats=["pt2"])
-    assert export(randomise(Masking(nested=False)).eval(), given, tmp_path / "plain", formats=["pt2"]).passed
+        export(randomise(Masking(nested=True)).eval(), inputs, tmp_path / "nested", formats=["pt2"])
+    assert export(randomise(Masking(nested=False)).eval(), inputs, tmp_path / "plain", formats=["pt2"]).passed

@@ -132,13 +132,13 @@ def test_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({0: Dim("batch", 1, 1)}, "is 2 long"),
-        ({"0": "batch"}, "no input has the axes"),
-        ({True: "batch"}, "no input has the axes"),
-        ({0: Dim("", 1, 4)}, "is no dimension"),
-        ({0: "my batch"}, "is no dimension"),
-        ({0: Dim("batch", 1.5, 4)}, "no size that can be proven"),  # type: ignore[arg-type]
-        ({0: Dim("batch", 1, 10**30)}, "no size that can be proven"),
+        ({0: Dim("batch", 1, 1)}, "has size 2, but"),
+        ({"0": "batch"}, "the input does not exist or does not have the axes"),
+        ({True: "batch"}, "the input does not exist or does not have the axes"),
+        ({0: Dim("", 1, 4)}, "is not a dimension"),
+        ({0: "my batch"}, "is not a dimension"),
+        ({0: Dim("batch", 1.5, 4)}, "is not a range of sizes from 1 to 2147483647"),  # type: ignore[arg-type]
+        ({0: Dim("batch", 1, 10**30)}, "is not a range of sizes from 1 to 2147483647"),
     ],
 )
 def test_unknown_dimension_is_refused(axes: Any, words: str, tmp_path: Path) -> None:

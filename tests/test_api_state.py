@@ -82,8 +82,8 @@ def test_state_that_results_depend_on_is_refused_by_name(make: type[nn.Module], 
 
 @pytest.mark.slow
 def test_state_of_outputs_that_are_left_out_is_accepted(tmp_path: Path) -> None:
-    kept = KeepOutputs(outputs=("output_0",))
-    result = quick(CountingAside(), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=kept)
+    rule = KeepOutputs(outputs=("output_0",))
+    result = quick(CountingAside(), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=rule)
     assert torch.equal(run(result, x=X)["output_0"], X * 2)
 
 

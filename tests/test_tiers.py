@@ -28,13 +28,13 @@ def items(name: str, sets: int, count: int | None) -> list[Any]:
 
 @pytest.mark.parametrize(("sets", "count", "fast"), [(1, 1, 1), (5, 1, 1), (5, 2, 2), (7, 3, 3), (3, 3, 3), (3, 9, 3)])
 def test_a_sample_is_spread_over_the_parameter_sets(sets: int, count: int, fast: int) -> None:
-    test, other = items("test_a", sets, count), items("test_b", 2, None)
-    tiers.mark_samples([*test, *other])
+    test, second = items("test_a", sets, count), items("test_b", 2, None)
+    tiers.mark_samples([*test, *second])
     chosen = [index for index, item in enumerate(test) if not item.slow]
     assert len(chosen) == fast
     assert chosen[0] == 0
     assert all(b - a <= -(-sets // fast) for a, b in itertools.pairwise(chosen))
-    assert not any(item.slow for item in other)
+    assert not any(item.slow for item in second)
 
 
 def test_quick_profile_tries_fewer_examples_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

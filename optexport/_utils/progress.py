@@ -37,3 +37,7 @@ class Progress:
         elapsed = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
         self.announce(name, elapsed)
+
+    def prefixed(self, prefix: str) -> Progress:
+        """Returns a progress that announces its steps here, with a prefix; it has its own times."""
+        return Progress(lambda name, seconds: self.announce(f"{prefix}: {name}", seconds))

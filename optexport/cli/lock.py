@@ -26,14 +26,14 @@ def lock(config: Path) -> None:
     packages.check()
     with show_progress(quiet=False) as progress:
         from optexport._utils import signals
-        from optexport.job import rules_of
+        from optexport.job import load_rules
         from optexport.pipeline import lockfile, run
+        from optexport.pipeline.plan import RunPlan
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            # as a run does, to import the rules' modules in the config's folder
-            rules = rules_of(loaded_config, folder, ())
-            job = run.prepare(loaded_config, folder, rules, scratch / "bundle", scratch, progress)
-            pins = lockfile.make(job, folder, packages.versions())
+            rules = load_rules(loaded_config, folder, ())  # as a run does, to import the rules' modules in the config's folder
+            job = run.load_job(RunPlan(config, loaded_config, rules, scratch / "bundle"), scratch, progress)
+            pins = lockfile.make_lock(job, folder, packages.versions())
     path = lockfile.write(pins, config)
     echo(f"Wrote {path} ({len(pins.versions)} versions, {len(pins.files)} files, the weights). Now run:")
     echo(f"  optexport run --locked {config}")

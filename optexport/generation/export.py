@@ -26,7 +26,7 @@ from optexport.generation.tokens import Compared
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
-from optexport.pipeline.api_arguments import check_arguments, listed, named_rules
+from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
 from optexport.runtime.runners import Run
 from optexport.signature.positions import most_tokens
@@ -97,12 +97,12 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model)
-    rules, output = named_rules(transformations), as_path(output, "output").resolve()
+    rules, output = name_rules(transformations), as_path(output, "output").resolve()
     config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"noise_multiple": noise_multiple, "effort": effort},
-            "export": {"formats": listed(formats), "output": output.name, "opset": opset},
+            "export": {"formats": as_list(formats), "output": output.name, "opset": opset},
         },
         "export_generation",
     )
@@ -139,10 +139,11 @@ def produce(
         for part in found:
             # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
             # declared, so sizes without positions in the model are omitted.
-            job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:], declared=False)
-            announce = _prefixed(part.name, progress)
+            job = make_job(part, draft / part.name)
+            job = replace(job, final_output=output, real=part.batches[1:], is_dynamic_declared=False)
+            announce = progress.prefixed(part.name)
             try:
-                results[part.name] = run.produce(job, announce)
+                results[part.name] = run.export_bundle(job, announce)
             except TraceError as error:
                 if error.location != "inputs.dynamic":  # a config with [generation] has no such key
                     raise
@@ -155,10 +156,6 @@ def produce(
         digest_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared), tokens.left_out(model))
-
-
-def _prefixed(part: str, progress: Progress) -> Progress:
-    return Progress(lambda name, seconds: progress.announce(f"{part}: {name}", seconds))
 
 
 def _compare(

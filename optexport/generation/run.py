@@ -24,9 +24,9 @@ from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
 from optexport.inputs import preparation
-from optexport.job import Job, resolved, rules_of
+from optexport.job import Job, load_rules, resolve_config
 from optexport.loading.loader import Loaded
-from optexport.pipeline import run
+from optexport.pipeline import steps
 from optexport.result import Result
 from optexport.tracking import run_params
 
@@ -51,15 +51,15 @@ def run_generation(
     if config.generation is None:
         raise ConfigError("it has no such table", location=f"{path}: generation", hint="Call optexport.run(path).")
     check_extras(config, path)
-    rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
-    config = resolved(config, rules)
+    rules, new_tokens = load_rules(config, folder, without), config.generation.new_tokens
+    config = resolve_config(config, rules)
     output = config.output_path(folder)
     export.check_output(output)
     git = checkout(folder)
     text = read_redacted(path)
     with signals.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
         with progress.step("load"):
-            loaded = run.load_model(config, folder, downloads)
+            loaded = steps.load_model(config, folder, downloads)
         with progress.step("inputs"):
             given = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]

@@ -29,22 +29,22 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
     application = bundle.application
     answer = _ANSWERS.get(application.task or "")
-    given = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
-    reads = inputs.keys() & {"input_ids", "decoder_input_ids"}
-    if answer in _OF_TOKENS and ("input_ids" not in reads or "tokenizer" not in application.preprocessors):
+    output = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
+    token_inputs = inputs.keys() & {"input_ids", "decoder_input_ids"}
+    if answer in _READING_TOKENS and ("input_ids" not in token_inputs or "tokenizer" not in application.preprocessors):
         answer = None
-    if answer is _transcript and (reads or "tokenizer" not in application.preprocessors):
+    if answer is _transcript and (token_inputs or "tokenizer" not in application.preprocessors):
         answer = None
-    if answer is None or given is None or given.shape[0] != rows or np.isnan(given).any():
+    if answer is None or output is None or output.shape[0] != rows or np.isnan(output).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
     if application.outputs == LABELS:
-        return [_ranked(application, outputs[LABELS][row], given[row]) for row in range(rows)]
-    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, given[row]) for row in range(rows)]
+        return [_ranked(application, outputs[LABELS][row], output[row]) for row in range(rows)]
+    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, output[row]) for row in range(rows)]
 
 
-def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
+def similarities(results: Sequence[Answer]) -> list[list[float]] | None:
     """Returns the cosines of all pairs of sentence embeddings; None if there are not two."""
-    rows = [answer.get("outputs", {}).get("sentence_embedding") for answer in found]
+    rows = [answer.get("outputs", {}).get("sentence_embedding") for answer in results]
     if len(rows) < 2 or None in rows:
         return None
     vectors = np.asarray(rows, dtype=np.float64)
@@ -56,8 +56,10 @@ def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
 
 def _outputs(outputs: Arrays, row: int, rows: int) -> Answer:
     """Returns the outputs of a row; an output without a batch axis is returned completely."""
-    own = {name: array[row] if array.ndim and array.shape[0] == rows else array for name, array in outputs.items()}
-    return {"outputs": {name: _numbers(array) for name, array in own.items()}}
+    row_outputs = {
+        name: array[row] if array.ndim and array.shape[0] == rows else array for name, array in outputs.items()
+    }
+    return {"outputs": {name: _numbers(array) for name, array in row_outputs.items()}}
 
 
 def _numbers(array: Array) -> Any:
@@ -68,9 +70,9 @@ def _numbers(array: Array) -> Any:
     return array.tolist()
 
 
-def _scores(application: ApplicationRecord, given: Array, kind: str | None) -> Array:
+def _scores(application: ApplicationRecord, output: Array, kind: str | None) -> Array:
     """Returns the scores of the last axis: softmax, sigmoid, logits, or the file's scores."""
-    logits = given.astype(np.float64)
+    logits = output.astype(np.float64)
     kind = kind if application.outputs == _LOGITS else None
     if kind == "softmax":
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
@@ -87,8 +89,8 @@ def _best(scores: Array, count: int = _SHOWN) -> list[int]:
     return [int(index) for index in np.argsort(-scores, kind="stable")[:count]]
 
 
-def _classes(bundle: Bundle, _: Arrays, given: Array) -> Answer:
-    scores = _scores(bundle.application, given.reshape(-1), bundle.application.scores)
+def _classes(bundle: Bundle, _: Arrays, output: Array) -> Answer:
+    scores = _scores(bundle.application, output.reshape(-1), bundle.application.scores)
     best = np.asarray(_best(scores, len(scores)))
     return _ranked(bundle.application, best, scores[best])
 
@@ -99,24 +101,24 @@ def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Ans
     return {"labels": [{"label": _label(application, index), "score": score} for index, score in pairs]}
 
 
-def _tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+def _tokens(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
     """Returns a label for every token that is not special."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
-    scores = _scores(bundle.application, given, bundle.application.scores)
-    said = [
+    scores = _scores(bundle.application, output, bundle.application.scores)
+    labelled = [
         {"token": token, "label": _label(bundle.application, int(row.argmax())), "score": float(row.max())}
         for token, identity, row in zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids, scores, strict=True)
         if identity not in tokenizer.all_special_ids
     ]
-    return {"tokens": said}
+    return {"tokens": labelled}
 
 
-def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+def _fills(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
     """Returns the best tokens for each mask, and the text with each of them."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
     masks = []
     for location in np.flatnonzero(ids == tokenizer.mask_token_id):
-        scores = _scores(bundle.application, given[location], "softmax")
+        scores = _scores(bundle.application, output[location], "softmax")
         fills = []
         for index in _best(scores):
             filled = ids.copy()
@@ -127,16 +129,16 @@ def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     return {"mask_token": tokenizer.mask_token, "masks": masks}
 
 
-def _next_tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+def _next_tokens(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
     """Returns the most likely tokens after the text."""
-    kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(given), np.int64)))
-    scores = _scores(bundle.application, given[kept[-1] if len(kept) else -1], "softmax")
+    positions = np.flatnonzero(inputs.get("attention_mask", np.ones(len(output), np.int64)))
+    scores = _scores(bundle.application, output[positions[-1] if len(positions) else -1], "softmax")
     return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
 
 
-def _transcript(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+def _transcript(bundle: Bundle, _: Arrays, output: Array) -> Answer:
     """Returns the text of a CTC output: the tokenizer merges repetitions and drops blanks."""
-    return {"transcript": bundle.tokenizer.decode(given.argmax(-1))}
+    return {"transcript": bundle.tokenizer.decode(output.argmax(-1))}
 
 
 _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
@@ -148,7 +150,7 @@ _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
     "text-generation": _next_tokens,
     SPEECH: _transcript,
 }
-_OF_TOKENS = (_tokens, _fills, _next_tokens)
+_READING_TOKENS = (_tokens, _fills, _next_tokens)
 
 
 def as_text(answer: Answer) -> list[str]:
@@ -158,14 +160,14 @@ def as_text(answer: Answer) -> list[str]:
     if "labels" in answer:
         return [f"{ranked['label']:24} {ranked['score']:.4f}" for ranked in answer["labels"][:_SHOWN]]
     if "tokens" in answer:
-        return [f"{told['token']:24} {told['label']:16} {told['score']:.4f}" for told in answer["tokens"]]
+        return [f"{token['token']:24} {token['label']:16} {token['score']:.4f}" for token in answer["tokens"]]
     if "masks" in answer:
         lines = [
             f"{fill['token']:24} {fill['score']:.4f}  {fill['text']}" for fills in answer["masks"] for fill in fills
         ]
-        return lines or [f"there is no {answer['mask_token']} to fill in it"]
+        return lines or [f"the text has no {answer['mask_token']} to fill"]
     if "next" in answer:
-        return [f"{told['token']!r:24} {told['score']:.4f}" for told in answer["next"]]
+        return [f"{token['token']!r:24} {token['score']:.4f}" for token in answer["next"]]
     return [line for name, value in answer["outputs"].items() for line in _array_as_text(name, np.asarray(value))]
 
 

@@ -68,14 +68,15 @@ class Bundle:
         """
         folder = as_path(path, "path")
         manifest = read_manifest(folder)
-        held = {artifact.format: artifact for artifact in manifest.artifacts}
-        wanted = format or ("onnx" if "onnx" in held else manifest.artifacts[0].format)
-        artifact = next((one for name, one in held.items() if name == wanted), None)
+        artifacts = {artifact.format: artifact for artifact in manifest.artifacts}
+        file_format = format or ("onnx" if "onnx" in artifacts else manifest.artifacts[0].format)
+        artifact = next((record for name, record in artifacts.items() if name == file_format), None)
         if artifact is None:
-            raise ConfigError(f"it holds no {wanted} file", location=str(folder), hint=f"It holds {', '.join(held)}.")
+            hint = f"Use one of the formats {', '.join(artifacts)}."
+            raise ConfigError(f"the bundle has no {file_format} file", location=str(folder), hint=hint)
         outputs = [output.name for output in manifest.outputs]
         try:
-            run = (_open_onnx if wanted == "onnx" else _open_torch)(folder, artifact, outputs)
+            run = (_open_onnx if file_format == "onnx" else _open_torch)(folder, artifact, outputs)
         except DeviceError:
             raise
         except OptexportError as error:
@@ -107,9 +108,9 @@ class Bundle:
         inputs = self._without_constants(inputs)
         for name in inputs:
             if name not in specs:
-                raise ConfigError("the model takes no such input", location=name, hint=did_you_mean(name, specs))
-        if absent := [name for name in specs if name not in inputs]:
-            raise ConfigError(f"the model needs {', '.join(absent)} too", location="inputs", hint=self._signature)
+                raise ConfigError("unknown input", location=name, hint=did_you_mean(name, specs))
+        if missing := [name for name in specs if name not in inputs]:
+            raise ConfigError(f"missing {', '.join(missing)}", location="inputs", hint=self._signature)
         arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
         self._check_sizes(arrays)
         try:
@@ -117,28 +118,28 @@ class Bundle:
         except Exception as error:  # each runtime has its own exceptions
             if is_of_memory(error):
                 raise ExportError(
-                    "there is not enough memory to run it on these inputs",
+                    "there is not enough memory to run the file on these inputs",
                     location=self._artifact.path,
-                    hint="Free memory, or give fewer or shorter rows.",
+                    hint="Free memory, or pass fewer or shorter rows.",
                 ) from error
             fixed = self._artifact.fixed_shape
             raise ConfigError(
-                f"the file does not run on these inputs: {first_line(error)}",
+                f"the file cannot run on these inputs: {first_line(error)}",
                 location=self._artifact.path,
-                hint=self._signature if fixed is None else f"It takes the traced sizes only, since {fixed}.",
+                hint=self._signature if fixed is None else f"Pass inputs of the traced sizes, because {fixed}.",
             ) from error
 
     def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Removes inputs that are constants of the file, after checking their values."""
-        for name, held in self.manifest.constants.items():
-            if name in inputs and not is_held(held, inputs[name]):
-                raise held_error(name, held)
+        for name, constant in self.manifest.constants.items():
+            if name in inputs and not is_constant(constant, inputs[name]):
+                raise constant_error(name, constant)
         return {name: value for name, value in inputs.items() if name not in self.manifest.constants}
 
     @property
     def _signature(self) -> str:
-        shown = (f"{s.name} [{', '.join(map(str, s.shape))}] {s.dtype}" for s in self.manifest.inputs)
-        return f"It takes {'; '.join(shown)}."
+        texts = (f"{s.name} [{', '.join(map(str, s.shape))}] {s.dtype}" for s in self.manifest.inputs)
+        return f"Pass {'; '.join(texts)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
         """Checks that fixed sizes match, and that each dynamic size is the same everywhere.
@@ -147,14 +148,19 @@ class Bundle:
         """
         first: dict[str, tuple[str, int]] = {}
         for spec in self.manifest.inputs:
-            for axis, (wanted, size) in enumerate(zip(spec.shape, arrays[spec.name].shape, strict=True)):
-                if isinstance(wanted, str):
-                    other, known = first.setdefault(wanted, (spec.name, size))
-                    problem = f"{wanted} is {size} in it, and {known} in {other}" if size != known else None
+            for axis, (expected, size) in enumerate(zip(spec.shape, arrays[spec.name].shape, strict=True)):
+                if isinstance(expected, str):
+                    first_name, first_size = first.setdefault(expected, (spec.name, size))
+                    expectation = f"{first_size} as in {first_name}"
                 else:
-                    problem = f"axis {axis} is {size}, and the model takes {wanted}" if size != wanted else None
-                if problem is not None:
-                    raise ConfigError(problem, location=spec.name, hint=self._signature)
+                    first_size, expectation = expected, str(expected)
+                if size != first_size:
+                    dimension = expected if isinstance(expected, str) else f"axis {axis}"
+                    raise ConfigError(
+                        f"{dimension} has size {size}, expected {expectation}",
+                        location=spec.name,
+                        hint=self._signature,
+                    )
 
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
         """Converts texts, images or sounds, or several of them, to inputs.
@@ -193,52 +199,52 @@ class Bundle:
             ConfigError: The bundle has no tokenizer.
             BundleError: The tokenizer cannot be loaded.
         """
-        self._check_holds("tokenizer")
+        self._check_preprocessor("tokenizer")
         return preprocessors.load(self._folder, "tokenizer")
 
     @cached_property
     def image_processor(self) -> Any:
         """The bundle's image processor, loaded by transformers; raises like `tokenizer`."""
-        self._check_holds("image_processor")
+        self._check_preprocessor("image_processor")
         return preprocessors.load(self._folder, "image_processor")
 
     @cached_property
     def feature_extractor(self) -> Any:
         """The bundle's feature extractor, loaded by transformers; raises like `tokenizer`."""
-        self._check_holds("feature_extractor")
+        self._check_preprocessor("feature_extractor")
         return preprocessors.load(self._folder, "feature_extractor")
 
-    def _check_holds(self, kind: preprocessors.Kind) -> None:
+    def _check_preprocessor(self, kind: preprocessors.Kind) -> None:
         if kind not in self.application.preprocessors:
-            named = kind.replace("_", " ")
-            why = [reason for reason in self.application.missing if reason.startswith(named)]
+            title = kind.replace("_", " ")
+            reasons = [reason for reason in self.application.missing if reason.startswith(title)]
+            reason = reasons[0] if reasons else "the source had none, or the bundle is a part of a generative model"
             raise ConfigError(
-                f"it holds no {named}"
-                + (f" ({why[0]})" if why else ", as its source had none, or it is a part of a generative model"),
+                f"the bundle has no {title} ({reason})",
                 location=str(self._folder),
-                hint=f"Give the inputs themselves, on the command line with --data. {self._signature}",
+                hint=f"Pass the inputs themselves, on the command line with --data. {self._signature}",
             )
 
     def _from_texts(self, texts: Sequence[str]) -> Arrays:
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise ConfigError("they must be texts, one at least", location="texts")
+            raise ConfigError("expected one or more texts", location="texts")
         tokenizer, names = self.tokenizer, {spec.name for spec in self.manifest.inputs}
-        least, most = self._lengths()
-        limit = min(most, tokenizer.model_max_length)
-        cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
+        shortest, longest = self._lengths()
+        limit = min(longest, tokenizer.model_max_length)
+        truncation = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
         texts = [self.application.prompt + text for text in texts]
-        encoded = _encoded(tokenizer, texts, **cut)
+        encoded = _encoded(tokenizer, texts, **truncation)
         lengths = [len(ids) for ids in encoded["input_ids"]]
-        width = max(least, *lengths)
+        width = max(shortest, *lengths)
         if min(lengths) < width and "attention_mask" not in names:
             raise ConfigError(
-                f"they are {', '.join(map(str, lengths))} tokens long, and would be padded to {width}, "
-                "but the model takes no mask that says where",
+                f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but the model has "
+                "no attention mask",
                 location="texts",
-                hint="Give one at a time." if len(texts) > 1 and least < width else None,
+                hint="Pass one text at a time." if len(texts) > 1 and shortest < width else None,
             )
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
-            raise ConfigError("the tokenizer has no token to pad with", location="texts", hint="Give one at a time.")
+            raise ConfigError("the tokenizer has no padding token", location="texts", hint="Pass one text at a time.")
         if min(lengths) < width:
             # Always on the right: padding before a text would change its positions.
             pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
@@ -255,36 +261,40 @@ class Bundle:
         dim = self.manifest.dims.get(size)
         return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
 
-    def _from_images(self, given: Sequence[Any]) -> Arrays:
-        if not given:
-            raise ConfigError("there must be one at least", location="images")
+    def _from_images(self, sources: Sequence[Any]) -> Arrays:
+        if not sources:
+            raise ConfigError("expected one or more images", location="images")
         processor = self.image_processor
         try:
-            return dict(processor(images=[images.read(image) for image in given], return_tensors="np"))
+            return dict(processor(images=[images.read(image) for image in sources], return_tensors="np"))
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"they cannot be processed: {first_line(error)}", location="images") from error
+            raise ConfigError(f"the images cannot be processed: {first_line(error)}", location="images") from error
 
-    def _from_sounds(self, given: Sequence[Any]) -> Arrays:
-        if not given:
-            raise ConfigError("there must be one at least", location="sounds")
+    def _from_sounds(self, sources: Sequence[Any]) -> Arrays:
+        if not sources:
+            raise ConfigError("expected one or more sounds", location="sounds")
         extractor = self.feature_extractor
         rate = int(extractor.sampling_rate)
-        read = [sounds.read(sound, rate) for sound in given]
-        masked = any(spec.name == "attention_mask" for spec in self.manifest.inputs)
-        options = {"return_attention_mask": True} if masked else {}
+        waves = [sounds.read(sound, rate) for sound in sources]
+        has_mask = any(spec.name == "attention_mask" for spec in self.manifest.inputs)
+        options = {"return_attention_mask": True} if has_mask else {}
         try:
-            made = {
+            arrays = {
                 name: np.asarray(rows)
-                for name, rows in extractor(read, sampling_rate=rate, return_tensors="np", **options).items()
+                for name, rows in extractor(waves, sampling_rate=rate, return_tensors="np", **options).items()
             }
         except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"they cannot be processed: {first_line(error)}", location="sounds") from error
-        if any(array.dtype == object for array in made.values()):  # rows of different lengths
-            lengths = ", ".join(str(len(sound)) for sound in read)
-            raise ConfigError(f"they are {lengths} samples long", location="sounds", hint="Give one at a time.")
-        return made
+            raise ConfigError(f"the sounds cannot be processed: {first_line(error)}", location="sounds") from error
+        if any(array.dtype == object for array in arrays.values()):  # rows of different lengths
+            lengths = ", ".join(str(len(wave)) for wave in waves)
+            raise ConfigError(
+                f"the sounds have different lengths ({lengths} samples)",
+                location="sounds",
+                hint="Pass one sound at a time.",
+            )
+        return arrays
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
@@ -292,35 +302,39 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
         with panics_as_errors():
             return tokenizer(texts, **options)
     except Exception as error:  # for example half a surrogate pair, from a wrong encoding
-        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", location="texts") from error
+        raise ConfigError(f"the tokenizer rejects the texts: {first_line(error)}", location="texts") from error
 
 
 def _dtype(spec: TensorRecord) -> np.dtype[Any]:
     if spec.dtype == "bfloat16":
-        raise ConfigError("it is bfloat16, which numpy does not hold", location=spec.name)
+        raise ConfigError("the input is bfloat16, which numpy does not support", location=spec.name)
     return np.dtype(spec.dtype)
 
 
-def is_held(held: Any, value: Any) -> bool:
+def is_constant(constant: Any, value: Any) -> bool:
     """Returns True if a value equals a constant of the file; floats may be rounded to float32."""
-    value = _untorched(value)
+    value = _as_numpy(value)
     try:
-        given, own = np.asarray(value), np.asarray(held)
+        array, expected = np.asarray(value), np.asarray(constant)
     except (ValueError, TypeError):  # rows of different lengths, or a tensor that numpy cannot represent
         return False
-    if given.tolist() == held:
+    if array.tolist() == constant:
         return True
-    if own.dtype.kind != "f" or given.dtype.kind not in "fiu" or own.shape != given.shape:
+    if expected.dtype.kind != "f" or array.dtype.kind not in "fiu" or expected.shape != array.shape:
         return False
-    return np.array_equal(given.astype(np.float32), own) or np.array_equal(given, own.astype(np.float32))
+    return np.array_equal(array.astype(np.float32), expected) or np.array_equal(array, expected.astype(np.float32))
 
 
-def held_error(name: str, held: Any) -> ConfigError:
+def constant_error(name: str, constant: Any) -> ConfigError:
     """Returns the error for an input that differs from the file's constant."""
-    return ConfigError(f"the file holds for {held} alone", location=name, hint="Export the model for others.")
+    return ConfigError(
+        f"the file is for the constant {constant} only",
+        location=name,
+        hint="Pass that value or none, or export the model for another value.",
+    )
 
 
-def _untorched(value: Any) -> Any:
+def _as_numpy(value: Any) -> Any:
     """Converts a torch tensor to a numpy array if possible; returns other values unchanged."""
     if not hasattr(value, "detach"):  # avoids an import of torch
         return value
@@ -341,20 +355,20 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     Raises:
         ConfigError: The value has another type, dtype or rank, or a token below 0.
     """
-    value = _untorched(value)
+    value = _as_numpy(value)
     if not isinstance(value, np.ndarray | np.generic):
-        raise ConfigError(f"it is a {type(value).__name__}, and neither a numpy array nor a tensor", location=spec.name)
-    array, wanted = np.asarray(value), _dtype(spec)
-    whole = array.dtype.kind in "iub" and wanted.kind in "iu"
-    if not (array.dtype.kind == wanted.kind or whole) or not np.can_cast(array.dtype, wanted, "safe"):
-        raise ConfigError(f"it is {array.dtype}, and the model takes {spec.dtype}", location=spec.name)
+        raise ConfigError(f"found {type(value).__name__}, expected a numpy array or a tensor", location=spec.name)
+    array, dtype = np.asarray(value), _dtype(spec)
+    are_integers = array.dtype.kind in "iub" and dtype.kind in "iu"
+    if not (array.dtype.kind == dtype.kind or are_integers) or not np.can_cast(array.dtype, dtype, "safe"):
+        raise ConfigError(f"found dtype {array.dtype}, expected {spec.dtype}", location=spec.name)
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
-        raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", location=spec.name)
+        raise ConfigError(f"found shape {list(array.shape)}, expected [{shape}]", location=spec.name)
     # PyTorch rejects a token below 0, but ONNX counts it from the end of the vocabulary.
     if spec.name.endswith("input_ids") and array.size and array.min() < 0:
-        raise ConfigError("a token is below 0", location=spec.name)
-    return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
+        raise ConfigError("token ids must not be negative", location=spec.name)
+    return np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
 
 
 def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
@@ -369,11 +383,11 @@ def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -
         raise
     except Exception as error:  # the runtime's exceptions have no common base class
         location = str(folder / artifact.path)
-        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", location=location) from error
-    wanted = [given.name for given in session.get_inputs()]
+        raise BundleError(f"ONNX Runtime cannot load the file: {first_line(error)}", location=location) from error
+    names = [node.name for node in session.get_inputs()]
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        results = session.run(list(outputs), {name: inputs[name] for name in wanted})
+        results = session.run(list(outputs), {name: inputs[name] for name in names})
         return {name: np.asarray(result) for name, result in zip(outputs, results, strict=True)}
 
     return run
@@ -384,8 +398,8 @@ def _open_torch(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) 
 
     from optexport.runtime import runners
 
-    open_it = runners.open_torchscript if artifact.format == "torchscript" else runners.open_pt2
-    opened = open_it(folder / artifact.path, outputs, artifact.device)
+    open_file = runners.open_torchscript if artifact.format == "torchscript" else runners.open_pt2
+    opened = open_file(folder / artifact.path, outputs, artifact.device)
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         results = opened({name: torch.from_numpy(array) for name, array in inputs.items()})

@@ -15,8 +15,8 @@ from optexport.signature.positions import most_tokens
 from optexport.signature.signature import Signature
 
 # Suffixes of class names, by task; a model without a head returns features.
-_ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
-_ENDINGS |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
+_TASKS_BY_ENDING = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
+_TASKS_BY_ENDING |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
 
 
 def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
@@ -29,10 +29,10 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
-    encoded = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
-    classes = get_processing(loaded.model).classes
+    has_encoder = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
+    classes = processing_of(loaded.model).classes
     saved = preprocessors.save(
-        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
+        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not has_encoder
     )
     return ApplicationRecord(
         task=task,
@@ -51,7 +51,7 @@ def _task_of(model: Any) -> str | None:
     if not hasattr(model, "main_input_name"):
         return None
     name = type(model).__name__
-    return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), None) or (
+    return next((task for ending, task in _TASKS_BY_ENDING.items() if name.endswith(ending)), None) or (
         "feature-extraction" if name.endswith("Model") else None
     )
 
@@ -71,5 +71,7 @@ def _scores(task: str | None, config: Any) -> Literal["softmax", "sigmoid"] | No
     problem = getattr(config, "problem_type", None)
     if not _classifies(task, config) or problem == "regression":
         return None
-    several = problem == "multi_label_classification" or (config.num_labels == 1 and task != "token-classification")
-    return "sigmoid" if several else "softmax"
+    is_multi_label = problem == "multi_label_classification" or (
+        config.num_labels == 1 and task != "token-classification"
+    )
+    return "sigmoid" if is_multi_label else "softmax"

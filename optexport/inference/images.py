@@ -29,7 +29,7 @@ def read(image: Any) -> Any:
         ConfigError: The image has another type, cannot be read, or has more than 8 bits; or Pillow is missing.
     """
     if isinstance(image, np.ndarray) and image.dtype != np.uint8:
-        raise ConfigError(f"it is {image.dtype}", location="images", hint="Give uint8, from 0 to 255.")
+        raise ConfigError(f"found dtype {image.dtype}, expected uint8", location="images", hint="Scale to 0 to 255.")
     if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
     check_extra("images", "images")
@@ -41,14 +41,14 @@ def read(image: Any) -> Any:
         return _upright(image, "images")
     if not isinstance(image, str | os.PathLike):
         kind = type(image).__name__
-        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", location="images")
+        raise ConfigError(f"found {kind}, expected a path, a PIL image or a numpy array", location="images")
     try:
         with Image.open(image) as opened:
             return _upright(opened, str(image))
     except ConfigError:
         raise
     except Exception as error:  # Pillow raises many kinds
-        raise ConfigError(f"it is no image that can be read: {first_line(error)}", location=str(image)) from error
+        raise ConfigError(f"the file cannot be read as an image: {first_line(error)}", location=str(image)) from error
 
 
 def _upright(image: Any, location: str) -> Any:
@@ -56,8 +56,8 @@ def _upright(image: Any, location: str) -> Any:
 
     if image.mode.startswith(_DEEP):
         raise ConfigError(
-            f"its pixels have more than 8 bits (Pillow's mode {image.mode})",
+            f"the pixels have more than 8 bits (Pillow's mode {image.mode})",
             location=location,
-            hint="Scale them to 0 to 255 as the model's training data was, and save it with 8 bits.",
+            hint="Scale the pixels to 0 to 255 like the model's training data, and save the image with 8 bits.",
         )
     return ImageOps.exif_transpose(image).convert("RGB")

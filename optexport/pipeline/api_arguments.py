@@ -9,39 +9,39 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport.errors import ConfigError
-from optexport.job import preset
+from optexport.job import load_preset
 from optexport.transformations import Transformation
 from optexport.transformations.apply import NamedRule
 
 # Examples of mappings, for hints.
-_WRITTEN = {
+_EXAMPLES = {
     "dynamic": '{"x": {0: "batch"}}',
     "metrics": '{"cosine": 0.999}',
     "precision": '{"onnx": "int8"}',
 }
 
 
-def named_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
+def name_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
     """Returns transformations with the names that reports use; by default the preset.
 
     Raises:
         ConfigError: A value is not a transformation.
     """
     if transformations is None:
-        return preset()
-    given: Any = transformations  # a common mistake is a class without parentheses
-    listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
-    for transformation in listed:
+        return load_preset()
+    value: Any = transformations  # a common mistake is a class without parentheses
+    instances = [*value] if isinstance(value, Iterable) and not isinstance(value, str | type) else [value]
+    for transformation in instances:
         if not isinstance(transformation, Transformation):
             raise ConfigError(
-                f"{transformation!r} is no transformation",
+                f"{transformation!r} is not a transformation",
                 location="transformations",
-                hint="Give instances, such as optexport.transformations.MergeLinears().",
+                hint="Pass instances, such as optexport.transformations.MergeLinears().",
             )
-    return NamedRule.of(listed)
+    return NamedRule.of(instances)
 
 
-def listed(formats: Any) -> Any:
+def as_list(formats: Any) -> Any:
     """Returns formats as a list for the config; leaves other values for the config to reject."""
     return list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else formats
 
@@ -53,10 +53,10 @@ def check_arguments(model: Any, **mappings: Any) -> None:
         ConfigError: The model is not a module, or another argument is not a mapping.
     """
     if not isinstance(model, nn.Module | ExportedProgram):
-        raise ConfigError(f"it is a {type(model).__name__}, not a module", location="model")
-    for name, given in mappings.items():
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"{given!r} is no mapping", location=name, hint=f"Write {_WRITTEN[name]}.")
+        raise ConfigError(f"the model is not an nn.Module (found {type(model).__name__})", location="model")
+    for name, value in mappings.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{value!r} is not a mapping", location=name, hint=f"Write {_EXAMPLES[name]}.")
     for name, axes in (mappings.get("dynamic") or {}).items():
         if not isinstance(axes, Mapping):
-            raise ConfigError(f"{axes!r} is no mapping", location=f"dynamic: {name}", hint='Write {0: "batch"}.')
+            raise ConfigError(f"{axes!r} is not a mapping", location=f"dynamic: {name}", hint='Write {0: "batch"}.')

@@ -1,4 +1,4 @@
-"""Writes the results of a run as records of the bundle."""
+"""Writes the results of a run to its bundle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import math
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from torch import fx
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine
 from optexport._version import __version__
+from optexport.bench.measure import Report
+from optexport.bench.report import as_json as bench_as_json
+from optexport.bundle import contents, digests, layout
 from optexport.bundle.manifest import (
+    ArtifactRecord,
     ChangeRecord,
     DimRecord,
     Manifest,
@@ -25,82 +30,148 @@ from optexport.bundle.manifest import (
     TensorRecord,
     TransformationRecord,
 )
-from optexport.config.schema import Config
+from optexport.bundle.outcomes import Outcome
 from optexport.errors import printable
+from optexport.inference.describe import describe
 from optexport.job import VariantResult
-from optexport.loading.loader import Loaded
-from optexport.redaction import redact
+from optexport.parity.checker import ParityChecker
+from optexport.parity.reference_file import write_reference
+from optexport.pipeline import triton
+from optexport.pipeline.portable_config import portable_config
+from optexport.pipeline.steps import TracedJob
+from optexport.report.tuning import as_json as tuning_as_json
+from optexport.result import Result
+from optexport.runtime import devices
 from optexport.signature.arguments import Constant
 from optexport.signature.signature import TensorSpec
-from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied
 
 
-def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
-    """Writes a graph as text that is safe for terminals; returns its number of nodes."""
+@dataclass(frozen=True)
+class RunResults:
+    """The results of a run that its bundle records.
+
+    Attributes:
+        traced: The traced job.
+        checker: The reference, and all comparisons with it.
+        parity: These comparisons as a record of the manifest.
+        variants: The files of all variants.
+        outcomes: The results of tuning.
+        cache_hits: The steps whose results are from the cache.
+        bench: The benchmarks of the files, if any.
+    """
+
+    traced: TracedJob
+    checker: ParityChecker
+    parity: ParityRecord
+    variants: tuple[VariantResult, ...]
+    outcomes: tuple[Outcome, ...]
+    cache_hits: tuple[str, ...]
+    bench: Report | None = None
+
+    @property
+    def artifacts(self) -> list[ArtifactRecord]:
+        """The files of all variants."""
+        return [artifact for variant in self.variants for artifact in variant.artifacts]
+
+    def as_result(self, manifest: Manifest) -> Result:
+        """Returns the result for the Python API."""
+        return Result(
+            self.traced.job.output,
+            tuple(self.checker.targets),
+            manifest,
+            bench=self.bench,
+            tuned=self.outcomes,
+            cache_hits=self.cache_hits,
+        )
+
+
+def write_graph(path: Path, graph_module: fx.GraphModule) -> None:
+    """Writes a graph as text that is safe for terminals."""
     path.write_text(printable(f"{graph_module.graph}\n"), encoding="utf-8")
-    return len(graph_module.graph.nodes)
 
 
-def measurements(seconds: Mapping[str, float], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the data that may differ between two equal runs: times, machine, and benchmarks.
+def write_bundle(draft: Path, results: RunResults) -> Manifest:
+    """Completes a bundle: reference, config, layout, tokenizer or processor, and manifest.
 
     Args:
-        seconds: The seconds of each step.
-        measured: Other measurements, as JSON.
+        draft: The bundle's folder, with the exported files.
     """
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-        **machine(),
-        "threads": torch.get_num_threads(),
-        "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
-        **measured,
-    }
+    job, reference, artifacts = results.traced.job, results.checker.reference, results.artifacts
+    reference_cases = write_reference(draft / layout.REFERENCE, reference)
+    if job.config_text is not None:
+        (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
+    if job.config.export.layout is not None:
+        artifacts = triton.lay_out(draft, job.config.export.output, artifacts, results.traced.signature, reference)
+    application = describe(job.config.model.task, job.loaded, results.traced.signature, draft)
+    manifest = _manifest(results, reference_cases).model_copy(
+        update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}
+    )
+    contents.write_manifest(draft, manifest)
+    return manifest
 
 
-def manifest(
-    config: Config,
-    loaded: Loaded,
-    traced: Traced,
-    made: Sequence[VariantResult],
-    nodes_before: int,
-    parity: ParityRecord,
-    reference_cases: Sequence[str],
-) -> Manifest:
+def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, float]) -> None:
+    """Writes the data that may differ between two equal runs: times, machine, benchmarks and origin.
+
+    Args:
+        draft: The bundle's folder.
+        seconds: The seconds of each step.
+    """
+    job = results.traced.job
+    measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
+    measured |= {} if results.bench is None else {"bench": bench_as_json(results.bench)}
+    measured |= {"tune": tuning_as_json(results.outcomes)} if results.outcomes else {}
+    measured |= {"cache_hits": list(results.cache_hits)} if results.cache_hits else {}
+    measured |= {"origin": job.origin.model_dump(exclude_none=True)}
+    contents.write_measurements(
+        draft,
+        {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            **machine(),
+            "threads": torch.get_num_threads(),
+            "seconds": {step: round(elapsed, 3) for step, elapsed in seconds.items()},
+            **measured,
+        },
+    )
+
+
+def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
     """Returns the manifest without the list of files, because some are still missing.
 
     Args:
-        made: The results of the variants.
-        nodes_before: The number of nodes of the traced graph.
         reference_cases: The names of the cases in the reference file.
     """
+    traced, signature, variants = results.traced, results.traced.signature, results.variants
+    loaded, config = traced.job.loaded, portable_config(traced.job.config)
+    applied = variants[0].transformed.applied
     return Manifest(
         optexport_version=__version__,
-        config=portable(config),
+        config=config,
         versions=versions(),
         model=ModelRecord(
-            source=portable(config)["model"]["source"],
+            source=config["model"]["source"],
             revision=loaded.revision,
             class_name=f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}",
             weights_sha256=loaded.weights_sha256,
         ),
-        inputs=[_tensor(spec) for spec in traced.signature.inputs],
+        inputs=[_tensor(spec) for spec in signature.inputs],
         constants={name: _constant(value) for name, value in loaded.constants.items()},
-        outputs=[_tensor(spec) for spec in traced.signature.outputs],
-        dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
-        fixed_axes=list(traced.fixed),
-        nodes_before=nodes_before,
-        nodes_after=applied[-1].nodes_after if (applied := made[0].transformed.applied) else nodes_before,
+        outputs=[_tensor(spec) for spec in signature.outputs],
+        dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in signature.dims.items()},
+        fixed_axes=list(traced.traced.fixed),
+        nodes_before=traced.nodes,
+        nodes_after=applied[-1].nodes_after if applied else traced.nodes,
         transformations=[
-            _transformation(a, each.branch.formats if len(made) > 1 else ())
-            for each in made
-            for a in each.transformed.applied
+            _transformation(applied_rule, result.variant.formats if len(variants) > 1 else ())
+            for result in variants
+            for applied_rule in result.transformed.applied
         ],
-        undone=list(dict.fromkeys(rule.name for each in made for rule in each.transformed.undoable)),
-        parity=parity,
+        undone=list(dict.fromkeys(rule.name for result in variants for rule in result.transformed.undoable)),
+        parity=results.parity,
         reference_cases=list(reference_cases),
-        artifacts=[artifact for each in made for artifact in each.artifacts],
+        artifacts=results.artifacts,
         files=[],
     )
 
@@ -132,27 +203,3 @@ def _constant(value: Constant) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def portable(config: Config) -> dict[str, Any]:
-    """Returns the resolved config as JSON, without secrets and without absolute paths."""
-    document = config.model_dump(mode="json", exclude_none=True)
-    document["transformations"] = [rule.model_dump(mode="json") for rule in config.rules()]
-    for table in ("model", "tracking"):
-        document[table] = _redacted(document[table])
-    for table, key in (("model", "source"), ("export", "output"), ("inputs", "data")):
-        value = document[table].get(key)
-        if value is not None and Path(value).is_absolute():
-            document[table][key] = Path(value).name
-    if document["tracking"]["uri"].startswith("sqlite:////"):
-        document["tracking"]["uri"] = f"sqlite:///{Path(document['tracking']['uri']).name}"
-    return document
-
-
-def _redacted(value: Any) -> Any:
-    """Removes the secrets of URIs from a nested value."""
-    if isinstance(value, dict):
-        return {key: _redacted(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_redacted(each) for each in value]
-    return redact(value) if isinstance(value, str) else value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from optexport.job import Job
 
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
-_HINT = "Restore what was locked; or check that the change is intended, and lock again: optexport lock {}"
+_HINT = "Restore the locked versions and files. If the change is intended, lock again: optexport lock {}"
 _ABSENT = "absent"
 
 
@@ -55,7 +55,7 @@ def lock_path(config: Path) -> Path:
     return config.with_name(f"{config.name}.lock")
 
 
-def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
+def make_lock(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
     """Returns a lock of the current state.
 
     Args:
@@ -90,7 +90,7 @@ def write(lock: Lock, config: Path) -> Path:
         draft.write_text(json.dumps(lock.model_dump(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}", location=str(path)) from error
+        raise ConfigError(f"the lock cannot be written: {error}", location=str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
     return path
@@ -105,27 +105,27 @@ def read(config: Path) -> Lock:
     path = lock_path(config)
     try:
         if path.exists() and not path.is_file():  # reading a pipe would block
-            raise ValueError("it is not a file")
+            raise ValueError("the path is not a file")
         return Lock.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
-            "there is no such file", location=path.name, hint=f"Write it with: optexport lock {config}"
+            "the config has no lock", location=path.name, hint=f"Write the lock: optexport lock {config}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         cause = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else first_line(error)
         raise ConfigError(
-            f"it cannot be read: {cause}", location=path.name, hint=f"Write it again with: optexport lock {config}"
+            f"the lock cannot be read: {cause}", location=path.name, hint=f"Write it again: optexport lock {config}"
         ) from error
 
 
-def pinned(config: Config, lock: Lock, folder: Path) -> Config:
+def pin_revision(config: Config, lock: Lock, folder: Path) -> Config:
     """Returns the config with the locked revision if the model is from the hub."""
     if source_kind(config.model.source, folder) is not SourceKind.HUB or lock.revision is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"revision": lock.revision})})
 
 
-def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping[str, str]) -> None:
+def check_environment(lock: Lock, config: Config, path: Path, versions: Mapping[str, str]) -> None:
     """Checks packages and files against the lock.
 
     Args:
@@ -138,8 +138,8 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
         ConfigError: Some differ; the message lists all of them.
     """
     files = _digests(config, path.parent, lock.files)
-    now = {**_versions(lock.versions), **versions}
-    _refuse(_differences(lock.versions, now) + _differences(lock.files, files, 12), path)
+    installed = {**_versions(lock.versions), **versions}
+    _raise_differences(_differences(lock.versions, installed) + _differences(lock.files, files, 12), path)
 
 
 def check_model(lock: Lock, job: Job, path: Path) -> None:
@@ -155,10 +155,10 @@ def check_model(lock: Lock, job: Job, path: Path) -> None:
     """
     locked = {"the model's weights": lock.weights_sha256, **lock.files}
     modules = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
-    now = {"the model's weights": job.loaded.weights_sha256, **lock.files, **modules}
+    current = {"the model's weights": job.loaded.weights_sha256, **lock.files, **modules}
     packages = _versions(_packages(job))
     locked_packages = {name: lock.versions[name] for name in packages if name in lock.versions}
-    _refuse(_differences(locked, now, 12) + _differences(locked_packages, packages), path)
+    _raise_differences(_differences(locked, current, 12) + _differences(locked_packages, packages), path)
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
@@ -166,22 +166,24 @@ def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
 
     Folders yield all their files.
     """
-    for name in _named(config, folder):
-        yield from _within(name, folder)
+    for name in _paths_in_config(config, folder):
+        yield from _list_files(name, folder)
 
 
-def _refuse(differences: list[str], path: Path) -> None:
+def _raise_differences(differences: list[str], path: Path) -> None:
     if differences:
         lines = "".join(f"\n  {difference}" for difference in differences)
-        raise ConfigError(f"the lock does not match{lines}", location=lock_path(path).name, hint=_HINT.format(path))
+        raise ConfigError(
+            f"the lock does not match this environment{lines}", location=lock_path(path).name, hint=_HINT.format(path)
+        )
 
 
-def _differences(locked: Mapping[str, str], now: Mapping[str, str], length: int | None = None) -> list[str]:
+def _differences(locked: Mapping[str, str], current: Mapping[str, str], length: int | None = None) -> list[str]:
     """Returns a line for each name whose value differs."""
     return [
-        f"{name}: {locked.get(name, _ABSENT)[:length]} when it was locked, {now.get(name, _ABSENT)[:length]} now"
-        for name in sorted({*locked, *now})
-        if locked.get(name) != now.get(name)
+        f"{name}: locked {locked.get(name, _ABSENT)[:length]}, now {current.get(name, _ABSENT)[:length]}"
+        for name in sorted({*locked, *current})
+        if locked.get(name) != current.get(name)
     ]
 
 
@@ -193,9 +195,11 @@ def _digests(config: Config, folder: Path, modules: Iterable[str]) -> dict[str, 
     source, files = config.model.source, {name: folder / name for name in modules}
     # Code in the model's folder may read any file there, so the weights are included if there is code.
     skips_weights = source_kind(source, folder) is SourceKind.FOLDER and not config.model.trust_remote_code
-    for named in _named(config, folder):
-        skips = skips_weights and named == source
-        files |= {name: path for name, path in _within(named, folder) if not (skips and path.suffix in _WEIGHTS)}
+    for config_path in _paths_in_config(config, folder):
+        skips = skips_weights and config_path == source
+        files |= {
+            name: path for name, path in _list_files(config_path, folder) if not (skips and path.suffix in _WEIGHTS)
+        }
     return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
 
 
@@ -223,29 +227,29 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def _named(config: Config, folder: Path) -> list[str]:
+def _paths_in_config(config: Config, folder: Path) -> list[str]:
     """Returns the files and folders that a config names."""
     source, inputs = config.model.source, config.inputs
-    named = [*([inputs.data] if inputs.data is not None else []), *(inputs.images or [])]
+    paths = [*([inputs.data] if inputs.data is not None else []), *(inputs.images or [])]
     if config.model.adapter is not None:
-        named.append(config.model.adapter)
+        paths.append(config.model.adapter)
     if source_kind(source, folder) in (SourceKind.FOLDER, SourceKind.PT2, SourceKind.TORCHSCRIPT):
-        named.append(source)
+        paths.append(source)
     for reference in (source, *(rule.use for rule in config.rules()), *(config.parity.metrics or ())):
         if reference.startswith(CUSTOM_METRIC):
             module = reference.removeprefix(CUSTOM_METRIC).partition(":")[0].partition(".")[0]
-            named += [name for name in (f"{module}.py", module) if (folder / name).exists()]
-    return list(dict.fromkeys(named))
+            paths += [name for name in (f"{module}.py", module) if (folder / name).exists()]
+    return list(dict.fromkeys(paths))
 
 
-def _within(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+def _list_files(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields a file that a config names, or all files in a folder."""
     path = folder / Path(name).expanduser()
-    for file in _files(path):
+    for file in _walk(path):
         yield str(Path(name) / file.relative_to(path)), file
 
 
-def _files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
+def _walk(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Yields a file, or all files in a folder.
 
     Follows links, except to a folder that contains the link.
@@ -256,4 +260,4 @@ def _files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
         for inner in sorted(path.iterdir()):
             # Kubernetes stores mounted files in "..2025_01_01_00_00_00.1" and links to them by their names.
             if inner.name != "__pycache__" and not inner.name.startswith(".."):
-                yield from _files(inner, (*parents, real))
+                yield from _walk(inner, (*parents, real))

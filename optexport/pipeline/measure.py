@@ -1,9 +1,9 @@
-"""Benchmarks the files of a run against the plain export, and checks the gates."""
+"""Benchmarks the files of a run against the plain export, and checks the gates on size and speed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optexport._utils.progress import Progress
@@ -12,92 +12,105 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature
-from optexport.bundle.manifest import ArtifactRecord, ParityRecord
 from optexport.bundle.outcomes import LEAST_ROUNDS
+from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.pipeline import variant
-from optexport.signature.signature import Signature
+from optexport.pipeline.bundle_writer import RunResults
+from optexport.pipeline.steps import TracedJob
 
 
 @dataclass(frozen=True)
-class Exports:
-    """Files of a run to measure.
+class _PlainExport:
+    """The export without rules and format passes, as the baseline of benchmarks.
 
     Attributes:
-        records: Their records in the manifest.
-        folder: Their folder.
-        scratch: Folder for the plain export.
-        parity: Parity record of the files, attached to errors.
+        artifacts: The files.
+        failures: The formats that cannot be exported without a rule, with the reason.
     """
 
-    records: Sequence[ArtifactRecord]
-    folder: Path
-    scratch: Path
-    parity: ParityRecord
+    artifacts: Sequence[Artifact] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
-def workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
+def list_workloads(traced: TracedJob, folder: Path) -> list[Workload]:
     """Returns the workloads of a run; empty if nothing is to be measured.
 
     Runs before the export, so that wrong sizes are reported early.
-    """
-    config = job.config
-    if not (config.bench.enabled or config.tune is not None or config.gate.needs_times):
-        return []
-    return from_signature(job.example, signature, config.bench.shapes, folder, "bench.shapes")
-
-
-def measure_exports(
-    job: Job, workloads: Sequence[Workload], exports: Exports, progress: Progress, *, tuned: bool
-) -> Report | None:
-    """Benchmarks the files if the config asks for it, and checks the gates.
 
     Args:
-        job: The run.
-        workloads: Workloads to measure; empty if times are not needed.
-        exports: Files to measure.
-        progress: Times the stage.
-        tuned: True if tuning chose the files; they must then not be slower than the plain export.
+        folder: The folder for the inputs.
+    """
+    config = traced.job.config
+    if not (config.bench.enabled or config.tune is not None or config.gate.needs_times):
+        return []
+    return from_signature(traced.job.example, traced.signature, config.bench.shapes, folder, "bench.shapes")
+
+
+def measure_files(
+    results: RunResults, workloads: Sequence[Workload], draft: Path, scratch: Path, progress: Progress
+) -> RunResults:
+    """Benchmarks the files if the config asks for it, and checks the gates.
+
+    Files that tuning chose must not be slower than the plain export.
+
+    Args:
+        workloads: The workloads to measure; empty if times are not needed.
+        draft: The folder of the files.
+        scratch: The folder for the plain export.
 
     Returns:
-        The report; None if nothing was measured.
+        The results with the benchmarks, if any.
 
     Raises:
         GateError: A gate fails, or a tuned file is slower than the plain export.
     """
-    gate = job.config.gate
-    if not workloads and gate.max_size_mb is None:
-        return None
-    artifacts = list_artifacts(exports.records, list(job.example), exports.folder, "")
+    job = results.traced.job
+    if not workloads and job.config.gate.max_size_mb is None:
+        return results
+    artifacts = list_artifacts(results.artifacts, list(job.example), draft, "")
     report: Report | None = None
-    without_plain: Mapping[str, str] = {}
+    plain = _PlainExport()
     if workloads:
         with progress.step("measure"):
-            report, without_plain = _measure(job, workloads, artifacts, exports, tuned=tuned)
-    gates.check(gate, artifacts, report, exports.parity, without_plain)
-    return report
+            plain = _export_plain(job, _compared_formats(job, tuned=bool(results.outcomes)), scratch)
+            report = _measure(results, workloads, artifacts, plain)
+    gates.check(job.config.gate, artifacts, report, results.parity, plain.failures)
+    return replace(results, bench=report)
+
+
+def _compared_formats(job: Job, *, tuned: bool) -> list[Format]:
+    """Returns the formats to compare with the plain export."""
+    min_speedup = job.config.gate.min_speedup
+    return [
+        name
+        for name in dict.fromkeys(job.config.export.formats)
+        if tuned or (min_speedup is not None and min_speedup.of(name) is not None)
+    ]
+
+
+def _export_plain(job: Job, formats: Sequence[Format], folder: Path) -> _PlainExport:
+    if not formats:
+        return _PlainExport()
+    records, failures = variant.export_plain(job, formats, folder)
+    return _PlainExport(
+        list_artifacts(records, list(job.example), folder, "plain ", proven=False),
+        {name: error.message for name, error in failures.items()},
+    )
 
 
 def _measure(
-    job: Job, workloads: Sequence[Workload], artifacts: Sequence[Artifact], exports: Exports, *, tuned: bool
-) -> tuple[Report, Mapping[str, str]]:
-    """Returns the report, and the formats that have no plain export, with the reason."""
-    bench, gate = job.config.bench, job.config.gate
-    compared = [
-        name
-        for name in dict.fromkeys(job.config.export.formats)
-        if tuned or (gate.min_speedup is not None and gate.min_speedup.of(name) is not None)
+    results: RunResults, workloads: Sequence[Workload], artifacts: Sequence[Artifact], plain: _PlainExport
+) -> Report:
+    """Returns the benchmarks of the files and of the plain export."""
+    bench, tuned = results.traced.job.config.bench, bool(results.outcomes)
+    is_compared = bool(_compared_formats(results.traced.job, tuned=tuned))
+    settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if is_compared else bench.rounds)
+    pairs = [(own, baseline) for own in artifacts for baseline in plain.artifacts if own.format == baseline.format]
+    report = measure([*artifacts, *plain.artifacts], workloads, pairs, settings)
+    notes = [
+        f"{name}: not compared, because the plain export failed: {cause}" for name, cause in plain.failures.items()
     ]
-    settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if compared else bench.rounds)
-    plain: list[Artifact] = []
-    without_plain: dict[str, str] = {}
-    if compared:
-        records, failures = variant.export_plain(job, compared, exports.scratch)
-        without_plain = {name: error.message for name, error in failures.items()}
-        plain = list_artifacts(records, list(job.example), exports.scratch, "plain ", proven=False)
-    pairs = [(artifact, baseline) for artifact in artifacts for baseline in plain if artifact.format == baseline.format]
-    report = measure([*artifacts, *plain], workloads, pairs, settings)
-    notes = [f"{name}: not compared, because the plain export failed: {cause}" for name, cause in without_plain.items()]
     report = replace(report, notes=(*report.notes, *notes))
 
     def measure_again(slower: PairwiseComparison) -> PairwiseComparison:
@@ -105,5 +118,5 @@ def _measure(
         return measure(pair, [slower.workload], [pair], settings).comparisons[0]
 
     if tuned:
-        gates.check_never_slower(report, measure_again, exports.parity)
-    return report, without_plain
+        gates.check_never_slower(report, measure_again, results.parity)
+    return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
-from optexport.job import rules_of, unmeasured
+from optexport.job import disable_measurements, load_rules
 from optexport.pipeline import run
+from optexport.pipeline.plan import RunPlan
 from optexport.runtime import devices
 from optexport.runtime.untrusted import archives
 from optexport.transformations.registry import PLUGIN
@@ -52,49 +52,51 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     manifest = digests.read_manifest(bundle)
     if manifest.config.get("generation") is not None:
         raise ConfigError(
-            "it is a part of a generative model, which is made as a whole",
+            "the bundle is one part of a generative model; parts cannot be reproduced separately",
             location=str(bundle),
-            hint="Run its config again, and compare: optexport diff",
+            hint="Run the config of the model again, and compare the bundles with: optexport diff",
         )
     if not (bundle / "config.toml").is_file():
         raise ConfigError(
-            "it was made of a model in Python, and not by a config, so that nothing says how to make that model again",
+            "the bundle has no config, because it was exported from Python; it does not record how to build the model",
             location=str(bundle),
-            hint="Call optexport.export again, and compare: optexport diff",
+            hint="Call optexport.export again, and compare the bundles with: optexport diff",
         )
-    config = _in_order(unmeasured(validate_settings(manifest.config, str(bundle))), manifest)
+    config = _restore_input_order(disable_measurements(validate_settings(manifest.config, str(bundle))), manifest)
     check_custom_code(config, str(bundle))
-    config = _with_store(config, bundle, folder)
-    _check_named(config, bundle, folder)
+    config = _set_tracking_uri(config, bundle, folder)
+    _check_references(config, bundle, folder)
     devices.check(config.model.device, config.export.formats, str(bundle))
+    rules = load_rules(config, folder, ())
+    # The folder of a failed check is written next to the bundle.
+    plan = RunPlan(folder / "config.toml", config, rules, output=bundle.resolve(), keep=False)
     with store.off(), torch_settings.put_back(), signals.temporary_folder() as scratch:
-        job = run.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, progress)
-        made = run.produce(replace(job, beside=bundle.resolve()), progress).manifest
-        differences = list(_differences(bundle, manifest, scratch / "bundle", made))
-        around = _surroundings(read_measured(bundle)) if differences else ()
-        return [*_reasons(manifest, made), *around, *differences]
+        result = run.export_bundle(run.load_job(plan, scratch, progress), progress)
+        differences = list(_list_differences(bundle, manifest, result.output, result.manifest))
+        machine = _list_machine_differences(read_measured(bundle)) if differences else ()
+        return [*_list_input_differences(manifest, result.manifest), *machine, *differences]
 
 
-def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
+def _set_tracking_uri(config: Config, bundle: Path, folder: Path) -> Config:
     """Sets the MLflow URI from the environment: a bundle's author could name any server."""
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
     if (uri := tracking_uri.find_environment_uri()) is not None:
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     raise ConfigError(
-        f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",
+        f"the model is {config.model.source}, but the environment does not set an MLflow server for it",
         location=str(bundle),
-        hint=f"Set MLFLOW_TRACKING_URI; its config says {config.tracking.uri}.",
+        hint=f"Set MLFLOW_TRACKING_URI. The config of the bundle has {config.tracking.uri}.",
     )
 
 
-def _check_named(config: Config, bundle: Path, folder: Path) -> None:
+def _check_references(config: Config, bundle: Path, folder: Path) -> None:
     """Checks that the files and modules that the config names exist in the folder."""
     path = folder / "config.toml"
     mistakes = Mistakes(str(path))
-    called = {f"transformations[{index}].use": rule.use for index, rule in enumerate(config.rules())}
-    called |= {f"parity.metrics.{name}": name for name in config.parity.metrics or ()}
-    for key, name in called.items():
+    references = {f"transformations[{index}].use": rule.use for index, rule in enumerate(config.rules())}
+    references |= {f"parity.metrics.{name}": name for name in config.parity.metrics or ()}
+    for key, name in references.items():
         if name.startswith(PLUGIN):
             mistakes.collect(check_module, name.removeprefix(PLUGIN), folder, f"{path}: {key}")
     mistakes.collect(check_source, config, path)
@@ -105,12 +107,12 @@ def _check_named(config: Config, bundle: Path, folder: Path) -> None:
         raise ConfigError(
             error.message,
             location=(error.location or "").replace(str(path), str(bundle), 1),
-            hint=f"What its config names is looked for in {folder.resolve()}: give the folder of that config with "
-            "--folder, and install the packages that it names.",
+            hint=f"Set --folder to the folder of the config (searched: {folder.resolve()}), and install the packages "
+            "that the config uses.",
         ) from error
 
 
-def _in_order(config: Config, manifest: Manifest) -> Config:
+def _restore_input_order(config: Config, manifest: Manifest) -> Config:
     """Restores the order of the inputs for the random numbers, because JSON sorts its keys."""
     if (tensors := config.inputs.tensors) is None:
         return config
@@ -120,59 +122,61 @@ def _in_order(config: Config, manifest: Manifest) -> Config:
     return config.model_copy(update={"inputs": inputs})
 
 
-def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
+def _list_input_differences(earlier: Manifest, later: Manifest) -> Iterator[str]:
     """Yields differences of versions and weights, which may explain other differences."""
-    yield from packages.changed(was.versions, now.versions)
-    if was.model.revision != now.model.revision:
-        yield f"the model's revision was {was.model.revision}, and is {now.model.revision} now"
-    if was.model.weights_sha256 != now.model.weights_sha256:
-        before, after = was.model.weights_sha256[:12], now.model.weights_sha256[:12]
-        yield f"the model's weights had the digest {before}, and have {after} now"
+    yield from packages.changed(earlier.versions, later.versions)
+    if earlier.model.revision != later.model.revision:
+        yield f"the model's revision was {earlier.model.revision}, and is {later.model.revision} now"
+    if earlier.model.weights_sha256 != later.model.weights_sha256:
+        before, after = earlier.model.weights_sha256[:12], later.model.weights_sha256[:12]
+        yield f"the digest of the model's weights was {before}, and is {after} now"
 
 
-def _surroundings(was: Measured) -> Iterator[str]:
+def _list_machine_differences(earlier: Measured) -> Iterator[str]:
     """Yields differences of the machine that affect rounding, and so the noise floor."""
-    if was.threads is not None and was.threads != torch.get_num_threads():
-        yield f"it ran with {was.threads} threads (OMP_NUM_THREADS), and runs with {torch.get_num_threads()} now"
-    if was.processor and was.processor != processor():
-        yield f"it ran on {was.processor}, and runs on {processor()} now"
+    threads = torch.get_num_threads()
+    if earlier.threads is not None and earlier.threads != threads:
+        yield f"the number of threads (OMP_NUM_THREADS) was {earlier.threads}, and is {threads} now"
+    if earlier.processor and earlier.processor != processor():
+        yield f"the processor was {earlier.processor}, and is {processor()} now"
 
 
-def _differences(bundle: Path, was: Manifest, again: Path, now: Manifest) -> Iterator[str]:
+def _list_differences(bundle: Path, earlier: Manifest, rebuilt: Path, later: Manifest) -> Iterator[str]:
     """Yields the files that differ, with their differences."""
-    then, made = ({file.path: file.sha256 for file in each.files} for each in (was, now))
-    for name in sorted({*then, *made} - {"config.toml"}):
-        if then.get(name) == made.get(name):
+    digests_before = {file.path: file.sha256 for file in earlier.files}
+    digests_after = {file.path: file.sha256 for file in later.files}
+    for name in sorted({*digests_before, *digests_after} - {"config.toml"}):
+        if digests_before.get(name) == digests_after.get(name):
             continue
-        if name not in then or name not in made:
-            yield f"{name} is {'there now' if name in made else 'not there now'}"
+        if name not in digests_before or name not in digests_after:
+            yield f"{name} is {'new' if name in digests_after else 'missing'}"
             continue
         yield f"{name} differs"
-        inside = _INSIDE.get(name, _INSIDE.get(Path(name).suffix, _no_parts))
-        parts = list(_parts(inside(bundle / name), inside(again / name)))
+        read_parts = _PART_READERS.get(name, _PART_READERS.get(Path(name).suffix, _no_parts))
+        parts = list(_list_part_differences(read_parts(bundle / name), read_parts(rebuilt / name)))
         yield from (f"  {part}" for part in parts[:_SHOWN])
         if parts[_SHOWN:]:
             yield f"  and {len(parts) - _SHOWN} more"
     for key in sorted(set(Manifest.model_fields) - {"config", "versions", "model", "files", "digest"}):
-        if getattr(was, key) != getattr(now, key):
+        if getattr(earlier, key) != getattr(later, key):
             yield f"manifest.json differs: {key}"
 
 
-def _parts(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _list_part_differences(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Iterator[str]:
     """Yields the differences of a file's parts: tensors by distance, texts by line."""
-    for name in [*was, *(name for name in now if name not in was)]:
-        if name not in was or name not in now:
-            yield f"{name} is {'there now' if name in now else 'not there now'}"
+    for name in [*earlier, *(name for name in later if name not in earlier)]:
+        if name not in earlier or name not in later:
+            yield f"{name} is {'new' if name in later else 'missing'}"
             continue
-        one, other = was[name], now[name]
-        if isinstance(one, torch.Tensor):
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
-                yield f"{name} was {one.dtype} {[*one.shape]}, and is {other.dtype} {[*other.shape]}"
-            elif not torch.equal(one, other):
-                far = (one.double() - other.double()).abs().max().item()
-                yield f"{name} is off by {far:.3g}"
-        elif one != other:
-            lines = itertools.zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+        before, after = earlier[name], later[name]
+        if isinstance(before, torch.Tensor):
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                yield f"{name} was {before.dtype} {[*before.shape]}, and is {after.dtype} {[*after.shape]}"
+            elif not torch.equal(before, after):
+                distance = (before.double() - after.double()).abs().max().item()
+                yield f"{name} differs by at most {distance:.3g}"
+        elif before != after:
+            lines = itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue="(no line)")
             number, first = next((number, pair) for number, pair in enumerate(lines, 1) if pair[0] != pair[1])
             yield f"{name}, line {number}: was {first[0].strip()}, is {first[1].strip()}"
 
@@ -182,7 +186,7 @@ def _no_parts(path: Path) -> dict[str, Any]:  # noqa: ARG001
 
 
 def _text(path: Path) -> dict[str, Any]:
-    return {"the text": path.read_text(encoding="utf-8", errors="replace")}
+    return {"text": path.read_text(encoding="utf-8", errors="replace")}
 
 
 def _onnx(path: Path) -> dict[str, Any]:
@@ -194,20 +198,20 @@ def _onnx(path: Path) -> dict[str, Any]:
         for name, value in model.graph.initializers.items()
         if value.const_value is not None
     }
-    return {"the graph": "\n".join(map(str, model.graph)), **weights}
+    return {"graph": "\n".join(map(str, model.graph)), **weights}
 
 
 def _torchscript(path: Path) -> dict[str, Any]:
     module = archives.load_torchscript(path)
-    return {"the code": str(module.graph), **module.state_dict()}
+    return {"code": str(module.graph), **module.state_dict()}
 
 
 def _pt2(path: Path) -> dict[str, Any]:
     program = archives.load_pt2(path)
-    return {"the graph": str(program.graph), **program.state_dict}
+    return {"graph": str(program.graph), **program.state_dict}
 
 
-_INSIDE: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+_PART_READERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "reference.safetensors": load_file,
     ".onnx": _onnx,
     ".pt": _torchscript,

@@ -1,30 +1,49 @@
-"""Steps with the original model: trace, call, and reference."""
+"""Steps of a run before its files are written: load, inputs, trace, reference, tune, other sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from optexport import tracking
 from optexport._utils import memory
 from optexport._utils.module_state import apart
+from optexport._utils.progress import Progress
+from optexport.bench.workload import Workload
+from optexport.bundle import digests
+from optexport.bundle.outcomes import Outcome
 from optexport.cache import model_key
-from optexport.job import Job
-from optexport.parity.cases import data_batches, size_probe
-from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.untraced_sizes import make_cases
-from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes
+from optexport.config.schema import Config
+from optexport.config.source import SourceKind, source_kind
+from optexport.inputs import preparation
+from optexport.job import Job, disable_measurements, resolve_config
+from optexport.loading import loader
+from optexport.loading.loader import Loaded
+from optexport.loading.processing import add_processing
+from optexport.parity import data_batches, gates, noise_floor, size_probe
+from optexport.parity.cases import cases
+from optexport.parity.checker import ParityChecker
+from optexport.parity.gates import Metric
 from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
-from optexport.signature.signature import Batch, as_arguments, flatten_outputs
+from optexport.parity.special_values import special_cases
+from optexport.parity.vocabulary import attention_masks, sized_by_values, vocabularies
+from optexport.pipeline import lockfile, triton
+from optexport.pipeline.plan import RunPlan
+from optexport.signature.arguments import arguments_of, as_constants
+from optexport.signature.signature import Batch, Signature, as_arguments, flatten_outputs
 from optexport.tracing import randomness
 from optexport.tracing.serializable import check_writable
 from optexport.tracing.trace import Traced, trace
 from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import Transformed
+from optexport.tuning import tuner
+from optexport.tuning.candidate_builder import CandidateBuilder
 
 # In bytes of weights. A single run of a larger model is slow, and its weights may be on disk.
 _TOO_LARGE = 1 << 30
@@ -32,69 +51,159 @@ _TOO_LARGE = 1 << 30
 _TIMES_EXHAUSTIVE = 16
 
 
+@dataclass(frozen=True)
+class TracedJob:
+    """A job with the trace of its model.
+
+    Attributes:
+        job: The job, without the inputs that the trace fixed.
+        traced: The trace, with only the outputs that the rules keep.
+        call: Runs the model or a graph on a batch; returns these outputs by name.
+        vocabularies: The number of valid ids of each input that indexes an embedding.
+        nodes: The number of nodes of the graph before the rules.
+    """
+
+    job: Job
+    traced: Traced
+    call: Call
+    vocabularies: Mapping[str, int]
+    nodes: int
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        return self.traced.graph_module
+
+    @property
+    def signature(self) -> Signature:
+        return self.traced.signature
+
+
+def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
+    """Loads the model of a config, and adds the configured processing.
+
+    Args:
+        folder: The folder that paths in the config are relative to.
+        downloads: The folder for a model that MLflow stores.
+    """
+    downloaded = None
+    if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
+        uri = config.model.source.removeprefix("mlflow:")
+        downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
+    return built_in(loader.load(config.model, folder, downloaded), config.processing)
+
+
+def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric], workspace: Path) -> Job:
+    """Prepares the inputs of a loaded model, and returns the job of the plan.
+
+    Args:
+        metrics: The custom metrics by name.
+        workspace: The folder for the bundle if the plan does not keep it.
+    """
+    config = plan.config
+    inputs = preparation.prepare(
+        config.inputs, plan.folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
+    )
+    if loaded.program is None:
+        arguments = arguments_of(loaded.model, list(inputs.example), as_constants(config.inputs.constants))
+        loaded = loaded.called_with(inputs.example, arguments)
+    return Job(
+        config,
+        loaded,
+        inputs.example,
+        inputs.real,
+        inputs.dynamic,
+        plan.rules,
+        output=plan.output if plan.keep else workspace / "bundle",
+        config_text=plan.config_text,
+        dump=plan.dump,
+        rows=inputs.rows,
+        metrics=metrics,
+        final_output=None if plan.keep else plan.output,
+        origin=plan.origin,
+    )
+
+
+def as_baseline(job: Job, output: Path) -> Job:
+    """Returns a job that exports the same model untransformed, without format passes or lower precision."""
+    config = resolve_config(disable_measurements(job.config), (), output)
+    return replace(job, config=config, rules=(), output=output, dump=None)
+
+
+def with_origin(job: Job, plan: RunPlan, mlflow_run: str | None) -> Job:
+    """Returns the job with the digest of its lock and its MLflow run, for the bundle's record of its origin."""
+    lock_sha256 = None if plan.lock is None else digests.sha256(lockfile.lock_path(plan.path))
+    return replace(job, origin=job.origin.model_copy(update={"lock_sha256": lock_sha256, "mlflow_run": mlflow_run}))
+
+
+def trace_model(job: Job) -> TracedJob:
+    """Traces the model of a job, and fixes the inputs that tracing supports for one value only.
+
+    Raises:
+        TraceError: The model cannot be traced, or the user's data have several values for a fixed input.
+        ExportError: The layout of the bundle does not support the inputs or outputs of the model.
+    """
+    traced, call = trace_original(job)
+    job = job.with_fixed_inputs(traced.held)
+    if job.config.export.layout is not None:
+        triton.check(traced.signature, job.config.export.formats)
+    ids = vocabularies(traced.graph_module, traced.signature)
+    return TracedJob(job, traced, call, ids, len(traced.graph_module.graph.nodes))
+
+
 def trace_original(job: Job) -> tuple[Traced, Call]:
     """Traces the model.
 
     Returns:
-        The trace, with only the outputs that the rules leave, and a function that runs the model or a graph for these.
+        The trace, with only the outputs that the rules keep, and a function that runs the model or a graph for these.
     """
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
     check_writable(traced.graph_module.graph)
-    wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
-    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
-    randomness.check_none(traced.graph_module, everything.output_names, kept.output_names)
+    outputs_by_rule = [
+        set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)
+    ]
+    complete = traced.signature
+    reduced = complete.keeping(set.intersection(*outputs_by_rule) if outputs_by_rule else ())
+    randomness.check_none(traced.graph_module, complete.output_names, reduced.output_names)
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with one_pass(model):
             outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
-        names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
-        named = dict(zip(names, outputs, strict=True))
-        return {name: named[name].detach() for name in kept.output_names}  # a model may turn gradients on
+        signature = reduced if len(outputs) == len(reduced.outputs) else complete
+        named = dict(zip(signature.output_names, outputs, strict=True))
+        return {name: named[name].detach() for name in reduced.output_names}  # a model may turn gradients on
 
-    return replace(traced, signature=kept), call
+    return replace(traced, signature=reduced), call
 
 
-def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:
-    """Returns sizes at which the results of the original and a graph differ.
-
-    Returns none at quick effort, or for large models.
+def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) -> ParityChecker:
+    """Runs the original on all cases, measures its noise floor, and returns a checker for targets.
 
     Args:
-        traced: The trace before the rules.
-        graphs: The transformed graphs.
+        more_sizes: Sizes to check in addition to those that the effort and the trace's suspect sizes give.
+
+    Raises:
+        ParityError: The original gives no usable results.
+        GateError: The original itself does not pass a gate.
     """
-    effort, model = job.config.parity.effort, job.loaded.model
-    if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
-        return []
-    found = [*traced.suspect_sizes]
-    for graph in graphs:
-        found += size_probe.find_differing_sizes(
-            graph_runner(model, call),
-            graph_runner(graph.graph_module, call),
-            job.example,
-            traced.signature,
-            found,
-            times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
-            reordered=any(applied.report.changes for applied in graph.applied),
-        )
-    return found[len(traced.suspect_sizes) :]
+    reference = _run_cases(traced, more_sizes)
+    job, parity = traced.job, traced.job.config.parity
+    always_empty = [spec.name for spec in traced.signature.outputs if 0 in spec.shape]
+    tolerances = noise_floor.tolerances(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    checker = ParityChecker(
+        reference, tolerances, gates.make_gates(parity.metrics, job.metrics, reference, tolerances, parity.noise_multiple)
+    )
+    gates.check_usable(checker.targets[0].decisions)
+    return checker
 
 
-def run_reference(
-    job: Job, traced: Traced, call: Call, ids: Mapping[str, int], suspect_sizes: Sequence[dict[str, int]] = ()
-) -> Reference:
-    """Runs the original on all cases; the effort decides their number.
-
-    Args:
-        ids: The number of ids in the vocabulary of each input that has one.
-        suspect_sizes: Sizes to check in addition to the trace's suspect sizes.
-    """
-    signature, effort = traced.signature, job.config.parity.effort
-    checked = make_cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
-    checked += special_cases(
+def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Reference:
+    """Runs the original on all cases; the effort decides their number."""
+    job, signature, effort = traced.job, traced.signature, traced.job.config.parity.effort
+    checked_cases = cases(job.example, job.real, signature, [*traced.traced.suspect_sizes, *more_sizes], effort)
+    checked_cases += special_cases(
         job.example,
-        ids,
+        traced.vocabularies,
         effort,
         job.config.parity.seed,
         declared=job.config.inputs.tensors or {},
@@ -102,13 +211,66 @@ def run_reference(
         has_value_dependent_sizes=has_value_dependent_sizes(traced.graph_module),
     )
     reference = run_original(
-        call,
+        traced.call,
         job.loaded.model,
-        checked,
-        declared=job.sizes_declared,
+        checked_cases,
+        declared=job.has_declared_sizes,
         batched=None if effort == "quick" else signature.batched,
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
-    return replace(reference, skipped=(*unchecked, *reference.skipped))
+    unchecked = data_batches.why_unchecked(job.real, job.rows, reference.cases)
+    return replace(reference, left_out=(*unchecked, *reference.left_out))
+
+
+def tune(
+    traced: TracedJob, checker: ParityChecker, workloads: Sequence[Workload], scratch: Path, progress: Progress
+) -> tuple[TracedJob, tuple[Outcome, ...]]:
+    """Chooses the fastest rules and format passes of each format, if the config has ``[tune]``.
+
+    Returns:
+        The job with the chosen rules and passes, and the outcome of each search.
+    """
+    config = traced.job.config.tune
+    if config is None:
+        return traced, ()
+    builder = CandidateBuilder(traced.job, traced.traced, traced.call, checker, scratch)
+    job, outcomes = tuner.tune(builder, workloads, config.seconds, progress)
+    return replace(traced, job=job), outcomes
+
+
+def check_other_sizes(
+    traced: TracedJob, checker: ParityChecker, graphs: Sequence[Transformed]
+) -> tuple[TracedJob, ParityChecker]:
+    """Tries many sizes quickly; returns a checker that also has those at which a graph and the model differ.
+
+    Traces again if there are such sizes, because the rules may have changed the traced graph in place.
+    """
+    sizes = _find_differing_sizes(traced, graphs)
+    if not sizes:
+        return traced, checker
+    traced = trace_model(traced.job)
+    return traced, run_reference(traced, sizes)
+
+
+def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> list[dict[str, int]]:
+    """Returns sizes at which the results of the original and a graph differ.
+
+    Returns none at quick effort, or for large models.
+    """
+    effort, model = traced.job.config.parity.effort, traced.job.loaded.model
+    if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
+        return []
+    suspect_sizes = traced.traced.suspect_sizes
+    sizes = [*suspect_sizes]
+    for graph in graphs:
+        sizes += size_probe.parting_sizes(
+            graph_runner(model, traced.call),
+            graph_runner(graph.graph_module, traced.call),
+            traced.job.example,
+            traced.signature,
+            sizes,
+            times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
+            rounded_anew=any(applied.report.changes for applied in graph.applied),
+        )
+    return sizes[len(suspect_sizes) :]

@@ -22,7 +22,7 @@ from optexport.signature.signature import Batch, Signature, TensorSpec, as_argum
 FOLDER = "model_repository"
 _LARGEST_BATCH = 2**31 - 1
 # This precision has one scale for all rows of a batch, so a row's result depends on the other rows.
-_BY_THE_BATCH = "int8"
+_SCALED_BY_BATCH = "int8"
 
 _TYPES = {
     "bool": "TYPE_BOOL",
@@ -77,25 +77,25 @@ def check(signature: Signature, formats: Collection[str]) -> None:
     """
     for file_format in [name for name in _BACKENDS if name in formats]:
         backend = _BACKENDS[file_format]
-        causes = {spec.name: _refused(spec, backend) for spec in (*signature.inputs, *signature.outputs)}
+        problems = {spec.name: _find_problem(spec, backend) for spec in (*signature.inputs, *signature.outputs)}
         if not signature.inputs and not backend.bare:
-            causes = {"inputs": f"Triton's {backend.name} backend serves no model without any"}
-        for name, cause in causes.items():
-            if cause is not None:
+            problems = {"inputs": f"Triton's {backend.name} backend does not serve models without inputs"}
+        for name, problem in problems.items():
+            if problem is not None:
                 raise ExportError(
-                    cause,
+                    problem,
                     location=f"export.layout: {name}",
-                    hint=f'Leave "{file_format}" out of export.formats, or leave out the layout.',
+                    hint=f'Remove "{file_format}" from export.formats, or remove export.layout.',
                 )
 
 
-def _refused(spec: TensorSpec, backend: _Backend) -> str | None:
+def _find_problem(spec: TensorSpec, backend: _Backend) -> str | None:
     """Returns why a backend does not support a tensor, or None."""
     if spec.dtype not in backend.types:
-        return f"Triton's {backend.name} backend has no {spec.dtype}"
+        return f"Triton's {backend.name} backend does not support {spec.dtype}"
     if not spec.shape and not backend.bare:
-        return f"Triton's {backend.name} backend takes and gives no tensor without axes"
-    return "Triton has no axis of size 0" if 0 in spec.shape else None
+        return f"Triton's {backend.name} backend does not support tensors without axes"
+    return "Triton does not support axes of size 0" if 0 in spec.shape else None
 
 
 def lay_out(
@@ -135,10 +135,10 @@ def _configuration(
     """Returns the text of a model's ``config.pbtxt``."""
     if artifact.fixed_shape is not None:
         signature = signature.at(reference.cases[0].batch)
-    rows = _most_rows(signature, reference)
+    rows = _max_batch_size(signature, reference)
     precision = None if artifact.precision is None else artifact.precision.precision
-    shown = HALVES in reference.variations and precision != _BY_THE_BATCH  # the rows are independent
-    alone = rows > 1 and shown and _rows_differ(reference.cases[0].batch)
+    is_verified = HALVES in reference.ways and precision != _SCALED_BY_BATCH  # the rows are independent
+    are_independent = rows > 1 and is_verified and _rows_differ(reference.cases[0].batch)
     inputs, outputs = signature.inputs, signature.outputs
     if artifact.format == "torchscript":  # TorchScript names the arguments of forward, but no outputs
         inputs = tuple(TensorSpec(as_argument(spec.name), spec.dtype, spec.shape) for spec in inputs)
@@ -149,7 +149,7 @@ def _configuration(
         f"platform: {_quoted(backend.platform)}",
         f"default_model_filename: {_quoted(backend.filename)}",
         f"max_batch_size: {rows}",
-        *(["dynamic_batching { }"] if alone else []),
+        *(["dynamic_batching { }"] if are_independent else []),
         "instance_group [ { kind: KIND_CPU } ]",  # the device of the parity check
         *(line for spec in inputs for line in _tensor("input", spec, backend, batched=rows > 0)),
         *(line for spec in outputs for line in _tensor("output", spec, backend, batched=rows > 0)),
@@ -157,16 +157,16 @@ def _configuration(
     return "\n".join(lines) + "\n"
 
 
-def _most_rows(signature: Signature, reference: Reference) -> int:
+def _max_batch_size(signature: Signature, reference: Reference) -> int:
     """Returns the largest batch size for Triton; 0 if the first axes are not one batch axis.
 
     A batch without a maximum is limited to the largest checked size.
     """
     specs = (*signature.inputs, *signature.outputs)
     firsts = {spec.shape[0] if spec.shape else None for spec in specs}
-    others = {name for spec in specs for size in spec.shape[1:] for name in re.findall(r"\w+", str(size))}
+    other_axes = {name for spec in specs for size in spec.shape[1:] for name in re.findall(r"\w+", str(size))}
     batch = signature.dims.get(str(firsts.pop())) if len(firsts) == 1 else None
-    if batch is None or batch.name in others:
+    if batch is None or batch.name in other_axes:
         return 0
     if batch.max is not None:
         return min(batch.max, _LARGEST_BATCH)

@@ -54,10 +54,10 @@ def _find_difference(
     if undone.code != earlier.code:
         lines = zip(undone.code.splitlines(), earlier.code.splitlines(), strict=False)
         pairs = (f'found "{a.strip()}", expected "{b.strip()}"' for a, b in lines if a != b)
-        return f"its code differs ({next(pairs, 'in length')})"
+        return f"the code differs ({next(pairs, 'in length')})"
     state, earlier_state = undone.state_dict(), earlier.state_dict()
     if list(state) != list(earlier_state):
-        return "the names in its state_dict differ, or their order"
+        return "the names in the state_dict, or their order, differ"
     for name, tensor in earlier_state.items():
         if not _is_bit_equal(state[name], tensor):
             return f"the values of {name} differ"

@@ -1,8 +1,8 @@
-"""Transforms, checks, exports and undoes one variant of a run."""
+"""Transforms, checks, exports and undoes the variants of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,150 +13,206 @@ from torch import fx, nn
 from optexport._utils import memory, signals
 from optexport._utils.progress import Progress
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
+from optexport.bundle.outcomes import Outcome
 from optexport.cache import exports
 from optexport.config.schema import Format
 from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.bisect_rules import blame_rules
-from optexport.errors import ExportError
-from optexport.exporters.graph_writer import GraphWriter
+from optexport.diagnosis.reproduction import Finding
+from optexport.errors import ExportError, OptexportError
+from optexport.exporters.writer import GraphWriter
 from optexport.job import Job, Variant, VariantResult
 from optexport.parity.candidate_check import CandidateChecker
-from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
+from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32, ParityChecker
+from optexport.parity.record import parity_record
 from optexport.parity.reference import graph_runner
-from optexport.pipeline import bundle_writer
-from optexport.pipeline.steps import trace_original
+from optexport.pipeline.bundle_writer import RunResults, write_graph
+from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
 from optexport.quantization import half, int8
 from optexport.quantization.sensitivity import check_passed
 from optexport.runtime import runners
-from optexport.transformations.apply import Transformed, sharing_copy, transform
+from optexport.tracing.trace import Traced
+from optexport.transformations.apply import Applied, Transformed, sharing_copy, transform
 
 
-def apply(branch: Variant, graph_module: fx.GraphModule, job: Job, progress: Progress) -> Transformed:
-    """Transforms a traced graph with the rules of a variant.
+def transform_variant(variant: Variant, traced: TracedJob, progress: Progress) -> Transformed:
+    """Transforms the traced graph with the rules of a variant.
 
-    Args:
-        graph_module: The traced graph; changed in place if there is only one variant.
+    The traced graph is changed in place if there is only one variant.
 
     Raises:
         TransformationError, GateError: As for `optexport.transformations.apply.transform`.
     """
-    formats, title = _names(branch, job)
-    with progress.step(f"transform{formats}"):
-        given = graph_module if len(job.variants) == 1 else sharing_copy(graph_module)
-        transformed = transform(given, branch.rules, job.dump, title and f"{title}-")
+    job = traced.job
+    suffix, title = _suffix_and_title(variant, job)
+    with progress.step(f"transform{suffix}"):
+        graph_module = traced.graph_module if len(job.variants) == 1 else sharing_copy(traced.graph_module)
+        transformed = transform(graph_module, variant.rules, job.dump, title and f"{title}-")
     if memory.is_large(job.loaded.model):
         memory.collect()
         _ = job.loaded.weights_sha256  # computed first, because it reads all weights
-        memory.page_out(_replaced(job.loaded.model, transformed.graph_module))
+        memory.page_out(_find_replaced_parameters(job.loaded.model, transformed.graph_module))
     return transformed
 
 
-def produce(
-    branch: Variant,
-    transformed: Transformed,
-    candidate_checker: CandidateChecker,
-    job: Job,
-    draft: Path,
-    progress: Progress,
-) -> VariantResult:
-    """Exports a transformed graph in the formats of a variant, and checks every step.
+class VariantExporter:
+    """Exports variants in their formats, and checks every step.
 
     Args:
-        candidate_checker: Checks the graph and the files.
-
-    Raises:
-        ParityError: The parity check of the graph or of a file fails.
-        OptexportError: Another error of `pipeline.run`.
+        traced: The traced job.
+        checker: Compares targets with the reference.
+        draft: The folder for the files.
+        progress: Receives every step.
     """
-    formats, title = _names(branch, job)
-    proof, graph_module = candidate_checker.checker, transformed.graph_module
-    signature, call = candidate_checker.signature, candidate_checker.run
-    with progress.step(f"check graph{formats}"):
-        target, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
-        if not candidate_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:
-            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
-            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.find_smallest_failing)
-    lowered: PrecisionRecord | None = None
-    if branch.precision is not None:
-        with progress.step(f"lower{formats}"):
-            cast, applied, lowered = half.cast_graph(transformed.graph_module, branch, job, call, proof)
-        with progress.step(f"check graph{formats}"):
-            target = f"{GRAPH}-cast{formats}"
-            runner = partial(graph_runner, cast, call)
-            check_passed(candidate_checker.check(target, runner, precision=branch.precision), proof)
-        transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
-    bundle_writer.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
-    device = job.config.model.device
-    writer = GraphWriter(
-        transformed.graph_module, signature, job.example, job.loaded.weights_sha256, transformed.applied, device
+
+    def __init__(self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress) -> None:
+        self._traced, self._job, self._checker = traced, traced.job, checker
+        self._draft, self._progress = draft, progress
+        self._candidates = CandidateChecker(
+            checker,
+            traced.call,
+            traced.job.loaded.model,
+            traced.signature,
+            traced.vocabularies,
+            traced.job.config.parity,
+        )
+        self._exports_from_cache: list[str] = []
+
+    def export(self, variant: Variant, transformed: Transformed) -> VariantResult:
+        """Checks a transformed graph, exports it, checks the files, and undoes the reversible rules on a copy.
+
+        Raises:
+            ParityError: The parity check of the graph or of a file fails.
+            OptexportError: Another error of `optexport.run`.
+        """
+        suffix, title = _suffix_and_title(variant, self._job)
+        graph_module, lowered = transformed.graph_module, None
+        with self._progress.step(f"check graph{suffix}"):
+            self._check_graph(variant, graph_module, f"{GRAPH}{suffix}")
+        if variant.precision is not None:
+            transformed, lowered = self._lower_graph(variant, transformed, suffix)
+        write_graph(self._draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
+        artifacts = self._export_files(variant, transformed)
+        if lowered is not None:
+            artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
+        with self._progress.step("undo"):
+            check_undo(graph_module, transformed.undoable, transformed.earlier, self._job.example)
+        return VariantResult(variant, transformed, tuple(artifacts))
+
+    def results(self, variants: Sequence[VariantResult], outcomes: Sequence[Outcome]) -> RunResults:
+        """Returns the results of the run, after the export of all variants.
+
+        Args:
+            outcomes: The results of tuning.
+        """
+        hits = [f"export {name}" for name in self._exports_from_cache]
+        hits += [f"check {target}" for target in self._candidates.cache_hits]
+        parity = parity_record(self._checker)
+        return RunResults(self._traced, self._checker, parity, tuple(variants), tuple(outcomes), tuple(hits))
+
+    def _check_graph(self, variant: Variant, graph_module: fx.GraphModule, target: str) -> None:
+        runner = partial(graph_runner, graph_module, self._traced.call)
+        if not self._candidates.check(target, runner, content=exports.of_graph(graph_module)).passed:
+            job = self._job
+            retrace = partial(trace_original, job)
+            raise self._parity_error(partial(blame_rules, retrace, variant.rules, self._checker, job.loaded.model))
+
+    def _lower_graph(
+        self, variant: Variant, transformed: Transformed, suffix: str
+    ) -> tuple[Transformed, PrecisionRecord]:
+        """Casts a graph to the lower precision of a variant, and checks the result."""
+        with self._progress.step(f"lower{suffix}"):
+            cast, applied, record = lower_precision.cast_graph(
+                transformed.graph_module, variant, self._job, self._traced.call, self._checker
+            )
+        with self._progress.step(f"check graph{suffix}"):
+            runner = partial(graph_runner, cast, self._traced.call)
+            parity = self._candidates.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
+            lower_precision.check_passed(parity, self._checker)
+        return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), record
+
+    def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
+        """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
+        writer = _make_writer(self._job, self._traced.traced, transformed.graph_module, transformed.applied)
+        precision = self._job.precision_of("onnx") if "onnx" in variant.formats else None
+        files: dict[str, Path] = {}
+        artifacts: list[ArtifactRecord] = []
+        with signals.temporary_folder() as scratch:
+            for name in variant.formats:
+                is_quantized = name == "onnx" and precision is not None
+                with self._progress.step(f"export {name}"):
+                    artifact, content = self._export_file(name, writer, scratch if is_quantized else self._draft)
+                files[name] = (scratch if is_quantized else self._draft) / artifact.path
+                artifacts.append(artifact)
+                with self._progress.step(f"check {name}"):
+                    self._check_file(files[name], artifact, content, variant.precision, is_quantized=is_quantized)
+            if not self._checker.passed:
+                raise self._parity_error(partial(blame_files, writer.flat, files, self._checker, writer.device))
+            if precision is not None:
+                record = self._lower_onnx(files["onnx"], precision, writer)
+                artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
+        return artifacts
+
+    def _export_file(self, name: Format, writer: GraphWriter, folder: Path) -> tuple[ArtifactRecord, str | None]:
+        """Writes a file, or copies it from the cache; returns its record and its digest for the cache."""
+        export = self._job.config.export
+        artifact, is_cache_hit = exports.export(writer, name, folder, export.passes.get(name, []), export.opset)
+        self._exports_from_cache += [name] * is_cache_hit
+        return artifact, exports.of_file(folder / artifact.path)
+
+    def _check_file(
+        self, path: Path, artifact: ArtifactRecord, content: str | None, precision: str | None, *, is_quantized: bool
+    ) -> None:
+        """Checks a file in each way that its runtime can open it."""
+        job, outputs = self._job, self._traced.signature.output_names
+        for target, opened in runners.list_openers(path, artifact.format, outputs, job.config.model.device):
+            parity = self._candidates.check(
+                target.replace(ONNX, ONNX_FLOAT32, 1) if is_quantized else target,
+                opened,
+                content=content,
+                traced_shape_only=artifact.fixed_shape is not None,
+                precision=precision,
+            )
+            lower_precision.check_passed(parity, self._checker)
+            if memory.is_large(job.loaded.model):
+                memory.collect()
+
+    def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
+        """Writes a quantized copy of an ONNX file, and checks it."""
+        with self._progress.step("lower onnx"):
+            record = lower_precision.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
+        with self._progress.step("check onnx"):
+            for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
+                parity = self._candidates.check(target, opened, precision=precision)
+                lower_precision.check_passed(parity, self._checker)
+        return record
+
+    def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
+        """Returns the error of a failed check, after a diagnosis."""
+        return reproduction.error(
+            self._checker, self._job.failure, self._job.config_text, find, self._candidates.find_smallest_failing
+        )
+
+
+def _make_writer(job: Job, traced: Traced, graph_module: fx.GraphModule, applied: Sequence[Applied]) -> GraphWriter:
+    return GraphWriter(
+        graph_module, traced.signature, job.example, job.loaded.weights_sha256, applied, job.config.model.device
     )
-    artifacts, cache_hits = _write(branch, writer, candidate_checker, job, draft, progress)
-    if lowered is not None:
-        artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
-    with progress.step("undo"):
-        check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-    return VariantResult(branch, transformed, tuple(artifacts), tuple(cache_hits))
 
 
-def _names(branch: Variant, job: Job) -> tuple[str, str]:
+def _suffix_and_title(variant: Variant, job: Job) -> tuple[str, str]:
     """Returns suffixes for the steps and files of a variant; empty if there is only one."""
     if len(job.variants) == 1:
         return "", ""
-    return f" for {', '.join(branch.formats)}", "-".join(branch.formats)
+    return f" for {', '.join(variant.formats)}", "-".join(variant.formats)
 
 
-def _write(
-    branch: Variant, writer: GraphWriter, candidate_checker: CandidateChecker, job: Job, draft: Path, progress: Progress
-) -> tuple[list[ArtifactRecord], list[str]]:
-    """Writes and checks the files of a graph; quantizes an ONNX file after its check.
-
-    Returns the records of the files, and the formats that are from the cache.
-    """
-    proof, outputs = candidate_checker.checker, writer.signature.output_names
-    precision = job.precision_of("onnx") if "onnx" in branch.formats else None
-    files: dict[str, Path] = {}
-    artifacts: list[ArtifactRecord] = []
-    cache_hits: list[str] = []
-    with signals.temporary_folder() as scratch:
-        for name in branch.formats:
-            later = name == "onnx" and precision is not None
-            with progress.step(f"export {name}"):
-                folder = scratch if later else draft
-                passes = job.config.export.passes.get(name, [])
-                artifact, is_kept = exports.export(writer, name, folder, passes, job.config.export.opset)
-                content = exports.of_file(folder / artifact.path)
-            files[name] = folder / artifact.path
-            artifacts.append(artifact)
-            cache_hits += [name] * is_kept
-            with progress.step(f"check {name}"):
-                fixed = artifact.fixed_shape is not None
-                for target, opened in runners.list_openers(files[name], name, outputs, writer.device):
-                    target = target.replace(ONNX, ONNX_FLOAT32, 1) if later else target
-                    parity = candidate_checker.check(
-                        target, opened, content=content, traced_shape_only=fixed, precision=branch.precision
-                    )
-                    check_passed(parity, proof)
-                    if memory.is_large(job.loaded.model):
-                        memory.collect()
-        if not proof.passed:
-            find = partial(blame_files, writer.flat, files, proof, writer.device)
-            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.find_smallest_failing)
-        if precision is not None:
-            with progress.step("lower onnx"):
-                record = int8.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
-            with progress.step("check onnx"):
-                for target, opened in runners.list_openers(draft / files["onnx"].name, "onnx", outputs):
-                    check_passed(candidate_checker.check(target, opened, precision=precision), proof)
-            artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
-    return artifacts, cache_hits
-
-
-def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
+def _find_replaced_parameters(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
     """Returns the parameters of the original that a transformed graph no longer has."""
-    held = {id(parameter) for parameter in graph_module.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in held]
+    remaining = {id(parameter) for parameter in graph_module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in remaining]
 
 
 def export_plain(
@@ -168,13 +224,11 @@ def export_plain(
         The files, and the errors of formats that need a rule to export.
     """
     traced, _ = trace_original(replace(job, rules=()))
-    writer = GraphWriter(
-        traced.graph_module, traced.signature, job.example, job.loaded.weights_sha256, (), job.config.model.device
-    )
-    written, refused = [], {}
+    writer = _make_writer(job, traced, traced.graph_module, ())
+    records, failures = [], {}
     for name in formats:
         try:
-            written.append(writer.write(name, folder, (), job.config.export.opset))
+            records.append(writer.write(name, folder, (), job.config.export.opset))
         except ExportError as error:
-            refused[name] = error
-    return written, refused
+            failures[name] = error
+    return records, failures

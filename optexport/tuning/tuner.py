@@ -12,7 +12,7 @@ from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Format
-from optexport.job import Job, resolved
+from optexport.job import Job, resolve_config
 from optexport.parity.checker import ParityChecker
 from optexport.runtime import devices
 from optexport.tracing.trace import Traced
@@ -109,5 +109,5 @@ def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
             rules.append(replace(rule, formats=None if rule_formats == formats else tuple(rule_formats)))
     passes = {**job.config.export.passes, **{name: list(chosen[name].passes) for name in formats if name in chosen}}
     export = job.config.export.model_copy(update={"passes": {name: names for name, names in passes.items() if names}})
-    config = resolved(job.config.model_copy(update={"export": export, "tune": None}), rules)
+    config = resolve_config(job.config.model_copy(update={"export": export, "tune": None}), rules)
     return replace(job, config=config, rules=tuple(rules))

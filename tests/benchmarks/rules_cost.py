@@ -27,7 +27,7 @@ from scipy import stats
 from torch import fx, nn
 
 from optexport._utils.platform import machine
-from optexport.job import preset
+from optexport.job import load_preset
 from optexport.tracing.trace import trace
 from optexport.transformations import registry
 from optexport.transformations.apply import NamedRule, transform
@@ -146,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 50, 100)  # like the program
-    rules = list(preset())
+    rules = list(load_preset())
     if arguments.every:
         names = [name for name in registry.RULES if name not in OTHERS]
         rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True) for name in names]

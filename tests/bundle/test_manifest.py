@@ -20,7 +20,7 @@ from optexport.bundle import manifest
 from optexport.bundle.manifest import Manifest
 from optexport.config.load import validate_settings
 from optexport.loading.loader import Loaded
-from optexport.pipeline import bundle_writer
+from optexport.pipeline.portable_config import portable_config
 from optexport.transformations.registry import PRESET
 from tests._helpers import exports
 
@@ -153,7 +153,7 @@ def test_passwords_in_model_arguments_are_not_in_the_manifest() -> None:
         },
         "tracking": {"uri": "http://me:secret@mlflow:5000"},
     }
-    portable = bundle_writer.portable(validate_settings(document, "mine.toml"))
+    portable = portable_config(validate_settings(document, "mine.toml"))
     assert "secret" not in json.dumps(portable)
     assert portable["model"]["arguments"]["uri"] == "postgresql://***@host/db"
     assert portable["model"]["arguments"]["n"] == 1

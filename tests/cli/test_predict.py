@@ -69,7 +69,7 @@ def test_fill_mask_matches_the_transformers_pipeline() -> None:
     assert [fill["token"] for fill in masks] == [fill["token_str"] for fill in expected]
     assert [fill["text"] for fill in masks] == [fill["sequence"] for fill in expected]
     assert [fill["score"] for fill in masks] == pytest.approx([fill["score"] for fill in expected], abs=1e-5)
-    assert "there is no [MASK] to fill in it" in called(bundles.bundle("fill-mask"), "the cat").stdout
+    assert "the text has no [MASK] to fill" in called(bundles.bundle("fill-mask"), "the cat").stdout
 
 
 @pytest.mark.slow
@@ -201,10 +201,10 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": the value is not a list of int64 numbers'),
         (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": the value is not a list of int64 numbers'),
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model has no input of this name'),
-        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
+        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence has size 2, expected 1 as in input_ids"),
         ('{"text": "a", "label": 1}', 'line 2, "text": a line with "text" cannot have other keys'),
-        ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
-        (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
+        ('{"input_ids": [5, 6]}', "line 2, inputs: missing token_type_ids"),
+        (IDS.replace("5", "5000"), "line 2, model.pt2: the file cannot run on these inputs"),
     ],
 )
 def test_invalid_line_is_named(line: str, error: str, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_line_with_other_constants_than_the_file_is_refused(constant: str, weigh
     (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {constant}}}')
     result = called(weighing, "--data", tmp_path / "rows.jsonl")
     assert result.exit_code == 2
-    assert f"line 1, {constant.partition(':')[0]}: the file holds for" in result.stderr
+    assert f"line 1, {constant.partition(':')[0]}: the file is for the constant" in result.stderr
 
 
 def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
@@ -270,7 +270,7 @@ def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
     for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
         assert bundle(x=x, times=kind, factor=np.float32(0.1))["output"].shape == (1, 2)
     for wrong in (times + 1, times[0], times.to_sparse(), [[2, 3], [2]], None, "2"):
-        with pytest.raises(ConfigError, match=r"times: the file holds for \[\[2, 3\], \[2, 3\]\] alone"):
+        with pytest.raises(ConfigError, match=r"times: the file is for the constant \[\[2, 3\], \[2, 3\]\] only"):
             bundle(x=x, times=wrong)
 
 
@@ -280,7 +280,7 @@ def test_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
         (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
         result = called(bundle, *arguments)
         assert result.exit_code == 2
-        assert "texts: the tokenizer does not take them" in result.stderr
+        assert "texts: the tokenizer rejects the texts" in result.stderr
     assert "line 2, texts" in result.stderr
 
 
@@ -292,4 +292,4 @@ def test_text_that_the_tokenizer_rejects_gives_one_message(tmp_path: Path) -> No
     assert called(exported.output, "a far cat").exit_code == 0
     result = called(exported.output, "x" * 40)
     assert result.exit_code == 2
-    assert "texts: the tokenizer does not take them: Onig: " in result.stderr
+    assert "texts: the tokenizer rejects the texts: Onig: " in result.stderr

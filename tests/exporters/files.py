@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 from optexport.exporters import exported_program, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.job import preset
+from optexport.exporters.torchscript import exporter as torchscript_exporter
+from optexport.job import load_preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.tracing.trace import trace
@@ -56,7 +57,7 @@ def prepare(
     model: nn.Module, example: dict[str, torch.Tensor], dynamic: Dynamic | None, *, rules: bool = False
 ) -> Prepared:
     traced = trace(model, example, dynamic)
-    graph_module = transform(traced.graph_module, preset()).graph_module if rules else traced.graph_module
+    graph_module = transform(traced.graph_module, load_preset()).graph_module if rules else traced.graph_module
     flat = exported_program.flatten(graph_module, traced.signature)
     program = exported_program.to_program(flat, traced.signature, example)
     return Prepared(model, flat, traced.signature, example, program)

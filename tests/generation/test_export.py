@@ -166,12 +166,12 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"input_ids": [[5.5, 6.0]]}, "input_ids: it is float64, and the model takes int64"),
+        ({"input_ids": [[5.5, 6.0]]}, "input_ids: found dtype float64, expected int64"),
         ({"input_ids": [[5], [6, 7]]}, "its rows are of several lengths"),
-        ({"input_ids": "a text"}, "input_ids: it is"),
-        ({"input_ids": [5, 6]}, "input_ids: its shape is"),
+        ({"input_ids": "a text"}, "input_ids: found dtype <U6, expected int64"),
+        ({"input_ids": [5, 6]}, r"input_ids: found shape \[2\], expected \[batch, sequence\]"),
         ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: it is empty"),
-        ({"input_ids": [[5, -6]]}, "input_ids: a token is below 0"),
+        ({"input_ids": [[5, -6]]}, "input_ids: token ids must not be negative"),
         ({"input_ids": [[5, 6000]]}, "the files do not run on these inputs"),
         ({"input_ids": [[5]] * 2, "input_features": np.ones((1, 2, 3), np.float32)}, "takes no such input"),
         ({"input_features": np.ones((1, 2, 3), np.float32)}, "input_features: the model takes no such input"),

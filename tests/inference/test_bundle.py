@@ -33,14 +33,14 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def inputs(**others: Any) -> dict[str, Any]:
+def inputs(**changed: Any) -> dict[str, Any]:
     ids = np.array([[2, 5, 6, 3], [2, 9, 11, 3]])
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)} | others
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)} | changed
 
 
-def refusal(bundle: Bundle, **given: Any) -> str:
+def refusal(bundle: Bundle, **arrays: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        bundle(**given)
+        bundle(**arrays)
     return str(caught.value)
 
 
@@ -54,8 +54,8 @@ def test_texts_give_the_logits_of_the_model_and_its_tokenizer(moved: Path, file_
         expected = BertForSequenceClassification.from_pretrained(source)(**encoded).logits
     bundle = Bundle.load(moved, file_format)
     assert bundle.format == file_format
-    found = bundle(**bundle.preprocess(TEXTS))["logits"]
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    logits = bundle(**bundle.preprocess(TEXTS))["logits"]
+    np.testing.assert_allclose(logits, expected.numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
@@ -70,10 +70,10 @@ def test_padding_changes_no_row(moved: Path, file_format: str) -> None:
 def test_arrays_and_tensors_of_fewer_bits_give_the_same(moved: Path, file_format: str) -> None:
     bundle = Bundle.load(moved, file_format)
     expected = bundle(**inputs())["logits"]
-    given = inputs(
+    arrays = inputs(
         input_ids=torch.tensor([[2, 5, 6, 3], [2, 9, 11, 3]], dtype=torch.int32), attention_mask=np.ones((2, 4), bool)
     )
-    np.testing.assert_array_equal(bundle(**given)["logits"], expected)
+    np.testing.assert_array_equal(bundle(**arrays)["logits"], expected)
 
 
 def test_an_onnx_file_is_run_without_torch_or_transformers(moved: Path) -> None:
@@ -92,28 +92,26 @@ print([name for name in ("torch", "transformers", "mlflow") if name in sys.modul
 
 def test_invalid_inputs_are_refused_by_name(moved: Path) -> None:
     bundle = Bundle.load(moved)
-    takes = "It takes input_ids [batch, sequence] int64; "
-    assert 'input_idx: the model takes no such input\nHint: Did you mean "input_ids"?' in refusal(
-        bundle, input_idx=np.ones((1, 2))
-    )
-    assert "the model needs token_type_ids, attention_mask too\n  " + takes in refusal(
+    expected = "Pass input_ids [batch, sequence] int64; "
+    assert 'input_idx: unknown input\nHint: Did you mean "input_ids"?' in refusal(bundle, input_idx=np.ones((1, 2)))
+    assert "inputs: missing token_type_ids, attention_mask\nHint: " + expected in refusal(
         bundle, input_ids=np.ones((1, 2), int)
     )
-    assert "input_ids: it is float32, and the model takes int64" in refusal(
+    assert "input_ids: found dtype float32, expected int64" in refusal(
         bundle, **inputs(input_ids=np.ones((2, 4), np.float32))
     )
-    assert "input_ids: it is uint64, and the model takes int64" in refusal(
+    assert "input_ids: found dtype uint64, expected int64" in refusal(
         bundle, **inputs(input_ids=np.ones((2, 4), np.uint64))
     )
-    assert "input_ids: its shape is [4], and the model takes [batch, sequence]" in refusal(
+    assert "input_ids: found shape [4], expected [batch, sequence]" in refusal(
         bundle, **inputs(input_ids=np.ones(4, int))
     )
-    assert "attention_mask: sequence is 3 in it, and 4 in input_ids\n  " + takes in refusal(
+    assert "attention_mask: sequence has size 3, expected 4 as in input_ids\nHint: " + expected in refusal(
         bundle, **inputs(attention_mask=np.ones((2, 3), int))
     )
-    assert "input_ids: it is a list" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
-    assert "input_ids: a token is below 0" in refusal(bundle, **inputs(input_ids=np.full((2, 4), -1)))
-    assert "model.onnx: the file does not run on these inputs: " in refusal(
+    assert "input_ids: found list, expected a numpy array or a tensor" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
+    assert "input_ids: token ids must not be negative" in refusal(bundle, **inputs(input_ids=np.full((2, 4), -1)))
+    assert "model.onnx: the file cannot run on these inputs: " in refusal(
         bundle, **inputs(input_ids=np.full((2, 4), 10**6))
     )
 
@@ -124,7 +122,7 @@ def test_lack_of_memory_is_not_reported_as_wrong_inputs(file_format: str, tmp_pa
     pairs = Program(lambda m, x: x @ x.T).eval()
     exports.quick(pairs, {"x": torch.randn(3, 1)}, tmp_path / "b", dynamic=exports.BATCH, formats=[file_format])
     bundle = Bundle.load(tmp_path / "b", file_format)
-    with pytest.raises(ExportError, match="there is not enough memory to run it on these inputs"):
+    with pytest.raises(ExportError, match="there is not enough memory to run the file on these inputs"):
         bundle(x=np.ones((10**7, 1), np.float32))  # the result needs 400 TB, more than the address space
 
 
@@ -173,7 +171,7 @@ def test_tokenizer_folder_has_the_permissions_of_the_bundle() -> None:
 
 @pytest.mark.slow
 def test_missing_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"it holds no onnx file\nHint: It holds pt2\."):
+    with pytest.raises(ConfigError, match=r"the bundle has no onnx file\nHint: Use one of the formats pt2\."):
         Bundle.load(bundles.bundle("fill-mask"), "onnx")
     with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
         Bundle.load(tmp_path)
@@ -185,11 +183,13 @@ def test_model_without_a_tokenizer_names_its_inputs() -> None:
     assert bundle.application.preprocessors == []
     with pytest.raises(ConfigError) as caught:
         bundle.preprocess("a text")
-    assert "it holds no tokenizer, as its source had none, or it is a part of a generative model" in str(caught.value)
-    assert "It takes x [batch, sequence, 8] float32; mask [batch, sequence] int64." in str(caught.value)
-    found = bundle(**exports.batch())
+    assert "the bundle has no tokenizer (the source had none, or the bundle is a part of a generative model)" in str(
+        caught.value
+    )
+    assert "Pass x [batch, sequence, 8] float32; mask [batch, sequence] int64." in str(caught.value)
+    outputs = bundle(**exports.batch())
     for name, array in exports.run(exports.exported(), **exports.batch()).items():
-        np.testing.assert_allclose(found[name], array.numpy(), atol=1e-5)
+        np.testing.assert_allclose(outputs[name], array.numpy(), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -202,10 +202,10 @@ def test_images_give_the_logits_of_the_model_and_its_processor(tmp_path: Path) -
     with torch.no_grad():
         expected = ViTForImageClassification.from_pretrained(source)(**batch).logits.numpy()
     bundle = Bundle.load(bundles.bundle("image-classification"))
-    found = bundle(**bundle.preprocess(images=[tmp_path / "image.png", Image.fromarray(pixels), pixels]))["logits"]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    logits = bundle(**bundle.preprocess(images=[tmp_path / "image.png", Image.fromarray(pixels), pixels]))["logits"]
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
     (tmp_path / "broken.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match=r"broken\.png: it is no image that can be read"):
+    with pytest.raises(ConfigError, match=r"broken\.png: the file cannot be read as an image"):
         bundle.preprocess(images=tmp_path / "broken.png")
     transparent = np.concatenate([pixels, pixels[..., :1]], axis=-1)
     assert np.array_equal(
@@ -213,19 +213,19 @@ def test_images_give_the_logits_of_the_model_and_its_processor(tmp_path: Path) -
     )
     grey = bundle.preprocess(images=[pixels[..., 0], Image.fromarray(pixels[..., 0])])["pixel_values"]
     assert np.array_equal(grey[0], grey[1])
-    for given, told in [
-        (pixels / 255, "images: it is float64\nHint: Give uint8"),
-        (torch.tensor(pixels), "images: it is a Tensor, and neither a path nor an image"),
-        ([], "images: there must be one at least"),
+    for image, problem in [
+        (pixels / 255, "images: found dtype float64, expected uint8"),
+        (torch.tensor(pixels), "images: found Tensor, expected a path, a PIL image or a numpy array"),
+        ([], "images: expected one or more images"),
     ]:
-        with pytest.raises(ConfigError, match=told):
-            bundle.preprocess(images=given)
+        with pytest.raises(ConfigError, match=problem):
+            bundle.preprocess(images=image)
 
 
 def test_invalid_texts_are_refused(moved: Path) -> None:
     bundle = Bundle.load(moved)
     for texts in (3, [3], [], [["a"]]):
-        with pytest.raises(ConfigError, match="texts: they must be texts, one at least"):
+        with pytest.raises(ConfigError, match="texts: expected one or more texts"):
             bundle.preprocess(texts)  # type: ignore[arg-type]
 
 
@@ -238,5 +238,7 @@ def test_texts_of_several_lengths_are_refused_without_a_mask(tmp_path: Path) -> 
     exports.edit_json(tmp_path / "bundle" / "manifest.json", drop_mask)
     bundle = Bundle.load(tmp_path / "bundle")
     assert bundle.preprocess(["the cat", "a dog"])["input_ids"].shape == (2, 4)
-    with pytest.raises(ConfigError, match="4, 5 tokens long, and would be padded to 5, but the model takes no mask"):
+    with pytest.raises(
+        ConfigError, match="the texts have 4, 5 tokens and need padding to 5, but the model has no attention mask"
+    ):
         bundle.preprocess(["the cat", "the cat sat"])

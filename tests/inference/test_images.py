@@ -29,7 +29,7 @@ def test_photo_is_rotated_by_its_exif_orientation(orientation: int, tmp_path: Pa
 @pytest.mark.parametrize(("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")])
 def test_pixels_of_more_than_8_bits_are_not_cut_off(dtype: str, name: str, tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 300, dtype=dtype)).save(tmp_path / name)
-    with pytest.raises(ConfigError, match=rf"{name}: its pixels have more than 8 bits"):
+    with pytest.raises(ConfigError, match=rf"{name}: the pixels have more than 8 bits"):
         images.read(tmp_path / name)
 
 

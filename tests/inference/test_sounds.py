@@ -93,16 +93,19 @@ def test_labels_of_a_sound_equal_those_of_the_pipeline(tmp_path: Path, spoken: l
     source = save(Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**WAV2VEC2)), tmp_path / "wav2vec2")
     output = folders.export(source, task="audio-classification", inputs=SIZES).output
     classifier = reference("audio-classification", source)
-    for path, found in zip(spoken, predicted(output, spoken), strict=True):
+    for path, result in zip(spoken, predicted(output, spoken), strict=True):
         expected = classifier({"raw": sounds.read(path, RATE), "sampling_rate": RATE}, top_k=3)
-        assert [told["label"] for told in found["labels"]] == [told["label"] for told in expected]
-        scores = [told["score"] for told in found["labels"]]
-        assert scores == pytest.approx([told["score"] for told in expected], abs=1e-5)
+        assert [entry["label"] for entry in result["labels"]] == [entry["label"] for entry in expected]
+        scores = [entry["score"] for entry in result["labels"]]
+        assert scores == pytest.approx([entry["score"] for entry in expected], abs=1e-5)
     absent = CliRunner().invoke(cli, ["predict", str(output), "a text"])
     assert absent.exit_code == 2
     assert "a text: the file does not exist (the model takes sound files)" in absent.stderr
     bundle = Bundle.load(output)
-    with pytest.raises(ConfigError, match="sounds: they are 800, 950 samples long\nHint: Give one at a time"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sounds: the sounds have different lengths \(800, 950 samples\)\nHint: Pass one sound at a time",
+    ):
         bundle.preprocess(sounds=spoken)
     alike = [np.zeros(300, np.float32), np.ones(300)]
     assert bundle.preprocess(sounds=alike)["input_values"].shape == (2, 300)
@@ -117,45 +120,45 @@ def test_transcript_equals_the_one_of_the_pipeline(lines: str, tmp_path: Path, s
     writer = reference(
         "automatic-speech-recognition", source, tokenizer=AutoTokenizer.from_pretrained(source), decoder=None
     )
-    for path, found in zip(spoken, predicted(output, spoken), strict=True):
+    for path, result in zip(spoken, predicted(output, spoken), strict=True):
         expected = writer({"raw": sounds.read(path, RATE), "sampling_rate": RATE})["text"]
         assert len(expected) > 4
-        assert found["transcript"] == expected
-    told = CliRunner().invoke(cli, ["predict", str(output), str(spoken[0])]).stdout
-    assert told == f"{spoken[0]}\n  {predicted(output, spoken[:1])[0]['transcript']}\n"
+        assert result["transcript"] == expected
+    stdout = CliRunner().invoke(cli, ["predict", str(output), str(spoken[0])]).stdout
+    assert stdout == f"{spoken[0]}\n  {predicted(output, spoken[:1])[0]['transcript']}\n"
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_samples_of_every_width_are_read(width: int, tmp_path: Path) -> None:
-    wanted = np.array([[-1.0, 0.5], [0.25, -0.25], [0.75, 0.25]])
-    whole = (wanted * 2 ** (8 * width - 1)).astype(np.int64) + (128 if width == 1 else 0)
-    held = b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in whole.flatten())
+    samples = np.array([[-1.0, 0.5], [0.25, -0.25], [0.75, 0.25]])
+    integers = (samples * 2 ** (8 * width - 1)).astype(np.int64) + (128 if width == 1 else 0)
+    content = b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in integers.flatten())
     with wave.open(str(tmp_path / "sound.wav"), "wb") as file:
         file.setparams((2, width, RATE, 0, "NONE", ""))
-        file.writeframes(held)
-    np.testing.assert_array_equal(sounds.read(tmp_path / "sound.wav", RATE), wanted.mean(-1).astype(np.float32))
+        file.writeframes(content)
+    np.testing.assert_array_equal(sounds.read(tmp_path / "sound.wav", RATE), samples.mean(-1).astype(np.float32))
 
 
 def test_invalid_sounds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.wav").write_text("no sound")
-    other = write_wav(tmp_path / "other.wav", np.zeros(8, np.int16), rate=44100)
+    fast = write_wav(tmp_path / "other.wav", np.zeros(8, np.int16), rate=44100)
     empty = write_wav(tmp_path / "empty.wav", np.zeros(0, np.int16))
     cut = write_wav(tmp_path / "cut.wav", np.ones(8, np.int16))
     cut.write_bytes(cut.read_bytes()[:-3])
     assert sounds.read(cut, RATE).shape == (6,)
     wide = write_wav(tmp_path / "wide.wav", np.ones(8, np.int32))
-    held = bytearray(wide.read_bytes())
-    held[34:36] = (64).to_bytes(2, "little")
-    wide.write_bytes(held)
-    for given, told in (
-        (tmp_path / "text.wav", "it is no WAV file of whole numbers that can be read"),
-        (tmp_path / "absent.wav", "it is no WAV file of whole numbers that can be read"),
-        (other, "it has 44100 samples a second, and the model takes 1000"),
-        (empty, "it holds no sound"),
-        (wide, "its samples have 64 bits"),
-        (np.zeros((2, 3)), r"it is float64 \[2, 3\]"),
-        (np.zeros(3, np.int16), "it is int16"),
-        (3, "it is a int, and neither a path nor a numpy array"),
+    content = bytearray(wide.read_bytes())
+    content[34:36] = (64).to_bytes(2, "little")
+    wide.write_bytes(content)
+    for sound, problem in (
+        (tmp_path / "text.wav", "the file cannot be read as WAV with integer samples"),
+        (tmp_path / "absent.wav", "the file cannot be read as WAV with integer samples"),
+        (fast, "the file has 44100 samples per second, but the model needs 1000"),
+        (empty, "the file has no samples"),
+        (wide, "the samples have 64 bits, expected at most 32"),
+        (np.zeros((2, 3)), r"found float64 \[2, 3\], expected floating point numbers"),
+        (np.zeros(3, np.int16), r"found int16 \[3\], expected floating point numbers"),
+        (3, "found int, expected a path or a numpy array"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            sounds.read(given, RATE)
+        with pytest.raises(ConfigError, match=problem):
+            sounds.read(sound, RATE)

@@ -85,26 +85,26 @@ DRIFTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (lambda config: config.with_name("locked_model.py").write_text(f"{MODULE}#"), "locked_model.py: "),
     "a package": (
         _in_lock(lambda document: document["versions"].update(torch="1.0")),  # type: ignore[attr-defined]
-        "torch: 1.0 when it was locked, 2",
+        "torch: locked 1.0, now 2",
     ),
     "weights": (
         _in_lock(lambda document: document.update(weights_sha256="0" * 64)),
-        "the model's weights: 000000000000 when it was locked, ",
+        "the model's weights: locked 000000000000, now ",
     ),
-    "no lock": (lambda config: lockfile.lock_path(config).unlink(), "there is no such file"),
-    "a broken lock": (lambda config: lockfile.lock_path(config).write_text("{"), "it cannot be read"),
-    "another kind of lock": (_in_lock(lambda document: document.update(lock_version=1)), "it cannot be read"),
+    "no lock": (lambda config: lockfile.lock_path(config).unlink(), "the config has no lock"),
+    "a broken lock": (lambda config: lockfile.lock_path(config).write_text("{"), "the lock cannot be read"),
+    "another kind of lock": (_in_lock(lambda document: document.update(lock_version=1)), "the lock cannot be read"),
 }
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_drift_is_refused_by_name(locked: Path, drift: str) -> None:
-    change, told = DRIFTS[drift]
+    change, difference = DRIFTS[drift]
     change(locked)
     error = message(run(locked), 2)
     assert error.startswith("mine.toml.lock: ")
-    assert told in error
+    assert difference in error
     assert f"optexport lock {locked}" in error
     assert not (locked.parent / "build" / "model").exists()
 
@@ -123,7 +123,7 @@ def test_module_imported_by_the_model_is_locked(locked: Path) -> None:
     assert "locked_scale.py: " in message(run(locked), 2)
     scale.write_text("SCALE = 1.0\n")
     _in_lock(lambda document: document["files"].pop("locked_scale.py"))(locked)  # type: ignore[attr-defined]
-    assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
+    assert "locked_scale.py: locked absent, now " in message(run(locked), 2)
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_locked_run_from_the_configs_own_folder(locked: Path, monkeypatch: pytes
 def test_pipe_in_place_of_the_lock_is_refused(locked: Path) -> None:
     lockfile.lock_path(locked).unlink()
     os.mkfifo(lockfile.lock_path(locked))
-    assert "it is not a file" in message(run(locked), 2)
+    assert "the lock cannot be read: the path is not a file" in message(run(locked), 2)
 
 
 def test_all_differences_are_named_at_once(locked: Path) -> None:
@@ -255,21 +255,21 @@ def test_all_differences_are_named_at_once(locked: Path) -> None:
 def test_hub_model_is_loaded_at_the_locked_revision(tmp_path: Path) -> None:
     config = parse_config('[model]\nsource = "org/name"', tmp_path / "mine.toml")
     lock = Lock(versions={}, revision="abc123", weights_sha256="0", files={})
-    assert lockfile.pinned(config, lock, tmp_path).model.revision == "abc123"
+    assert lockfile.pin_revision(config, lock, tmp_path).model.revision == "abc123"
     (tmp_path / "org" / "name").mkdir(parents=True)  # now a folder, which has no revisions
-    assert lockfile.pinned(config, lock, tmp_path).model.revision is None
+    assert lockfile.pin_revision(config, lock, tmp_path).model.revision is None
 
 
 def test_failed_write_keeps_the_older_lock(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={})
     lockfile.write(lock, config)
-    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
     try:
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with pytest.raises(ConfigError, match="the lock cannot be written"):
             lockfile.write(lock.model_copy(update={"versions": {"torch": "2"}}), config)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert lockfile.read(config) == lock
     assert [path.name for path in tmp_path.iterdir()] == [lockfile.lock_path(config).name]

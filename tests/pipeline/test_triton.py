@@ -189,20 +189,20 @@ def test_diagnose_finds_a_wrong_file_and_overwrites_its_output(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_layouts_replace_each_other_and_compute_the_same(tmp_path: Path) -> None:
-    bundle, other = tmp_path / "bundle", tmp_path / "other"
+    bundle, copied = tmp_path / "bundle", tmp_path / "copied"
     options: dict[str, Any] = {"dynamic": {"input": {0: "batch"}}, "formats": ["onnx"], "effort": "quick"}
     model = nn.Linear(4, 3).eval()
     export(model, {"input": exports.X}, bundle, layout="triton", **options)
-    shutil.copytree(bundle, other)
+    shutil.copytree(bundle, copied)
     export(model, {"input": exports.X}, bundle, **options)
     assert not (bundle / "model_repository").exists()
-    done = CliRunner().invoke(cli, ["diff", str(bundle), str(other)])
+    done = CliRunner().invoke(cli, ["diff", str(bundle), str(copied)])
     assert done.exit_code == 0, done.stderr
     assert "compute the same" in " ".join(done.stdout.split())
     export(model, {"input": exports.X}, bundle, layout="triton", **options)
     assert not (bundle / "model.onnx").exists()
-    for path in sorted((other / "model_repository").rglob("*.*")):
-        assert path.read_bytes() == (bundle / path.relative_to(other)).read_bytes(), "two runs give the same bytes"
+    for path in sorted((copied / "model_repository").rglob("*.*")):
+        assert path.read_bytes() == (bundle / path.relative_to(copied)).read_bytes(), "two runs give the same bytes"
 
 
 def test_external_weights_are_moved_with_their_file(tmp_path: Path) -> None:
@@ -254,49 +254,54 @@ class Nothing(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "inputs", "formats", "why"),
+    ("model", "inputs", "formats", "problem"),
     [
-        (Scalar(), {"x": exports.X}, ["torchscript"], "output_1: Triton's pytorch backend takes and gives no tensor"),
-        (Nothing(), {"x": exports.X}, ["onnx"], "output_1: Triton has no axis of size 0"),
-        (nn.Linear(4, 3).bfloat16(), {"input": exports.X.bfloat16()}, ["torchscript"], "has no bfloat16"),
+        (
+            Scalar(),
+            {"x": exports.X},
+            ["torchscript"],
+            "output_1: Triton's pytorch backend does not support tensors without axes",
+        ),
+        (Nothing(), {"x": exports.X}, ["onnx"], "output_1: Triton does not support axes of size 0"),
+        (nn.Linear(4, 3).bfloat16(), {"input": exports.X.bfloat16()}, ["torchscript"], "does not support bfloat16"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_model_that_triton_cannot_serve_is_refused_early(
-    model: nn.Module, inputs: Any, formats: list[str], why: str, tmp_path: Path
+    model: nn.Module, inputs: Any, formats: list[str], problem: str, tmp_path: Path
 ) -> None:
-    seen: list[str] = []
-    with pytest.raises(ExportError, match=why) as caught:
+    steps: list[str] = []
+    with pytest.raises(ExportError, match=problem) as caught:
         export(
             model.eval(),
             inputs,
             tmp_path / "bundle",
             formats=formats,
             layout="triton",
-            progress=Progress(lambda name, _: seen.append(name)),
+            progress=Progress(lambda name, _: steps.append(name)),
         )
-    assert "out of export.formats" in str(caught.value.hint)
-    assert set(seen) == {"trace"}
+    assert "from export.formats" in str(caught.value.hint)
+    assert set(steps) == {"trace"}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_model_without_inputs_is_refused_for_such_a_backend() -> None:
     signature = Signature((), (TensorSpec("y", "float32", (3,)),), {})
     triton.check(signature, ["onnx", "pt2"])
-    with pytest.raises(ExportError, match="pytorch backend serves no model without any"):
+    with pytest.raises(ExportError, match="pytorch backend does not serve models without inputs"):
         triton.check(signature, ["onnx", "torchscript"])
 
 
 @pytest.mark.parametrize(
-    ("tables", "why"),
+    ("tables", "problem"),
     [
         ('[export]\nlayout = "triton"\nformats = ["pt2"]\n', "no file is exported that Triton serves"),
         ('[export]\nlayout = "triton"\n[generation]\n', "export.layout: it does not go with"),
         ('[export]\nlayout = "tritn"\n', "triton"),
     ],
 )
-def test_config_with_an_unsuitable_layout_is_refused(tables: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_config_with_an_unsuitable_layout_is_refused(tables: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
         parse_config(f'[model]\nsource = "org/name"\n{tables}', tmp_path / "config.toml")
 
 

@@ -84,7 +84,7 @@ class Leaky(ReversibleTransformation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "message"),
-    [("code", "its code differs"), ("names", "the names in its state_dict"), ("values", "the values of out.bias")],
+    [("code", "the code differs"), ("names", "the names in the state_dict"), ("values", "the values of out.bias")],
 )
 def test_an_incomplete_undo_fails_the_run_and_says_why(tmp_path: Path, leak: str, message: str) -> None:
     with pytest.raises(TransformationError) as caught:

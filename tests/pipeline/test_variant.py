@@ -23,6 +23,8 @@ use = "merge-linears"
 formats = ["torchscript", "pt2"]
 [[transformations]]
 use = "change-true-div-to-mul-by-inverse"
+[parity]
+effort = "quick"
 [tracking]
 enabled = false
 """
@@ -107,9 +109,9 @@ def test_all_files_compute_the_same(result: Result) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(3, 5, 8), "mask": torch.ones(3, 5, dtype=torch.int64)}
     names = [output.name for output in result.manifest.outputs]
-    found = [run(batch)["hidden"] for f, p in result.files.items() for _, run in runners.open_file(p, f, names)]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+    outputs = [run(batch)["hidden"] for f, p in result.files.items() for _, run in runners.open_file(p, f, names)]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "problem"),
     [
         (("[tracking]", '[export]\nformats = ["onnx"]\n[tracking]'), "transformations\\[0\\].formats: no torchscript"),
         (('use = "merge-linears"', 'use = "keep-outputs"\noutputs = ["hidden"]'), "all files have the same outputs"),
@@ -130,6 +132,6 @@ def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
         (("[tracking]", '[export.passes]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
     ],
 )
-def test_invalid_variants_are_refused(tmp_path: Path, changed: tuple[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_variants_are_refused(tmp_path: Path, changed: tuple[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         load_config(_write(tmp_path, _CONFIG.replace(*changed)))

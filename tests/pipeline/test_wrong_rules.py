@@ -12,7 +12,7 @@ from optexport.pipeline import run
 from tests.pipeline.projects import config, nothing_is_left, wrong
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "node"),
     [
@@ -108,9 +108,9 @@ def test_excluding_an_absent_rule_is_refused(project: Path) -> None:
         run.run(config(project, "merge-linears"), without=["merge-linear"])
 
 
-def expecting(project: Path, rule: str, least: int) -> Path:
+def expecting(project: Path, rule: str, minimum: int) -> Path:
     path = config(project, rule)
-    path.write_text(path.read_text().replace(f'use = "{rule}"', f'use = "{rule}"\nmin_matches = {least}'))
+    path.write_text(path.read_text().replace(f'use = "{rule}"', f'use = "{rule}"\nmin_matches = {minimum}'))
     return path
 
 
@@ -120,10 +120,10 @@ def test_rule_with_the_expected_number_of_matches_passes(project: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("rule", "least", "found"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])
-def test_rule_with_too_few_matches_fails_the_run(project: Path, rule: str, least: int, found: str) -> None:
-    message = f"{rule}: too few matches (found {found}, expected at least {least})"
+@pytest.mark.parametrize(("rule", "minimum", "matches"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])
+def test_rule_with_too_few_matches_fails_the_run(project: Path, rule: str, minimum: int, matches: str) -> None:
+    message = f"{rule}: too few matches (found {matches}, expected at least {minimum})"
     with pytest.raises(GateError, match=re.escape(message)) as caught:
-        run.run(expecting(project, rule, least))
+        run.run(expecting(project, rule, minimum))
     assert caught.value.exit_code == 6
     assert nothing_is_left(project)

@@ -27,7 +27,7 @@ from optexport.bundle.outcomes import Comparison
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, GateError
-from optexport.job import rules_of
+from optexport.job import load_rules
 from optexport.parity.gates import load_metrics
 from optexport.pipeline.reproduce import reproduce
 from optexport.pipeline.run import run
@@ -196,7 +196,7 @@ class _CacheJob:
         self.batches = [{"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}]
         self.job: Any = SimpleNamespace(
             config=config,
-            rules=rules_of(config, folder, ()),
+            rules=load_rules(config, folder, ()),
             loaded=SimpleNamespace(weights_sha256="0", model=nn.Identity()),
             example=self.batches[0],
         )

@@ -18,13 +18,12 @@ from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
 from optexport.exporters.graph_writer import GraphWriter
 from optexport.inputs.dummy import dummy_inputs
-from optexport.job import Job, preset
+from optexport.job import Job, load_preset
 from optexport.loading.loader import Loaded
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.reference import graph_runner
-from optexport.pipeline.run import make_checker
-from optexport.pipeline.steps import run_reference, trace_original
+from optexport.pipeline.steps import run_reference, trace_model
 from optexport.runtime import runners
 from optexport.tracing.transformers_exporter import one_pass, quiet
 from optexport.transformations.apply import transform
@@ -159,25 +158,24 @@ def _job(model: nn.Module, inputs: dict[str, torch.Tensor], folder: Path, effort
         },
         "zoo",
     )
-    return Job(config, Loaded(model), inputs, (), None, preset(), folder / "bundle")
+    return Job(config, Loaded(model), inputs, (), None, load_preset(), folder / "bundle")
 
 
 def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) -> None:
-    traced_and_call = outcome.run("traced", lambda: trace_original(job))
-    if traced_and_call is None:
+    traced = outcome.run("traced", lambda: trace_model(job))
+    if traced is None:
         return
-    traced, call = traced_and_call
-    job = job.holding(traced.held)
+    job, call = traced.job, traced.call
     modules = dict(traced.graph_module.named_modules())
     called = [modules[str(node.target)] for node in traced.graph_module.graph.find_nodes(op="call_module")]
-    outcome.nodes = len(traced.graph_module.graph.nodes)
+    outcome.nodes = traced.nodes
     outcome.linears = sum(isinstance(module, nn.Linear) for module in called)
-    outcome.fixed = list(traced.fixed)
-    ids = vocabularies(traced.graph_module, traced.signature)
+    outcome.fixed = list(traced.traced.fixed)
 
     def refer() -> CandidateChecker:
-        proof = make_checker(job, run_reference(job, traced, call, ids), traced.signature)
-        return CandidateChecker(proof, call, job.loaded.model, traced.signature, ids, job.config.parity)
+        checker = run_reference(traced)
+        model, signature = job.loaded.model, traced.signature
+        return CandidateChecker(checker, call, model, signature, traced.vocabularies, job.config.parity)
 
     candidate_checker = outcome.run("reference", refer)
     if candidate_checker is None:
