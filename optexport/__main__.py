@@ -40,7 +40,7 @@ def _end_despite_threads(leave: Callable[[int], NoReturn], code: object) -> None
     names = ", ".join(ascii(thread.name) for thread in running if thread is not threading.main_thread())
     if names:
         with contextlib.suppress(OSError):
-            os.write(2, f"optexport ended, but the model's code left threads running: {left}\n".encode())
+            os.write(2, f"optexport ended, but the model's code left threads running: {names}\n".encode())
         leave(code if isinstance(code, int) else int(code is not None))
 
 

@@ -123,7 +123,11 @@ def export(  # noqa: PLR0913 - options of the public API
     check_formats(config, "export")
     check_precision(config, "export")
     custom_metrics = load_metrics(config.parity.metrics, Path())
-    example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
+    example = (
+        data_batches.repeat_single_row(batches[0])
+        if dynamic is None
+        else data_batches.make_traceable(batches[0], dynamic)
+    )
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
     return run.export_bundle(job, progress or Progress())

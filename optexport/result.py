@@ -11,7 +11,7 @@ from optexport.bundle.outcomes import Outcome
 from optexport.errors import OptexportError, TrackingError
 from optexport.parity.checker import TargetParity
 from optexport.tracking import Tracker
-from optexport.tracking.registry import Registered
+from optexport.tracking.registry.registration import Registered
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ def lock(config: Path) -> None:
         from optexport.pipeline.plan import RunPlan
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = load_rules(loaded_config, folder, ())  # as a run does, to import the rules' modules in the config's folder
+            rules = load_rules(
+                loaded_config, folder, ()
+            )  # as a run does, to import the rules' modules in the config's folder
             job = run.load_job(RunPlan(config, loaded_config, rules, scratch / "bundle"), scratch, progress)
             pins = lockfile.make_lock(job, folder, packages.versions())
     path = lockfile.write(pins, config)

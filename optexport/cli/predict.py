@@ -178,11 +178,11 @@ def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
 
 def _check_constant(constant: Any, value: Any, location: str) -> None:
     """Checks that a line has the value that is constant in the file, or a row of it."""
-    from optexport.inference.bundle import held_error, is_held
+    from optexport.inference.bundle import constant_error, is_constant
 
     rows = constant if isinstance(constant, list) and constant else [constant]
-    if not (is_held(constant, value) or all(is_held(row, value) for row in rows)):
-        raise held_error(location, constant)
+    if not (is_constant(constant, value) or all(is_constant(row, value) for row in rows)):
+        raise constant_error(location, constant)
 
 
 def _as_array(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:

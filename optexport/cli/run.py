@@ -54,7 +54,7 @@ def run(
     try:
         loaded_config = load_config(config, without)  # reports mistakes in the config before the slow import of torch
         if locked and loaded_config.generation is None:  # reports packages that transformers would refuse at import
-            lockfile.check_surroundings(lockfile.read(config), loaded_config, config, packages.versions())
+            lockfile.check_environment(lockfile.read(config), loaded_config, config, packages.versions())
         packages.check()
     except ConfigError as error:
         report_junit.start(junit, [config])

@@ -30,7 +30,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
     has_encoder = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
-    classes = processing_of(loaded.model).classes
+    classes = get_processing(loaded.model).classes
     saved = preprocessors.save(
         loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not has_encoder
     )

@@ -119,7 +119,7 @@ def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, f
         seconds: The seconds of each step.
     """
     job = results.traced.job
-    measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
+    measured: dict[str, Any] = {"device": devices.describe(job.config.model.device)}
     measured |= {} if results.bench is None else {"bench": bench_as_json(results.bench)}
     measured |= {"tune": tuning_as_json(results.outcomes)} if results.outcomes else {}
     measured |= {"cache_hits": list(results.cache_hits)} if results.cache_hits else {}

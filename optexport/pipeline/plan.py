@@ -13,10 +13,10 @@ from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
-from optexport.config.checks import check_extras
 from optexport.config.load import load_config
+from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
-from optexport.config.text import without_secrets
+from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError
 from optexport.job import disable_measurements, load_rules, resolve_config
 from optexport.pipeline import lockfile
@@ -88,7 +88,7 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
     path = layout.as_path(path, "path")
     dump = None if options.dump is None else layout.as_path(options.dump, "dump")
     config = load_config(path, options.without)
-    text = without_secrets(path)  # read now, because the file may change during the run
+    text = read_redacted(path)  # read now, because the file may change during the run
     _check_config(config, path)
     lock = lockfile.read(path) if options.locked else None
     if lock is not None:

@@ -24,14 +24,15 @@ from optexport.job import Job, disable_measurements, resolve_config
 from optexport.loading import loader
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing
-from optexport.parity import data_batches, gates, noise_floor, size_probe
-from optexport.parity.cases import cases
+from optexport.parity import gates, noise_floor
+from optexport.parity.cases import data_batches, size_probe
+from optexport.parity.cases.special_values import special_cases
+from optexport.parity.cases.untraced_sizes import make_cases
+from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Metric
 from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
-from optexport.parity.special_values import special_cases
-from optexport.parity.vocabulary import attention_masks, sized_by_values, vocabularies
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
 from optexport.signature.arguments import arguments_of, as_constants
@@ -89,7 +90,7 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
         downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
-    return built_in(loader.load(config.model, folder, downloaded), config.processing)
+    return add_processing(loader.load(config.model, folder, downloaded), config.processing)
 
 
 def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric], workspace: Path) -> Job:
@@ -105,7 +106,7 @@ def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric],
     )
     if loaded.program is None:
         arguments = arguments_of(loaded.model, list(inputs.example), as_constants(config.inputs.constants))
-        loaded = loaded.called_with(inputs.example, arguments)
+        loaded = loaded.with_example(inputs.example, arguments)
     return Job(
         config,
         loaded,
@@ -189,9 +190,13 @@ def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) 
     reference = _run_cases(traced, more_sizes)
     job, parity = traced.job, traced.job.config.parity
     always_empty = [spec.name for spec in traced.signature.outputs if 0 in spec.shape]
-    tolerances = noise_floor.tolerances(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    tolerances = noise_floor.measure_tolerances(
+        reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty
+    )
     checker = ParityChecker(
-        reference, tolerances, gates.make_gates(parity.metrics, job.metrics, reference, tolerances, parity.noise_multiple)
+        reference,
+        tolerances,
+        gates.make_gates(parity.metrics, job.metrics, reference, tolerances, parity.noise_multiple),
     )
     gates.check_usable(checker.targets[0].decisions)
     return checker
@@ -200,7 +205,7 @@ def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) 
 def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Reference:
     """Runs the original on all cases; the effort decides their number."""
     job, signature, effort = traced.job, traced.signature, traced.job.config.parity.effort
-    checked_cases = cases(job.example, job.real, signature, [*traced.traced.suspect_sizes, *more_sizes], effort)
+    checked_cases = make_cases(job.example, job.real, signature, [*traced.traced.suspect_sizes, *more_sizes], effort)
     checked_cases += special_cases(
         job.example,
         traced.vocabularies,
@@ -219,8 +224,8 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.why_unchecked(job.real, job.rows, reference.cases)
-    return replace(reference, left_out=(*unchecked, *reference.left_out))
+    unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
+    return replace(reference, skipped=(*unchecked, *reference.skipped))
 
 
 def tune(
@@ -264,13 +269,13 @@ def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> l
     suspect_sizes = traced.traced.suspect_sizes
     sizes = [*suspect_sizes]
     for graph in graphs:
-        sizes += size_probe.parting_sizes(
+        sizes += size_probe.find_differing_sizes(
             graph_runner(model, traced.call),
             graph_runner(graph.graph_module, traced.call),
             traced.job.example,
             traced.signature,
             sizes,
             times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
-            rounded_anew=any(applied.report.changes for applied in graph.applied),
+            reordered=any(applied.report.changes for applied in graph.applied),
         )
     return sizes[len(suspect_sizes) :]

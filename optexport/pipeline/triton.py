@@ -137,7 +137,7 @@ def _configuration(
         signature = signature.at(reference.cases[0].batch)
     rows = _max_batch_size(signature, reference)
     precision = None if artifact.precision is None else artifact.precision.precision
-    is_verified = HALVES in reference.ways and precision != _SCALED_BY_BATCH  # the rows are independent
+    is_verified = HALVES in reference.variations and precision != _SCALED_BY_BATCH  # the rows are independent
     are_independent = rows > 1 and is_verified and _rows_differ(reference.cases[0].batch)
     inputs, outputs = signature.inputs, signature.outputs
     if artifact.format == "torchscript":  # TorchScript names the arguments of forward, but no outputs

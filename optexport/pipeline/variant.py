@@ -21,7 +21,7 @@ from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.bisect_rules import blame_rules
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import ExportError, OptexportError
-from optexport.exporters.writer import GraphWriter
+from optexport.exporters.graph_writer import GraphWriter
 from optexport.job import Job, Variant, VariantResult
 from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32, ParityChecker
@@ -124,13 +124,13 @@ class VariantExporter:
     ) -> tuple[Transformed, PrecisionRecord]:
         """Casts a graph to the lower precision of a variant, and checks the result."""
         with self._progress.step(f"lower{suffix}"):
-            cast, applied, record = lower_precision.cast_graph(
+            cast, applied, record = half.cast_graph(
                 transformed.graph_module, variant, self._job, self._traced.call, self._checker
             )
         with self._progress.step(f"check graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
             parity = self._candidates.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
-            lower_precision.check_passed(parity, self._checker)
+            check_passed(parity, self._checker)
         return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), record
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
@@ -175,18 +175,18 @@ class VariantExporter:
                 traced_shape_only=artifact.fixed_shape is not None,
                 precision=precision,
             )
-            lower_precision.check_passed(parity, self._checker)
+            check_passed(parity, self._checker)
             if memory.is_large(job.loaded.model):
                 memory.collect()
 
     def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
-            record = lower_precision.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
+            record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
         with self._progress.step("check onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
                 parity = self._candidates.check(target, opened, precision=precision)
-                lower_precision.check_passed(parity, self._checker)
+                check_passed(parity, self._checker)
         return record
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:

@@ -21,7 +21,6 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, load_preset
 from optexport.loading.loader import Loaded
 from optexport.parity.candidate_check import CandidateChecker
-from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.reference import graph_runner
 from optexport.pipeline.steps import run_reference, trace_model
 from optexport.runtime import runners
