@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from optexport.errors import OptexportError, TraceError, first_line
 from optexport.inputs.dummy_media import BATCH, MEDIA, Maker, find
-from optexport.inputs.dummy_vision_text import with_image_tokens
 from optexport.signature.positions import most_tokens
 from optexport.tracing.transformers_exporter import computed_outside, one_pass, quiet
 
@@ -130,7 +131,7 @@ def _ways(model: nn.Module, chosen: Sequence[Sequence[str]]) -> Iterator[Batch]:
             if shapes not in seen:
                 seen.append(shapes)
                 made = {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
-                yield with_image_tokens(model, made)
+                yield _with_image_tokens(model, made)
 
 
 def _computed_outside(model: nn.Module, batch: Batch) -> Batch:
@@ -199,3 +200,56 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
 _FURTHER = ("pixel_values", "input_features", "input_values", "bbox", "encoder_hidden_states", "decoder_input_ids")
 # Inputs that describe the layout of an image's patches.
 _GEOMETRY = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes", "pixel_position_ids")
+
+
+# Config fields that contain the id of the image placeholder token.
+_TOKENS = ("image_token_id", "image_token_index", "image_token", "img_context_token_id", "image_patch_id")
+# Number of text tokens before the image.
+_BEFORE = 2
+
+
+def _with_image_tokens(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adds the tokens that stand for images to the texts, if the model needs any.
+
+    Args:
+        batch: Inputs by name; ``input_ids`` and its mask are ``[batch, sequence]``.
+
+    Returns:
+        Inputs with texts and masks that are longer by the number of image features per row.
+    """
+    token = next((t for name in _TOKENS if isinstance(t := find(model.config, name), int)), None)
+    ids = batch.get("input_ids")
+    if token is None or ids is None or ids.dim() != 2 or not any(name.startswith("pixel_values") for name in batch):
+        return batch
+    count = _count_image_features(model, batch)
+    if count is None or count % len(ids):
+        return batch
+    tokens = torch.full((len(ids), count // len(ids)), token)
+    longer = dict(batch)
+    longer["input_ids"] = torch.cat([ids[:, :_BEFORE], tokens, ids[:, _BEFORE:]], 1)
+    if "attention_mask" in batch:
+        longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    accepted = inspect.signature(model.forward).parameters
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in accepted:
+            longer[name] = (longer["input_ids"] == token).to(torch.int64)
+            break
+    return longer
+
+
+def _count_image_features(model: Any, batch: dict[str, torch.Tensor]) -> int | None:
+    """Returns the number of features of all images, or None if the model cannot compute them."""
+    get = getattr(model, "get_image_features", None) or getattr(
+        getattr(model, "model", None), "get_image_features", None
+    )
+    if get is None:
+        return None
+    accepted = inspect.signature(get).parameters
+    try:
+        with torch.no_grad(), quiet():
+            made = get(**{name: tensor.clone() for name, tensor in batch.items() if name in accepted})
+    except Exception:  # the model's code may raise anything; running the model reports it
+        return None
+    made = getattr(made, "pooler_output", made)
+    leaves = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    return sum(math.prod(leaf.shape[:-1]) for leaf in leaves)

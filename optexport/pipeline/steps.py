@@ -19,8 +19,7 @@ from optexport.parity.reference_run import run_original
 from optexport.parity.special_values import special_cases
 from optexport.parity.vocabulary import attention_masks, sized_by_values
 from optexport.signature.signature import Batch, as_arguments, flatten_outputs
-from optexport.tracing import randomness
-from optexport.tracing.serializable import check_writable
+from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
 from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
@@ -42,7 +41,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     check_writable(traced.graph_module.graph)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
     everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
-    randomness.check_none(traced.graph_module, everything.output_names, kept.output_names)
+    check_deterministic(traced.graph_module, everything.output_names, kept.output_names)
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place

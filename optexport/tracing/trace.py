@@ -28,9 +28,8 @@ from optexport.signature.signature import (
     as_arguments,
 )
 from optexport.tracing import transformers_exporter
-from optexport.tracing.fallbacks.attempts import trace_otherwise
+from optexport.tracing.fallbacks.attempts import register_dataclasses, trace_otherwise
 from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
-from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
 from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
 from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.module_reconstruction import reconstruct_modules

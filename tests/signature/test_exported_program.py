@@ -14,7 +14,7 @@ from optexport import export
 from optexport.bundle import digests
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
-from optexport.inputs.dummy_of_program import program_inputs
+from optexport.inputs.random_inputs import program_inputs
 from optexport.runtime.untrusted.archives import load_pt2
 from optexport.signature.exported_program import constants, named_tensors, tensor_inputs
 from optexport.tracing.module_reconstruction import unlift

@@ -14,7 +14,6 @@ from optexport.api import symbolic_trace, trace
 from optexport.errors import OptexportError, TraceError
 from optexport.loading.loader import Loaded
 from optexport.testing import outputs, owned, written
-from optexport.tracing.serializable import check_writable
 from optexport.transformations import MergeLinears
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls
@@ -344,10 +343,3 @@ def test_state_cached_during_the_trace_is_not_kept() -> None:
         trace(model, {"x": torch.randn(2, 5)})
         assert list(dict(model.named_buffers())) == ["table"]
         assert not hasattr(model, "beside")
-
-
-def test_choice_among_sizes_that_files_cannot_express_is_refused() -> None:
-    model = Program(lambda m, x: x[:, torch.sym_ite(x.shape[0] == 1, 1, 0) :]).eval()
-    traced = trace(model, {"x": torch.randn(3, 5)})
-    with pytest.raises(TraceError, match="torch.sym_ite"):
-        check_writable(traced.graph_module.graph)

@@ -38,10 +38,9 @@ from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, taking_tensors
 from optexport.signature.resizing import resize
 from optexport.tracing import (
+    graph_checks,
     model_lines,
     module_reconstruction,
-    randomness,
-    serializable,
     trace,
     transformers_exporter,
     value_checks,
@@ -267,7 +266,10 @@ RESCUES: dict[str, Rescue] = {
     "dataclass_outputs": Rescue(
         _when(trace, "register_dataclasses", bool), _replaced(trace, "register_dataclasses", lambda *_: False)
     ),
-    "draws": Rescue(_when_raised(randomness, "check_none"), _replaced(randomness, "check_none", lambda *_: None)),
+    "draws": Rescue(
+        _when_raised(graph_checks, "check_deterministic"),
+        _replaced(graph_checks, "check_deterministic", lambda *_: None),
+    ),
     "expert_loops": Rescue(_watch_experts, _replaced(transformers_exporter, "_expert_patches", lambda _: [])),
     "gradient_switches": Rescue(_watch_switches, _replaced(module_reconstruction, "inline_switches", lambda *_: None)),
     "known_values": Rescue(
@@ -287,7 +289,7 @@ RESCUES: dict[str, Rescue] = {
     ),
     "swallowed": Rescue(_watch_swallowed, _replaced(trace, "none_swallowed", _Off)),
     "writable": Rescue(
-        _when_raised(serializable, "check_writable"), _replaced(serializable, "check_writable", lambda _: None)
+        _when_raised(graph_checks, "check_writable"), _replaced(graph_checks, "check_writable", lambda _: None)
     ),
     "patches.unless_it_is": _patch_of_transformers(nn.Module, "to", _is_moved_where_it_is),
     "patches.of_unknown_length": _patch_of_transformers(
@@ -364,9 +366,9 @@ def traced(made: Example, sizes: Iterable[dict[str, int]] = ()) -> dict[str, Any
     model, tensors, dynamic = made
     try:
         result = trace.trace(model, tensors, dynamic)
-        serializable.check_writable(result.graph_module.graph)
+        graph_checks.check_writable(result.graph_module.graph)
         output_names = result.signature.output_names
-        randomness.check_none(result.graph_module, output_names, output_names)
+        graph_checks.check_deterministic(result.graph_module, output_names, output_names)
     except OptexportError as error:
         return {"outcome": "refused", "reason": str(error)[:300]}
     except Exception as error:  # a defect of the tracer, or of a library that it uses

@@ -1,4 +1,4 @@
-"""Traces a model again after a failure, with fewer dynamic axes or known values.
+"""Traces a model again after a failure, with fewer dynamic axes, known values or registered outputs.
 
 ``tests/zoo/rescues.py`` counts the models that need this. VideoLlama3's vision model is one
 (tests/tracing/fallbacks/test_attempts.py).
@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
 from optexport.signature.arguments import holding
@@ -108,3 +111,34 @@ def _format(name: str, example: Batch) -> str:
     values = str(example[name].tolist())
     is_long = len(values) > _MAX_SHOWN_CHARACTERS
     return f"{name} = {f'{values[:_MAX_SHOWN_CHARACTERS]} ...' if is_long else values}"
+
+
+def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
+    """Registers the dataclasses in a model's outputs with torch.
+
+    A class that the model creates again in every call is not registered, since it would never be recognised. One of
+    50 hand-written models and none of 11 zoo models need this (tests/zoo/rescues.py).
+
+    Returns:
+        True if a class was registered. False if there is none, or if the model fails.
+    """
+    try:
+        unknown = set(_returned_dataclasses(model, arguments)) & set(_returned_dataclasses(model, arguments))
+    except Exception:  # the model's code may raise anything; the caller reports its error
+        return False
+    for cls in unknown:
+        torch.export.register_dataclass(cls)
+    return bool(unknown)
+
+
+def _returned_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> Iterator[type[Any]]:
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return _find_dataclasses(torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments))))
+
+
+def _find_dataclasses(value: Any) -> Iterator[type[Any]]:
+    for leaf in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield type(leaf)
+            yield from _find_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

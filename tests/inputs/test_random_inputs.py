@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from optexport.cli.main import cli
-from optexport.inputs.dummy_of_program import program_inputs
+from optexport.inputs.random_inputs import program_inputs
 from optexport.runtime.untrusted.archives import load_pt2
 from tests._helpers.models import randomise
 
