@@ -71,7 +71,7 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     Raises:
         ConfigError: The file cannot be read, is empty, or contains an invalid line.
     """
-    from optexport.inputs.data_lines import read_lines, texts_of
+    from optexport.inputs.data_lines import find_texts, read_lines
 
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -80,7 +80,7 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     records = read_lines(text, f"--data {path}")
     if not records:
         raise ConfigError("it is empty", location=f"--data {path}")
-    texts = texts_of(records, f"--data {path}")
+    texts = find_texts(records, f"--data {path}")
     lines = {number: f"--data {path}, line {number}" for number in records}
     if texts is not None:
         return [Given(text, text=text, line=line) for text, line in zip(texts, lines.values(), strict=True)]

@@ -22,7 +22,7 @@ from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
 from optexport.signature.signature import Batch, Signature
-from optexport.tracing.shapes.path_probe import drop_unfounded
+from optexport.tracing.shapes.path_probe import drop_needless_assertions
 from optexport.transformations.apply import Applied
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
@@ -62,7 +62,7 @@ class Writer:
             ExportError: ``torch.export`` refuses the graph.
         """
         program = exported_program.to_program(self.flat, self.signature, self.example)
-        drop_unfounded(program, self.flat, self.signature, self.example)
+        drop_needless_assertions(program, self.flat, self.signature, self.example)
         return program if self.device == "cpu" else placement.program_to(program, self.device)
 
     def write(

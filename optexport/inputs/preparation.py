@@ -65,12 +65,12 @@ def prepare(
         check_images(model, batch)
     _check_example(example, config, model, program)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
-    real, rows = _cut(real, axes, config, model)
+    real, rows = _cut_into_batches(real, axes, config, model)
     example = real[0] if real else example
     if config.dynamic is None:
         if program is not None and not config.axes:  # not traced again, and may require a batch of one
             return Inputs(example, real, None, rows)
-        return replace(_undeclared(example, real, config), rows=rows)
+        return replace(_without_declared_axes(example, real, config), rows=rows)
     declared = _declared_axes(config.dynamic, axes)
     for batch in real:
         _check_sizes(batch, declared)
@@ -89,7 +89,7 @@ def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: Ex
         inputs = as_whole_numbers(model, dummy_inputs(model))
         return {name: tensor for name, tensor in inputs.items() if name not in config.constants}
     raise ConfigError(
-        "nothing says what the model's inputs are",
+        "the config does not describe the model's inputs",
         location="inputs",
         hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
     )
@@ -100,15 +100,20 @@ def _check_example(example: Batch, config: InputsConfig, model: nn.Module, progr
     if program is None:
         _check_names(example, config.constants, model)
     elif config.constants:
-        raise ConfigError("a .pt2 file takes none: they were fixed when it was made", location="inputs.constants")
+        raise ConfigError(
+            "a .pt2 file has no inputs to make constant: its constants were fixed when it was exported",
+            location="inputs.constants",
+        )
     elif set(example) != set(names := input_names(program)):
-        raise ConfigError(f"the program takes {', '.join(names)}, and is given {', '.join(example)}", location="inputs")
+        raise ConfigError(
+            f"wrong inputs for the program (found {', '.join(example)}, expected {', '.join(names)})", location="inputs"
+        )
     else:
         check_ranks(program, example)
     for name in config.axes:
         if name not in example:
             hint = did_you_mean(name, list(example))
-            raise ConfigError("there is no such input", location=f"inputs.axes.{name}", hint=hint)
+            raise ConfigError("the model has no input of this name", location=f"inputs.axes.{name}", hint=hint)
 
 
 def _declared_axes(
@@ -116,18 +121,18 @@ def _declared_axes(
 ) -> dict[str, dict[int, Dim]]:
     """Returns the declared dimension of each axis, by input."""
     dims = {name: Dim(name, low, high) for name, (low, high) in declared.items()}
-    known = {axis for names in axes.values() for axis in names}
+    axis_names = {axis for names in axes.values() for axis in names}
     for name in dims:
-        if name not in known:
+        if name not in axis_names:
             raise ConfigError(
-                "no input has such a dimension",
+                "no input has a dimension of this name",
                 location=f"inputs.dynamic.{name}",
-                hint=f"{did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
+                hint=f"{did_you_mean(name, sorted(axis_names))} Name the axes of an input with [inputs.axes].",
             )
     return {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
 
 
-def _cut(
+def _cut_into_batches(
     real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig, model: nn.Module
 ) -> tuple[tuple[Batch, ...], int]:
     """Cuts data into batches if the first axis is a batch; returns the number of rows too."""
@@ -156,20 +161,20 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
             size = batch[name].shape[axis]
             if not dim.min <= size <= (size if dim.max is None else dim.max):
                 raise ConfigError(
-                    f"{name} has the size {size} there, which is not between {dim.min} and {dim.max}",
+                    f"{name} is outside the declared range (found {size}, expected {dim.min} to {dim.max})",
                     location=f"inputs.dynamic.{dim.name}",
-                    hint="Declare a range that holds the data, or give other data.",
+                    hint="Declare a range that includes the data, or give other data.",
                 )
-            other, wanted = first.setdefault(dim.name, (name, size))
-            if size != wanted:
+            first_name, first_size = first.setdefault(dim.name, (name, size))
+            if size != first_size:
                 raise ConfigError(
-                    f"{name} has the size {size} there, and {other} has {wanted}",
+                    f"the sizes of two inputs differ ({size} in {name}, {first_size} in {first_name})",
                     location=f"inputs.dynamic.{dim.name}",
-                    hint=f"Mend the data, or name the axes of {name} with inputs.axes.{name}.",
+                    hint=f"Correct the data, or name the axes of {name} with inputs.axes.{name}.",
                 )
 
 
-def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
+def _without_declared_axes(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
     """Leaves dynamic dimensions to detection, except for axes that the user named."""
     named: dict[str, dict[int, str | Dim]] = {
         name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -188,7 +193,9 @@ def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[
     if names is None:
         return conventional_axes(name, tensor.dim())
     if len(names) != tensor.dim():
-        raise ConfigError(f"{len(names)} names are given for its {tensor.dim()} axes", location=f"inputs.axes.{name}")
+        raise ConfigError(
+            f"wrong number of axis names (found {len(names)}, expected {tensor.dim()})", location=f"inputs.axes.{name}"
+        )
     return tuple(names)
 
 
@@ -198,9 +205,9 @@ def _check_names(example: Batch, constants: Mapping[str, object], model: nn.Modu
         return
     for name in (*example, *constants):
         if name not in parameters and name.partition(".")[0] not in parameters:
-            known = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+            accepted = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             raise ConfigError(
-                f"{type(model).__name__} takes no such input",
+                f"{type(model).__name__} has no input of this name",
                 location=f"inputs: {name}",
-                hint=did_you_mean(name, known),
+                hint=did_you_mean(name, accepted),
             )

@@ -39,30 +39,30 @@ def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tenso
         if len(leaves) == len(names):
             return {name: leaf.detach().clone() for name, leaf in zip(names, leaves, strict=True)}
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    blank: dict[str, torch.Tensor] = {}
+    zeros: dict[str, torch.Tensor] = {}
     for placeholder, name in tensor_inputs(program).items():
         value = values.get(placeholder)
         if not isinstance(value, torch.Tensor):
-            raise TraceError("it is no tensor", location=f"input {name}", hint="Export the program with tensors only.")
-        blank[name] = torch.zeros([_traced(size) for size in value.shape], dtype=value.dtype)
-    traced = trace(program, blank)
+            raise TraceError("not a tensor", location=f"input {name}", hint="Export the program with tensors only.")
+        zeros[name] = torch.zeros([_traced_size(size) for size in value.shape], dtype=value.dtype)
+    traced = trace(program, zeros)
     ids = vocabularies(traced.graph_module, traced.signature)
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(tensor, ids.get(name), generator) for name, tensor in blank.items()}
+    return {name: _random(tensor, ids.get(name), generator) for name, tensor in zeros.items()}
 
 
-def _traced(size: Any) -> int:
+def _traced_size(size: Any) -> int:
     """Returns the size of an axis when the program was traced."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-def _random(blank: torch.Tensor, ids: int | None, generator: torch.Generator) -> torch.Tensor:
-    if blank.is_floating_point() or blank.is_complex():
-        return torch.randn(blank.shape, generator=generator).to(blank.dtype)
-    made = torch.randint(2 if ids is None else ids, blank.shape, generator=generator)
-    if ids is None and made.dim():
-        made[..., 0] = 1
-    return made.to(blank.dtype)
+def _random(like: torch.Tensor, ids: int | None, generator: torch.Generator) -> torch.Tensor:
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+    integers = torch.randint(2 if ids is None else ids, like.shape, generator=generator)
+    if ids is None and integers.dim():
+        integers[..., 0] = 1
+    return integers.to(like.dtype)
 
 
 def inputs_from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:
@@ -84,7 +84,7 @@ def inputs_from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, l
     try:
         return {name: _random_of_spec(name, spec, sizes, generator) for name, spec in specs.items()}
     except RuntimeError as error:  # out of memory
-        raise ConfigError(f"they cannot be made: {first_line(error)}", location="inputs.tensors") from error
+        raise ConfigError(f"the tensors cannot be created: {first_line(error)}", location="inputs.tensors") from error
 
 
 def _random_of_spec(
@@ -106,11 +106,18 @@ def _bounds(name: str, spec: TensorConfig, dtype: torch.dtype) -> tuple[float, f
     low = 0.0 if spec.low is None else spec.low
     high = (1.0 if dtype.is_floating_point else 2.0) if spec.high is None else spec.high
     if not low < high or (not dtype.is_floating_point and math.ceil(low) == math.ceil(high)):
-        raise ConfigError(f"high must be above low, which is {low:g}", location=f"inputs.tensors.{name}.high")
+        raise ConfigError(
+            f"high is not above low (found {high:g}, expected more than {low:g})",
+            location=f"inputs.tensors.{name}.high",
+        )
     if dtype.is_floating_point:
-        least, most = -torch.finfo(dtype).max, torch.finfo(dtype).max
+        minimum, maximum = -torch.finfo(dtype).max, torch.finfo(dtype).max
     else:
-        least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, 2**62))
-    if low < least or math.ceil(high) - (not dtype.is_floating_point) > most:
-        raise ConfigError(f"{spec.dtype} holds no numbers from {low:g} to {high:g}", location=f"inputs.tensors.{name}")
+        minimum, maximum = (
+            (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, 2**62))
+        )
+    if low < minimum or math.ceil(high) - (not dtype.is_floating_point) > maximum:
+        raise ConfigError(
+            f"{spec.dtype} cannot represent numbers from {low:g} to {high:g}", location=f"inputs.tensors.{name}"
+        )
     return low, high

@@ -46,7 +46,7 @@ from optexport.report import tuning
 from optexport.report.html import page
 from optexport.result import Result
 from optexport.runtime import devices
-from optexport.signature.arguments import arguments_of, as_constants
+from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Signature
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
@@ -172,7 +172,7 @@ def prepare(
         )
         if loaded.program is None:
             constants = as_constants(config.inputs.constants)
-            arguments = arguments_of(loaded.model, list(given.example), constants)
+            arguments = find_arguments(loaded.model, list(given.example), constants)
             loaded = loaded.called_with(given.example, arguments)
     return Job(
         config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
@@ -192,7 +192,7 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
     ):
         with progress.step("trace"):
             traced, call = trace_original(job)
-            job = job.holding(traced.held)
+            job = job.holding(traced.constants)
             signature = traced.signature
             if job.config.export.layout is not None:
                 triton.check(signature, job.config.export.formats)

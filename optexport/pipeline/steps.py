@@ -40,7 +40,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
     check_writable(traced.graph_module.graph)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
-    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
+    everything, kept = traced.signature, traced.signature.select_outputs(set.intersection(*wanted) if wanted else ())
     check_deterministic(traced.graph_module, everything.output_names, kept.output_names)
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -28,17 +28,23 @@ from optexport.signature.signature import (
     as_arguments,
 )
 from optexport.tracing import transformers_exporter
-from optexport.tracing.fallbacks.attempts import register_dataclasses, trace_otherwise
-from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
-from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
+from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_trace
+from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
+from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.module_reconstruction import reconstruct_modules
-from optexport.tracing.shapes.path_probe import find_other_ways, outcome
+from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
-from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
-from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
-from optexport.tracing.shapes.size_one import OnesNoted
-from optexport.tracing.value_checks import skipping_checks
+from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
+from optexport.tracing.shapes.size_guards import (
+    drop_assertions,
+    find_fixed_dims,
+    find_suspect_sizes,
+    list_suspect_sizes,
+    narrow_ranges,
+)
+from optexport.tracing.shapes.size_one import SizeOneRecorder
+from optexport.tracing.value_checks import skip_value_checks
 
 # Maps each input to the axes that may be dynamic.
 Free = Mapping[str, Sequence[int]]
@@ -52,17 +58,17 @@ class Traced:
         graph_module: Calls modules and operators; shares its parameters with the model.
         signature: The inputs and outputs.
         fixed: Axes that the model fixes although no fixed size was declared, such as ``pixel_values[1] = 3``, and the
-            inputs in ``held``.
+            inputs in ``constants``.
         suspect_sizes: Sizes at which the model may take another branch than at the traced sizes. Each entry names
             only the dimensions that decide it.
-        held: Inputs that became constants, with their values. The graph is valid for these values only.
+        constants: Inputs that became constants, with their values. The graph is valid for these values only.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fixed: tuple[str, ...]
     suspect_sizes: tuple[dict[str, int], ...] = ()
-    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def trace(
@@ -79,8 +85,8 @@ def trace(
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = read_signature(model, dynamic, example)
         signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
-        doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
-        return _traced(reconstruct_modules(model), signature, fixed, own_sizes(doubts))
+        doubts = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
+        return _traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(doubts))
     _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
@@ -90,8 +96,8 @@ def trace(
             result = _trace_module(model, example, dynamic, free)
             return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
-        result, constants, notes = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
-        return replace(result, fixed=(*notes, *result.fixed), held=constants)
+        result, constants, notes = retry_trace(model, example, error, trace_with, is_declared=dynamic is not None)
+        return replace(result, fixed=(*notes, *result.fixed), constants=constants)
 
 
 def _check_names(model: nn.Module) -> None:
@@ -134,13 +140,13 @@ def _settle(
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
         signature = _narrowed(full_signature, program, symbols, dynamic, sizes)
-        doubts = find_doubts(program, symbols, signature.dims, sizes)
+        doubts = find_suspect_sizes(program, symbols, signature.dims, sizes)
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
-        ways = find_other_ways(model, dict(example), program, signature, doubts, export_again)
-        fixed_dims = held_sizes(program, symbols, full_signature.dims, sizes) | ways.held_to
+        ways = probe_paths(model, dict(example), program, signature, doubts, export_again)
+        fixed_dims = find_fixed_dims(program, symbols, full_signature.dims, sizes) | ways.fixed_dims
         if not fixed_dims:
-            drop_doubts(program, symbols, signature.dims, ways.crossed)
-            return program, signature, fixed, [*own_sizes(doubts), *ways.sizes]
+            drop_assertions(program, symbols, signature.dims, ways.removable)
+            return program, signature, fixed, [*list_suspect_sizes(doubts), *ways.sizes]
         if dynamic is not None:
             raise _fixed_dims_error(fixed_dims, sizes)
         program = _export(model, example, None, _axes(signature, excluded=fixed_dims))
@@ -163,7 +169,7 @@ def _narrowed(
 ) -> Signature:
     """Narrows the ranges that were not declared to sizes that the assertions allow."""
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    narrowed = within_assertions(program, symbols, undeclared, sizes)
+    narrowed = narrow_ranges(program, symbols, undeclared, sizes)
     return replace(signature, dims={**signature.dims, **narrowed})
 
 
@@ -231,13 +237,13 @@ def _export(
             tensors_kept(model),  # a trace would leave fake tensors in attributes that the model assigns
             transformers_exporter.exporting(),
             transformers_exporter.one_pass(model),
-            SizesWatched(),
-            skipping_checks(),
-            none_swallowed(),
-            NumbersKnown(model, changing) as numbers,
-            OnesNoted() as ones,
+            LongSizeDetector(),
+            skip_value_checks(),
+            refuse_caught_errors(),
+            ScalarTracker(model, changing) as numbers,
+            SizeOneRecorder() as ones,
         ):
-            if transformers_exporter.holds_transformers(model):
+            if transformers_exporter.has_transformers_model(model):
                 _check_complete(model, example)
                 program = transformers_exporter.export_program(model, as_arguments(example), shapes)
             else:
@@ -269,7 +275,7 @@ def _written(program: ExportedProgram) -> set[str]:
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     """Checks that the model computes none of its inputs from values of the others."""
-    computed = transformers_exporter.computed_outside(model, example)
+    computed = transformers_exporter.find_computed_inputs(model, example)
     if value_inputs := frozenset(computed) & frozenset(example):
         raise ValuesAskedError(value_inputs)
     missing = [name for name, value in computed.items() if value is not None]

@@ -115,14 +115,14 @@ def test_undeclared_range_starts_above_sizes_that_break_it() -> None:
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     model = randomise(ResNetModel(config))
     traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
-    least = traced.signature.dims["width"].min
-    assert 2 < least < 32
+    minimum = traced.signature.dims["width"].min
+    assert 2 < minimum < 32
     assert traced.suspect_sizes == ()
-    pixels = torch.randn(1, 3, 37, least)
+    pixels = torch.randn(1, 3, 37, minimum)
     with torch.no_grad():
         assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
         with pytest.raises(RuntimeError):
-            traced.graph_module(pixel_values=pixels[..., : least - 1])
+            traced.graph_module(pixel_values=pixels[..., : minimum - 1])
 
 
 class Shuffled(nn.Module):

@@ -17,10 +17,10 @@ from tests._helpers.graphs import Program
 Function = Callable[[nn.Module, torch.Tensor], object]
 
 
-def check(function: Function, *kept: str) -> None:
+def check(function: Function, *outputs: str) -> None:
     traced = trace(Program(function).eval(), {"x": torch.randn(3, 6)})
     names = traced.signature.output_names
-    check_deterministic(traced.graph_module, names, kept or names)
+    check_deterministic(traced.graph_module, names, outputs or names)
 
 
 def written_to_a_view(_: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -139,10 +139,10 @@ def test_models_are_bit_exact_at_untraced_sizes(name: str) -> None:
     options = {"use_cache": False} if name in ("bart", "llama", "t5") else {}
     with torch.no_grad():
         leaves = pytree.tree_leaves(model(**inputs, **options))
-    wanted = [value for value in leaves if isinstance(value, torch.Tensor)]
+    expected = [value for value in leaves if isinstance(value, torch.Tensor)]
     got = outputs(graph_module, inputs)
-    assert len(got) == len(wanted)
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert len(got) == len(expected)
+    assert all(torch.equal(one, batch) for one, batch in zip(got, expected, strict=True))
 
 
 @pytest.mark.sample(1)

@@ -121,7 +121,7 @@ def test_name_without_a_tensor_is_an_error_with_the_name() -> None:
 
 
 def test_unknown_input_of_a_transformers_model_is_named() -> None:
-    with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
+    with pytest.raises(TraceError, match="input pixel_values: BertModel has no input of this name"):
         symbolic_trace(models.model("bert"), input_names=["pixel_values"])
 
 
@@ -158,33 +158,35 @@ def test_inputs_refused_by_the_model_are_named_as_the_cause() -> None:
 
 
 def test_graph_module_is_copied_unchanged() -> None:
-    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))))
-    before, own = written(given), owned(given)
-    copied = symbolic_trace(given)
-    assert copied is not given
+    graph_module = fx.symbolic_trace(
+        randomise(Program(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3)))
+    )
+    before, own = written(graph_module), owned(graph_module)
+    copied = symbolic_trace(graph_module)
+    assert copied is not graph_module
     assert written(copied) == before
     MergeLinears()(copied)
-    assert written(given) == before
-    assert owned(given) == own
-    assert copied.graph is not given.graph
+    assert written(graph_module) == before
+    assert owned(graph_module) == own
+    assert copied.graph is not graph_module.graph
 
 
 def test_copied_graph_module_can_be_undone() -> None:
     layers = {name: nn.Linear(4, 3) for name in "qkv"}
-    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.k(x) * m.q(x) * m.v(x), **layers)))
-    before = written(given)
-    copied = symbolic_trace(MergeLinears()(given))
+    graph_module = fx.symbolic_trace(randomise(Program(lambda m, x: m.k(x) * m.q(x) * m.v(x), **layers)))
+    before = written(graph_module)
+    copied = symbolic_trace(MergeLinears()(graph_module))
     assert written(MergeLinears()(copied, reverse=True)) == before
 
 
 def test_graph_module_with_inputs_is_kept_and_gets_shapes() -> None:
     layers = {name: nn.Linear(4, 3) for name in "qk"}
-    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x) / 3, **layers)))
-    text = str(given.graph)
-    copied = symbolic_trace(given, example_inputs={"x": X})
+    graph_module = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x) / 3, **layers)))
+    text = str(graph_module.graph)
+    copied = symbolic_trace(graph_module, example_inputs={"x": X})
     assert str(copied.graph) == text
     assert all(call.meta["val"].dim() == 2 for call in calls(copied, nn.Linear))
-    assert torch.equal(outputs(copied, X)[0], outputs(given, X)[0])
+    assert torch.equal(outputs(copied, X)[0], outputs(graph_module, X)[0])
 
 
 def test_exported_program_is_reconstructed() -> None:

@@ -152,9 +152,9 @@ class Generated(nn.Module):
     """Branches in code without a file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        assert _NAMES["note"](x, found)
-        return x * 2 if found else x
+        result: list[torch.Tensor] = []
+        assert _NAMES["note"](x, result)
+        return x * 2 if result else x
 
 
 class RaisedAgain(nn.Module):

@@ -171,9 +171,9 @@ _REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.sample(7)
-@pytest.mark.parametrize("what", _REFUSED)
-def test_division_of_another_kind_is_skipped_with_the_reason(what: str) -> None:
-    body, reason = _REFUSED[what]
+@pytest.mark.parametrize("case", _REFUSED)
+def test_division_of_another_kind_is_skipped_with_the_reason(case: str) -> None:
+    body, reason = _REFUSED[case]
     graph_module = by_fx(body, scale=nn.Parameter(torch.tensor([2.5])))
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, X.abs() + 1, reason)
 
@@ -186,9 +186,9 @@ _OTHERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", _OTHERS)
-def test_unrelated_divisions_are_ignored(what: str) -> None:
-    graph_module = by_fx(_OTHERS[what], scale=nn.Parameter(torch.tensor([2.5])))
+@pytest.mark.parametrize("case", _OTHERS)
+def test_unrelated_divisions_are_ignored(case: str) -> None:
+    graph_module = by_fx(_OTHERS[case], scale=nn.Parameter(torch.tensor([2.5])))
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, X.abs() + 1)
 
 
@@ -211,12 +211,12 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("what", _SIZES)
-def test_a_division_of_a_size_stays_exact(what: str) -> None:
+@pytest.mark.parametrize("case", _SIZES)
+def test_a_division_of_a_size_stays_exact(case: str) -> None:
     # For some sizes, the product is not equal to the integer quotient.
     size = next(n for n in range(1, 100) if n * 49 * (1 / 49) != n)
     assert size * 49 / 49 == size
-    graph_module = by_fx(lambda _, x: x.sum() * 0 + _SIZES[what](x))
+    graph_module = by_fx(lambda _, x: x.sum() * 0 + _SIZES[case](x))
     check_refused(ChangeTrueDivToMulByInverse(), graph_module, torch.full((size * 49, 2), float(size * 49)))
 
 

@@ -218,9 +218,9 @@ def test_product_viewed_as_contiguous_is_skipped() -> None:
 @pytest.mark.slow
 def test_shared_and_modified_layers_are_skipped() -> None:
     tied = nn.Linear(4, 4)
-    other = nn.Linear(4, 4)
-    other.weight = tied.weight
-    graph_module = by_fx(lambda m, x: m.tied(x) * 3 + m.other(x), tied=tied, other=other)
+    tied_layer = nn.Linear(4, 4)
+    tied_layer.weight = tied.weight
+    graph_module = by_fx(lambda m, x: m.tied(x) * 3 + m.other(x), tied=tied, other=tied_layer)
     check_refused(FoldScale(), graph_module, X, "its weight is tied to other.weight")
     check_refused(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=Inherited(4, 4)), X, "Inherited is a subclass")
     hooked = nn.Linear(4, 4)

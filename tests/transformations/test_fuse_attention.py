@@ -350,8 +350,8 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
-    for dtype, least in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
-        graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * least), X.to(dtype))  # noqa: B023
+    for dtype, fill in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
+        graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * fill), X.to(dtype))  # noqa: B023
         check_refused(FuseAttention(), graph_module, X.to(dtype), "rounds scores in half precision")
     drowned = torch.finfo(torch.bfloat16).min
     x = X.to(torch.bfloat16)

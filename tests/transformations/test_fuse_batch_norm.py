@@ -139,8 +139,8 @@ def test_norm_after_a_convolution_across_a_flatten_stays() -> None:
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_across_operations_that_return_their_input(body: Any) -> None:
     def between(m: Any, x: torch.Tensor) -> Any:
-        one, other = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
-        return other(m.dropout(m.identity(one(x))))
+        first, second = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
+        return second(m.dropout(m.identity(first(x))))
 
     x = _x(2)
     children = {"layer": nn.Conv2d(4, 4, 2), "norm": nn.BatchNorm2d(4), "identity": nn.Identity()}
@@ -250,5 +250,5 @@ def test_cancelling_views_with_other_users_are_skipped() -> None:
     graph_module = symbolic_trace(model, example_inputs=(x,))
     expected = model(x)
     assert not run(FuseBatchNorm(), graph_module)[1].changes
-    for one, other in zip(graph_module(x), expected, strict=True):
-        assert torch.equal(one, other)
+    for output, expected_output in zip(graph_module(x), expected, strict=True):
+        assert torch.equal(output, expected_output)

@@ -72,12 +72,12 @@ def _with_work_for_all() -> GraphModule:
     def body(m: Any, x: torch.Tensor) -> Any:
         row = m.rows(x)[:, 0].sum((1, 2))
         x = m.three(x) + m.one(x) + x
-        seen = (x @ x.transpose(2, 3) / 2).softmax(-1) @ x
+        attended = (x @ x.transpose(2, 3) / 2).softmax(-1) @ x
         x = m.norm2d(m.conv(x)).mean((2, 3)) / 3
         x = m.norm1d(m.first(x.float()))
         twice = (x.tanh() + x.tanh()).sum()
-        others = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
-        return m.q(x) * m.k(x) / 8 * twice, *others, row, seen
+        results = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
+        return m.q(x) * m.k(x) / 8 * twice, *results, row, attended
 
     return by_export(
         IMAGE,

@@ -396,5 +396,5 @@ def test_cancelling_views_with_other_users_are_skipped() -> None:
     x = torch.randn(2, 9, 8)
     model = Forked().eval()
     graph_module = MergeLinearChain()(symbolic_trace(model, example_inputs=(x,)))
-    for one, other in zip(graph_module(x), model(x), strict=True):
-        torch.testing.assert_close(one, other)
+    for output, expected in zip(graph_module(x), model(x), strict=True):
+        torch.testing.assert_close(output, expected)

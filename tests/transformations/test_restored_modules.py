@@ -100,8 +100,8 @@ def test_undo_of_both_rules_restores_everything(order: tuple[ReversibleRule, ...
 
 def test_undo_restores_linears_with_two_inputs() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
-        other = x.neg()
-        return m.q(x) - m.k(x) + m.q(other) * m.k(other)
+        negative = x.neg()
+        return m.q(x) - m.k(x) + m.q(negative) * m.k(negative)
 
     program = Program(body, q=nn.Linear(4, 3), k=nn.Linear(4, 3)).eval()
     _tagged(program.q)

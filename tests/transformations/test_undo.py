@@ -48,9 +48,9 @@ def _graph(dead: bool = False) -> GraphModule:
     return by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 2), v=nn.Linear(4, 2))
 
 
-def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, why: str) -> None:
+def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, message: str) -> None:
     before = written(graph_module)
-    with pytest.raises(TransformationError, match=f"{type(rule).__name__}: {why}"):
+    with pytest.raises(TransformationError, match=f"{type(rule).__name__}: {message}"):
         rule(graph_module, reverse=True)
     assert written(graph_module) == before
 

@@ -140,10 +140,10 @@ def judge(
     """
     outcome = Outcome(model_type, announce=announce)
     announce(outcome, "built")
-    made = build(outcome)
-    if made is None:
+    built = build(outcome)
+    if built is None:
         return outcome
-    model, inputs = made
+    model, inputs = built
     outcome.inputs = {name: list(tensor.shape) for name, tensor in inputs.items()}
     with tempfile.TemporaryDirectory(prefix="optexport-zoo-") as folder, torch.random.fork_rng(devices=[]):
         _judge(outcome, _job(model, inputs, Path(folder), effort), Path(folder), formats)
@@ -167,7 +167,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     if traced_and_call is None:
         return
     traced, call = traced_and_call
-    job = job.holding(traced.held)
+    job = job.holding(traced.constants)
     modules = dict(traced.graph_module.named_modules())
     called = [modules[str(node.target)] for node in traced.graph_module.graph.find_nodes(op="call_module")]
     outcome.nodes = len(traced.graph_module.graph.nodes)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
-from optexport.signature.arguments import holding
+from optexport.signature.arguments import fix_inputs
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
 from optexport.tracing.model_lines import line_of_model
@@ -35,7 +35,7 @@ _MAX_CONSTANT_ELEMENTS = 256
 _MAX_SHOWN_CHARACTERS = 80
 
 
-def trace_otherwise(
+def retry_trace(
     model: nn.Module, example: Batch, error: UntraceableError, trace: Trace[T], *, is_declared: bool
 ) -> tuple[T, dict[str, torch.Tensor], tuple[str, ...]]:
     """Traces a model with only the batch dynamic, with known values, or with both.
@@ -72,7 +72,7 @@ def _trace_with_values(
     changing: frozenset[str] = frozenset()
     while True:
         inputs = {name: tensor for name, tensor in example.items() if name not in constants}
-        bound = holding(model, list(example), constants)
+        bound = fix_inputs(model, list(example), constants)
         free = None if axes is None else dict.fromkeys(inputs, axes)
         values = KnownValues({as_argument(n): v for n, v in inputs.items() if _may_be_constant(n, v)}, changing)
         try:

@@ -32,7 +32,7 @@ _READING_METHODS = ("numpy", "data_ptr")
 
 
 @contextlib.contextmanager
-def none_swallowed() -> Iterator[None]:
+def refuse_caught_errors() -> Iterator[None]:
     """Checks at the end of the block that the model caught no such error; torch may.
 
     Raises:

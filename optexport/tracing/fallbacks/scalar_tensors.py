@@ -114,7 +114,7 @@ _READING = ("item", "__int__", "__index__", "__bool__")
 _OF_SIZES = ("view", "reshape", "expand", "repeat", "pad", "narrow", "as_strided", "new_zeros", "new_ones", "arange")
 
 
-class NumbersKnown(TorchFunctionMode):
+class ScalarTracker(TorchFunctionMode):
     """Replaces numbers that are read from tensors by expressions of sizes and constants.
 
     Constants are Python numbers and integer buffers without dimensions.

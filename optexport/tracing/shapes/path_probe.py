@@ -28,10 +28,10 @@ from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_b
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
     assertions,
-    drop_doubts,
-    find_doubts,
+    drop_assertions,
+    find_suspect_sizes,
+    iter_size_assumptions,
     renaming,
-    said_of_sizes,
 )
 
 # A batch of another size has at most this many times the traced number of elements, or this many elements.
@@ -50,17 +50,17 @@ _REPEAT_TOLERANCE = 1e-6
 
 
 @dataclass
-class OtherWays:
+class ProbeResult:
     """Sizes at which the graph's assertions fail but the model runs.
 
     Attributes:
-        held_to: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
-        crossed: Assertions that the graph does not need: it computes the same as the model where they fail.
+        fixed_dims: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
+        removable: Assertions that the graph does not need: it computes the same as the model where they fail.
         sizes: One set of sizes for each other branch, for the parity check.
     """
 
-    held_to: dict[str, str] = field(default_factory=dict)
-    crossed: list[SuspectSize] = field(default_factory=list)
+    fixed_dims: dict[str, str] = field(default_factory=dict)
+    removable: list[SuspectSize] = field(default_factory=list)
     sizes: list[dict[str, int]] = field(default_factory=list)
 
 
@@ -90,20 +90,20 @@ def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
         if symbol in limits:  # torch.export assumes at least 2 for every dynamic size
             conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
             conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _UNBOUNDED else []
-    asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
+    asserted = (expression for expression, in_doubt in iter_size_assumptions(program) if in_doubt is is_broken)
     conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
     allowed = set(symbols.values())
     return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= allowed]
 
 
-def find_other_ways(
+def probe_paths(
     model: nn.Module,
     example: Batch,
     program: ExportedProgram,
     signature: Signature,
     doubts: Sequence[SuspectSize],
     export: Callable[[Batch], ExportedProgram],
-) -> OtherWays:
+) -> ProbeResult:
     """Runs the model, and the graph without assertions, at sizes at which an assertion fails.
 
     If both agree, the model is also traced there. That trace says for which sizes the model takes the same branch, so
@@ -113,16 +113,16 @@ def find_other_ways(
     Args:
         export: Traces the model with a batch.
     """
-    result, traced = OtherWays(), signature.sizes(example)
-    result.crossed = [doubt for doubt in doubts if doubt.is_asserted]
-    if not result.crossed:
+    result, traced = ProbeResult(), signature.sizes(example)
+    result.removable = [doubt for doubt in doubts if doubt.is_asserted]
+    if not result.removable:
         return result
     search = _Search(signature.dims, traced)
-    search.add([doubt.expression for doubt in result.crossed], traced)
+    search.add([doubt.expression for doubt in result.removable], traced)
     probe = _Probe(model, example, _without_assertions(program), signature, export)
     remaining = list[SuspectSize]()
-    while (sizes := search.next_sizes(result.crossed, remaining)) is not None:
-        broken = _broken_at(result.crossed, sizes)
+    while (sizes := search.next_sizes(result.removable, remaining)) is not None:
+        broken = _broken_at(result.removable, sizes)
         is_exclusion = all(doubt.is_exclusion for doubt in broken)
         conditions = None
         if len(search.variants) < _MAX_BRANCHES:
@@ -130,7 +130,7 @@ def find_other_ways(
             if probed.differs:
                 asserted = broken[0].expression
                 names = [name for name in sorted(map(str, asserted.free_symbols)) if sizes[name] != traced[name]]
-                return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
+                return ProbeResult(fixed_dims=dict.fromkeys(names, str(asserted)))
             conditions = probed.conditions
         if conditions is not None:
             search.variants.append(conditions)
@@ -138,7 +138,7 @@ def find_other_ways(
             result.sizes.append(sizes)
         else:
             remaining += broken
-            result.crossed = [doubt for doubt in result.crossed if doubt not in broken]
+            result.removable = [doubt for doubt in result.removable if doubt not in broken]
     return result
 
 
@@ -188,7 +188,7 @@ class _Probe:
         return _Probed()
 
 
-def drop_unfounded(
+def drop_needless_assertions(
     program: ExportedProgram, graph_module: fx.GraphModule, signature: Signature, example: Batch
 ) -> None:
     """Removes assertions of a graph's second export that do not change the results.
@@ -205,7 +205,7 @@ def drop_unfounded(
         if isinstance(size, str) and isinstance(traced_size, torch.SymInt)
     }
     traced = signature.sizes(example)
-    doubts = [doubt for doubt in find_doubts(program, names, signature.dims, traced) if doubt.is_asserted]
+    doubts = [doubt for doubt in find_suspect_sizes(program, names, signature.dims, traced) if doubt.is_asserted]
     if not doubts:
         return
     unasserted, elements = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
@@ -217,7 +217,7 @@ def drop_unfounded(
         expected = outcome(graph_module, batch)
         return isinstance(expected, list) and _agree(outcome(unasserted, batch), expected, _REPEAT_TOLERANCE)
 
-    drop_doubts(program, names, signature.dims, [d for d in doubts if all(is_same(sizes) for sizes in d.sizes)])
+    drop_assertions(program, names, signature.dims, [d for d in doubts if all(is_same(sizes) for sizes in d.sizes)])
 
 
 def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:

@@ -24,10 +24,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature.signature import Dim
 from optexport.tracing.shapes.size_conditions import LARGEST, candidates, is_broken, sizes_to_try
-from optexport.tracing.shapes.size_one import asked_at_one
+from optexport.tracing.shapes.size_one import find_size_one_conditions
 
 
-def within_assertions(
+def narrow_ranges(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, Dim]:
     """Narrows ranges to exclude sizes that break an assertion about a single dimension.
@@ -41,7 +41,7 @@ def within_assertions(
         traced: The traced size of each dimension.
     """
     narrowed = dict(dims)
-    for expression, in_doubt, free in _doubts(program, names, dims):
+    for expression, in_doubt, free in _assumptions(program, names, dims):
         if in_doubt is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
@@ -75,7 +75,7 @@ def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int) -> i
     return valid
 
 
-def held_sizes(
+def find_fixed_dims(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, str]:
     """Returns dimensions that an equation in the graph fixes to the traced size.
@@ -90,7 +90,7 @@ def held_sizes(
         traced: The traced size of each dimension.
     """
     equations: dict[str, str] = {}
-    for expression, in_doubt, free in _doubts(program, names, dims):
+    for expression, in_doubt, free in _assumptions(program, names, dims):
         if in_doubt is not is_broken or not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
@@ -125,7 +125,7 @@ class SuspectSize:
     is_exclusion: bool
 
 
-def find_doubts(
+def find_suspect_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> list[SuspectSize]:
     """Returns the assumptions that some sizes break.
@@ -135,7 +135,7 @@ def find_doubts(
         traced: The traced size of each dimension.
     """
     doubts: list[SuspectSize] = []
-    for expression, is_false, free in _doubts(program, names, dims):
+    for expression, is_false, free in _assumptions(program, names, dims):
         earlier = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
         # Models run at sizes near the traced ones more often than at the smallest sizes.
         near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
@@ -157,13 +157,13 @@ def find_doubts(
     return doubts
 
 
-def own_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
+def list_suspect_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
     """Returns the suspect sizes, each with only the dimensions in its expression."""
     names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
     return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
 
 
-def drop_doubts(
+def drop_assertions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[SuspectSize]
 ) -> None:
     """Removes assertions, in place; the parity check must cover the sizes that break them.
@@ -247,12 +247,12 @@ def renaming(
 _IsFalse = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
-def _doubts(
+def _assumptions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> Iterator[tuple[Any, _IsFalse, dict[str, sympy.Symbol]]]:
     """Yields each assumption about sizes, with its evaluation and its dimensions."""
     symbols, renamed = renaming(program, names, dims)
-    for assumption, is_false in said_of_sizes(program):
+    for assumption, is_false in iter_size_assumptions(program):
         expression = assumption.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
         # Assumptions without dimensions are always true; others depend on values that are unknown before the run.
@@ -260,13 +260,15 @@ def _doubts(
             yield expression, is_false, free
 
 
-def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
+def iter_size_assumptions(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
     """Yields a program's assertions about sizes, and sizes that are computed with floats."""
     fractions: dict[Any, None] = {}
     for asserted, _ in _asserted(program.graph):
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr, is_broken
-    yield from ((expression, is_broken) for expression in [*_missing_assertions(program), *asked_at_one(program)])
+    yield from (
+        (expression, is_broken) for expression in [*_missing_assertions(program), *find_size_one_conditions(program)]
+    )
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):

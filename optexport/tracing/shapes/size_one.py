@@ -29,14 +29,14 @@ _NN_FOLDER = str(Path(torch.nn.__file__).parent)
 _FILES_BETWEEN = {torch.__file__, sym_node.__file__, value_checks.__file__, __file__}
 
 
-class OnesNoted(TorchFunctionMode):
+class SizeOneRecorder(TorchFunctionMode):
     """Evaluates every condition on sizes that a model checks, as if one of the sizes were 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self._symbols: dict[sympy.Symbol, Any] = {}
 
-    def __enter__(self) -> OnesNoted:
+    def __enter__(self) -> SizeOneRecorder:
         self._guard_bool = SymNode.guard_bool
 
         def recording_guard_bool(node: SymNode, *args: Any) -> bool:
@@ -74,7 +74,7 @@ class OnesNoted(TorchFunctionMode):
         program.graph_module.meta[_KEY] = list(dict.fromkeys(sizes))  # torch.export may have found some to be equal
 
 
-def asked_at_one(program: ExportedProgram) -> list[Any]:
+def find_size_one_conditions(program: ExportedProgram) -> list[Any]:
     """Returns conditions in torch's symbols that are false if a size of 1 changes the branch."""
     return [sympy.Ne(size, 1) for size in program.graph_module.meta.get(_KEY, ()) if size.free_symbols]
 

@@ -20,7 +20,7 @@ def test_constant_input_is_not_recomputed_from_other_inputs() -> None:
     model = AutoModel.from_config(config).eval()
     example = dummy_inputs(model)
     traced = trace.trace(model, example)
-    assert set(traced.held) == {"cu_seqlens", "grid_thw", "merge_sizes"}
+    assert set(traced.constants) == {"cu_seqlens", "grid_thw", "merge_sizes"}
     taken = {name: torch.randn_like(v) if v.is_floating_point() else v for name, v in example.items()}
     want = model(**taken).last_hidden_state
     inputs = [taken[spec.name] for spec in traced.signature.inputs]

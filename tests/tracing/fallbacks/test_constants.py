@@ -60,7 +60,7 @@ def _grids() -> dict[str, torch.Tensor]:
 def test_model_that_reads_a_buffer_needs_no_constant_input():
     model = Switched().eval()
     traced = trace.trace(model, {"x": torch.randn(3, 4)})
-    assert traced.held == {}
+    assert traced.constants == {}
     assert set(traced.fixed) == {"x[1] = 4"}
     x = torch.randn(7, 4)
     assert torch.equal(traced.graph_module(x), model(x))
@@ -70,7 +70,7 @@ def test_model_that_reads_a_buffer_needs_no_constant_input():
 def test_input_with_sizes_is_constant_and_text_stays_dynamic():
     model = Grids().eval()
     traced = trace.trace(model, _grids())
-    assert list(traced.held) == ["grid"]
+    assert list(traced.constants) == ["grid"]
     assert [spec.name for spec in traced.signature.inputs] == ["pixels", "text"]
     assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_constants.py:")
     pixels, text = torch.randn(14, 4), torch.randn(9, 4)
@@ -147,7 +147,7 @@ def test_overwritten_values_are_not_constants():
     model, n = Overwritten(), torch.tensor(2)
     traced = trace.trace(model, {"x": torch.randn(4, 3), "n": n})
     x = torch.randn(6, 3)
-    assert list(traced.held) == ["n"]
+    assert list(traced.constants) == ["n"]
     torch.testing.assert_close(traced.graph_module(x), model(x, n))
 
 
@@ -276,12 +276,12 @@ def test_nested_input_may_be_constant_with_other_constants():
     example, arguments = flat_inputs(model, {"x": torch.randn(6, 3), "sizes": {"rows": torch.tensor(4)}, "twice": True})
     loaded = Loaded(model).called_with(example, arguments)
     traced = trace.trace(loaded.model, example)
-    assert list(traced.held) == ["sizes.rows"]
+    assert list(traced.constants) == ["sizes.rows"]
     x = torch.randn(6, 3)
     assert torch.equal(traced.graph_module(x), x[:4] * 2)
-    held = loaded.holding(list(example), traced.held)
-    assert torch.equal(held.model(x=x), x[:4] * 2)
-    assert held.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
+    fixed = loaded.holding(list(example), traced.constants)
+    assert torch.equal(fixed.model(x=x), x[:4] * 2)
+    assert fixed.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
 
 
 class WritesToHeld(nn.Module):
@@ -297,7 +297,7 @@ def test_constant_input_is_the_same_in_every_call_despite_writes():
     example = {"x": torch.randn(4, 3), "n": torch.tensor(2)}
     traced = trace.trace(WritesToHeld(), example)
     assert torch.equal(example["n"], torch.tensor(2))
-    assert torch.equal(traced.held["n"], torch.tensor(2))
+    assert torch.equal(traced.constants["n"], torch.tensor(2))
     assert torch.equal(traced.graph_module(example["x"]), example["x"][:2])
 
 

@@ -44,8 +44,8 @@ def test_size_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None
         n for n in traced.graph_module.graph.nodes if "_local_scalar_dense" in str(n.target) or "item" in n.name
     ]
     for length in (8, 13, 15, 16, 17, 40):
-        given = torch.randn(2, length)
-        assert torch.equal(traced.graph_module(given), model(given)), length
+        batch = torch.randn(2, length)
+        assert torch.equal(traced.graph_module(batch), model(batch)), length
 
 
 def test_buffer_changed_by_the_model_is_not_a_constant() -> None:

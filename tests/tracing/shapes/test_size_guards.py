@@ -205,8 +205,8 @@ def test_undeclared_range_ends_at_another_branch(traced_at: int, ends: tuple[int
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[1] <= 40 else x * 3 if x.shape[1] <= 90 else x * 4
 
-    found = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
-    (length,) = (dim for name, dim in found.signature.dims.items() if name != "batch")
+    traced = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
+    (length,) = (dim for name, dim in traced.signature.dims.items() if name != "batch")
     assert (length.min, length.max) == ends
 
 
@@ -215,8 +215,8 @@ def test_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
 
-    found = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
-    (rows,) = found.signature.dims.values()
+    traced = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
+    (rows,) = traced.signature.dims.values()
     assert rows.min <= 16
     assert rows.max is None
 
@@ -230,8 +230,8 @@ def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_size_without_padding_is_fixed_if_others_are_padded() -> None:
-    found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
-    assert found.signature.inputs[0].shape == ("batch", 16)
+    traced = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
+    assert traced.signature.inputs[0].shape == ("batch", 16)
     with pytest.raises(TraceError, match=r"takes at width 16 .* only if"):
         trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})
 
@@ -296,11 +296,11 @@ def test_assertion_stays_or_is_refused_if_a_branch_is_unknown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
+    "convert", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
 )
-def test_another_kind_of_result_at_other_sizes_is_another_branch(other: Callable[[torch.Tensor], Any]) -> None:
+def test_another_kind_of_result_at_other_sizes_is_another_branch(convert: Callable[[torch.Tensor], Any]) -> None:
     model = randomise(
-        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
+        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else convert(m.norm(x)), norm=nn.LayerNorm(4))
     )
     with pytest.raises(TraceError, match="the branch that the model takes at rows 8 is valid only if"):
         trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})

@@ -59,10 +59,10 @@ _FOLDING = [rule for rule in _PLACES if not isinstance(rule, (MergeLinears, Fuse
 
 
 def _graph(rule: Rule, change: Callable[[Any], Any]) -> tuple[GraphModule, torch.Tensor]:
-    make, x, body, others = _PLACES[rule]
+    make, x, body, parts = _PLACES[rule]
     layer = make()
     change(layer)
-    return graph_of(Program(body, layer=layer, **others).eval()), x
+    return graph_of(Program(body, layer=layer, **parts).eval()), x
 
 
 def _name(rule: Rule) -> str:
@@ -115,25 +115,25 @@ def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)
 def test_weights_without_numbers_are_skipped(rule: Rule) -> None:
-    _, _, body, others = _PLACES[rule]
-    program = Program(body, layer=_PLACES[rule][0](), **others).eval()
+    _, _, body, parts = _PLACES[rule]
+    program = Program(body, layer=_PLACES[rule][0](), **parts).eval()
     text = str(graph_of(program).graph)
     with torch.device("meta"):
-        meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(other) for name, other in others.items()})
+        meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(part) for name, part in parts.items()})
     changed, report = run(rule, graph_of(meta.eval()))
     assert str(changed.graph) == text
     assert "its weights are on the meta device" in report.near_misses[0].reason
 
 
 def _copy(module: Any) -> nn.Module:
-    made: nn.Module = type(module)(*{"Conv2d": (4, 4, 1), "Linear": (4, 4)}.get(type(module).__name__, (4,)))
-    return made
+    copied: nn.Module = type(module)(*{"Conv2d": (4, 4, 1), "Linear": (4, 4)}.get(type(module).__name__, (4,)))
+    return copied
 
 
 def _whole(layer: Any) -> None:
     for name in ("weight", "bias"):
-        whole = torch.ones(getattr(layer, name).shape, dtype=torch.int64)
-        setattr(layer, name, nn.Parameter(whole, requires_grad=False))
+        integers = torch.ones(getattr(layer, name).shape, dtype=torch.int64)
+        setattr(layer, name, nn.Parameter(integers, requires_grad=False))
 
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
@@ -198,11 +198,11 @@ def test_a_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
 def test_a_second_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
-    make, x, body, others = _PLACES[rule]
-    ((name, other),) = others.items()
-    other = _copy(other)
-    more(other)
-    check_refused(rule, graph_of(Program(body, layer=make(), **{name: other}).eval()), x, _MORE[more])
+    make, x, body, parts = _PLACES[rule]
+    ((name, part),) = parts.items()
+    part = _copy(part)
+    more(part)
+    check_refused(rule, graph_of(Program(body, layer=make(), **{name: part}).eval()), x, _MORE[more])
 
 
 def test_a_dropout_with_additional_tensors_is_skipped() -> None:
@@ -234,10 +234,10 @@ _TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["layer", "other"])
-@pytest.mark.parametrize("what", _TRAINED)
-def test_trained_and_frozen_tensors_are_not_combined(what: str, frozen: str) -> None:
-    rule, x, make, body, other = _TRAINED[what]
-    program = Program(body, layer=make(), other=other()).eval()
+@pytest.mark.parametrize("case", _TRAINED)
+def test_trained_and_frozen_tensors_are_not_combined(case: str, frozen: str) -> None:
+    rule, x, make, body, make_other = _TRAINED[case]
+    program = Program(body, layer=make(), other=make_other()).eval()
     applied = symbolic_trace(program, example_inputs={"x": x})
     assert len(run(rule, sharing(applied))[1].changes) == 1
     getattr(program, frozen).requires_grad_(False)
@@ -246,24 +246,24 @@ def test_trained_and_frozen_tensors_are_not_combined(what: str, frozen: str) -> 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
-def test_a_buffer_is_folded_into_trained_and_frozen_layers(what: str) -> None:
+@pytest.mark.parametrize("case", ["bias", "factor after", "gain"])
+def test_a_buffer_is_folded_into_trained_and_frozen_layers(case: str) -> None:
     for frozen in (False, True):
-        rule, x, make, body, other = _TRAINED[what]
+        rule, x, make, body, make_other = _TRAINED[case]
         program = Program(body, layer=make().requires_grad_(not frozen)).eval()
-        program.register_buffer("other", other().detach() * 3)
+        program.register_buffer("other", make_other().detach() * 3)
         check_applied(rule, symbolic_trace(program, example_inputs={"x": x}), x)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("what", [what for what in _TRAINED if what != "norm beside"])
-def test_a_weight_keeps_its_strides(what: str) -> None:
-    rule, x, make, body, other = _TRAINED[what]
+@pytest.mark.parametrize("case", [case for case in _TRAINED if case != "norm beside"])
+def test_a_weight_keeps_its_strides(case: str) -> None:
+    rule, x, make, body, make_other = _TRAINED[case]
     for order in [(0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0)] if make is _conv else [(1, 0)]:
         layer = nn.Conv2d(4, 4, (2, 3)) if make is _conv else nn.Linear(4, 4)
         weight = layer.weight.detach().permute(order).contiguous()
         layer.weight = nn.Parameter(weight.permute([order.index(axis) for axis in range(len(order))]))
-        graph_module = symbolic_trace(Program(body, layer=layer, other=other()).eval(), example_inputs={"x": x})
+        graph_module = symbolic_trace(Program(body, layer=layer, other=make_other()).eval(), example_inputs={"x": x})
         report = check_applied(rule, graph_module, x)
         assert report.changes
         assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
@@ -319,22 +319,22 @@ def _norm(m: Any, mean: float, variance: float, weight: float) -> None:
 
 
 def _extreme(rule: Rule, dtype: torch.dtype, change: Callable[[Any], None]) -> GraphModule:
-    make, _, body, others = _PLACES[rule]
-    kept = {name: _copy(other) for name, other in others.items()}
-    program = Program(body, layer=make(), **kept).to(dtype).eval()
+    make, _, body, parts = _PLACES[rule]
+    copies = {name: _copy(part) for name, part in parts.items()}
+    program = Program(body, layer=make(), **copies).to(dtype).eval()
     with torch.no_grad():
         change(program)
     return graph_of(program)
 
 
-@pytest.mark.parametrize("what", _GREAT)
-def test_weights_that_would_overflow_are_skipped(what: str) -> None:
-    check_refused(_GREAT[what][0], _extreme(*_GREAT[what]), None, "its weights would overflow or become subnormal")
+@pytest.mark.parametrize("case", _GREAT)
+def test_weights_that_would_overflow_are_skipped(case: str) -> None:
+    check_refused(_GREAT[case][0], _extreme(*_GREAT[case]), None, "its weights would overflow or become subnormal")
 
 
-@pytest.mark.parametrize("what", _SMALL)
-def test_weights_that_would_become_subnormal_are_skipped(what: str) -> None:
-    check_refused(_SMALL[what][0], _extreme(*_SMALL[what]), None, "its weights would overflow or become subnormal")
+@pytest.mark.parametrize("case", _SMALL)
+def test_weights_that_would_become_subnormal_are_skipped(case: str) -> None:
+    check_refused(_SMALL[case][0], _extreme(*_SMALL[case]), None, "its weights would overflow or become subnormal")
 
 
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)

@@ -103,7 +103,7 @@ def _inner(graph_module: fx.GraphModule, name: str) -> fx.Node:
     names = {"fuse-attention": "softmax", "remove-no-ops": "reshape", "share-equal": "tanh_1"}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     if name in names:
-        return next(by_name[each] for each in by_name if each.startswith((names[name], "view")))
+        return next(by_name[name] for name in by_name if name.startswith((names[name], "view")))
     return next(node for node in by_name.values() if node.op == "call_module" and node.target == "b")
 
 
@@ -199,9 +199,9 @@ def test_overridden_and_nested_states() -> None:
     switch(_exit_autocast, outer)
     graph.output(tuple(nodes))
     graph_module = fx.GraphModule(nn.Module(), graph)
-    equal = [[find_mode_problem(graph_module, (one, other)) is None for other in nodes] for one in nodes]
+    equal = [[find_mode_problem(graph_module, (first, second)) is None for second in nodes] for first in nodes]
     states = "ABACDCA"  # without gradients, with, without; then in one region, in two, in one, in none
-    assert equal == [[one == other for other in states] for one in states]
+    assert equal == [[first == second for second in states] for first in states]
 
 
 def test_states_of_two_devices_are_independent() -> None:
