@@ -203,7 +203,7 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     names = list(inspect.signature(model.forward).parameters)
     if not all(isinstance(value, torch.Tensor) for value in tensors) or len(tensors) > len(names):
         raise ConfigError(
-            "the inputs are neither tensors by name nor a tuple of tensors, one per argument at most",
+            "the inputs are neither tensors by name nor a tuple of tensors that fits the arguments",
             location="inputs",
             hint=f"Pass the inputs of {type(model).__name__}: {', '.join(names)}.",
         )

@@ -13,22 +13,22 @@ from optexport.errors import TraceError
 from optexport.transformations.analysis import effects
 
 
-def check_deterministic(graph_module: fx.GraphModule, names: Collection[str], kept: Collection[str]) -> None:
+def check_deterministic(graph_module: fx.GraphModule, names: Collection[str], checked: Collection[str]) -> None:
     """Checks that no output of a graph depends on random numbers.
 
     Running a model twice does not show this reliably: rare or nearly constant random numbers give the same result.
 
     Args:
         names: The names of all outputs, in the order of the graph.
-        kept: The names of the outputs to check.
+        checked: The names of the outputs to check.
 
     Raises:
         TraceError: An output does.
     """
     returned = graph_module.graph.output_node().all_input_nodes
     outputs = dict(zip(names, returned, strict=True)) if len(names) == len(returned) else {}
-    checked = [node for name, node in outputs.items() if name in kept] or returned
-    for node in _dependencies(graph_module, checked):
+    nodes = [node for name, node in outputs.items() if name in checked] or returned
+    for node in _dependencies(graph_module, nodes):
         if effects.draws(graph_module, node):
             line = re.findall(r'File ".*?([^/\\"<]+)", line (\d+).*\n\s*(.+)', node.stack_trace or "")
             location = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""

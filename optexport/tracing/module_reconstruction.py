@@ -58,7 +58,7 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
         module = program.module(check_guards=False)
     except SyntaxError as error:  # torch.export accepts a module named like a keyword and writes it unquoted
         raise TraceError(
-            "the name of one of its modules cannot stand in the code of a graph",
+            "a module has a name that cannot be part of Python code",
             location=(error.text or "").strip() or None,
             hint="Rename modules and parameters that are named like Python keywords, and export again.",
         ) from error

@@ -89,7 +89,7 @@ _PATCHES = [
     (masking_utils, "_ignore_bidirectional_mask_sdpa", patches_functions.omit_empty_mask),
     (exporter_dynamo, "_reshaped_vision_attention_forward", patches_functions.apply_head_norms),
     # The exporter computes missing inputs from others; here all inputs are present or constant.
-    (_utils, "precompute_export_inputs", lambda _: lambda *given: None),
+    (_utils, "precompute_export_inputs", lambda _: lambda *_: None),
 ]
 
 

@@ -260,8 +260,8 @@ def check(name: str, options: Mapping[str, Any], location: str) -> None:
 def _check_option(rule: str, option: str, value: Any, location: str) -> None:
     allowed = RULES[rule].options
     if option not in allowed:
-        known = [*allowed, *difflib.get_close_matches(option, SHARED_OPTIONS)]
-        hint = did_you_mean(option, known) if known else f"{rule} has no options."
+        candidates = [*allowed, *difflib.get_close_matches(option, SHARED_OPTIONS)]
+        hint = did_you_mean(option, candidates) if candidates else f"{rule} has no options."
         raise ConfigError(f"{rule} has no option of this name", location=location, hint=hint)
     expected = allowed[option]
     if type(value) is not expected.type or (type(value) is tuple and not all(type(v) is str for v in value)):

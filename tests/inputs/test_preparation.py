@@ -255,3 +255,43 @@ def test_invalid_axes_are_refused(declared: dict[str, Any], maker: Maker) -> Non
 def test_only_models_of_transformers_need_no_inputs(maker: Maker) -> None:
     assert set(maker().example) == {"input_ids", "attention_mask"}
     assert "the config does not describe the model's inputs" in maker.refusal(Rows())
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"data": "rows.npz", "dynamic": {"batch": [4, 8]}},
+            "inputs.dynamic.batch: x is outside the declared range (found 3, expected 4 to 8)",
+        ),
+        (
+            {"data": "rows.npz", "axes": {"y": ["rows"]}},
+            "inputs.axes.y: wrong number of axis names (found 1, expected 2)",
+        ),
+        (
+            {
+                "data": "rows.npz",
+                "axes": {"x": ["batch", "width"], "y": ["batch", "width"]},
+                "dynamic": {"width": [1, 9]},
+            },
+            "inputs.dynamic.width: the sizes of two inputs differ (5 in y, 4 in x)",
+        ),
+        (
+            {"tensors": {"x": {"shape": [2], "dtype": "uint8", "low": 0, "high": 257}}},
+            "inputs.tensors.x: uint8 cannot represent numbers from 0 to 257",
+        ),
+        (
+            {"tensors": {"x": {"shape": [2], "dtype": "int64", "low": 0.2, "high": 0.8}}},
+            "inputs.tensors.x.high: high is not above low (found 0.8, expected more than 0.2)",
+        ),
+    ],
+    ids=["range", "axes", "sizes", "dtype", "bounds"],
+)
+def test_inputs_that_do_not_fit_are_refused_with_numbers(table: dict[str, Any], message: str, maker: Maker) -> None:
+    np.savez(maker.folder / "rows.npz", x=np.ones((3, 4), "float32"), y=np.ones((3, 5), "float32"))
+    assert maker.refusal(Rows(), **table).startswith(message)
+
+
+def test_largest_numbers_of_a_dtype_are_accepted(maker: Maker) -> None:
+    spec = {"shape": ["batch", 400], "dtype": "uint8", "low": 254, "high": 256}
+    assert maker(Rows(), tensors={"x": spec}).example["x"].unique().tolist() == [254, 255]

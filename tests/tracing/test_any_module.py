@@ -364,5 +364,5 @@ def test_dataclass_created_in_every_call_is_refused() -> None:
     def returned(m: Any, x: torch.Tensor) -> Any:
         return make_dataclass("Anew", ["y"])(x * 2)
 
-    with pytest.raises(TraceError, match="torch.export could not trace it"):
+    with pytest.raises(TraceError, match="torch.export could not trace the model"):
         trace(Program(returned).eval(), X(2))

@@ -139,7 +139,7 @@ def test_size_that_cannot_be_dynamic_is_fixed_unless_declared() -> None:
     assert traced.signature.inputs[0].shape == ("batch", 8)
     (fixed,) = traced.fixed
     assert fixed.startswith(
-        "x[1] = 8; if that were dynamic, torch.export could not trace it, and stopped at test_dimensions.py"
+        "x[1] = 8; if that were dynamic, torch.export could not trace the model, and stopped at test_dimensions.py"
     )
-    with pytest.raises(TraceError, match=r"could not trace it, and stopped at test_dimensions\.py"):
+    with pytest.raises(TraceError, match=r"could not trace the model, and stopped at test_dimensions\.py"):
         trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})

@@ -116,7 +116,7 @@ class _Off(contextlib.nullcontext):  # type: ignore[type-arg]
 
     def __init__(self, *_: Any) -> None:
         super().__init__(self)
-        self.asked = set[str]()
+        self.used_buffers = set[str]()
 
     def note(self, program: Any) -> None:
         """Does nothing."""
@@ -184,7 +184,7 @@ def _watch_numbers(note: Note) -> Manager:
         values = args[:1] if name in scalar_tensors._READING else []
         if name in scalar_tensors._OF_SIZES:
             values = torch.utils._pytree.tree_leaves((args, kwargs))
-        if any(isinstance(value, torch.Tensor) and self._known_value(value) is not None for value in values):
+        if any(isinstance(value, torch.Tensor) and self._find_value(value) is not None for value in values):
             note()
         return function(self, func, types, args, kwargs)
 
@@ -205,14 +205,14 @@ def _watch_experts(note: Note) -> Manager:
 
 
 def _watch_ones(note: Note) -> Manager:
-    function = trace.SizeOneRecorder.note
+    function = trace.SizeOneRecorder.store
 
     def watched(self: Any, program: Any) -> None:
         if self._symbols:
             note()
         function(self, program)
 
-    return patch.object(trace.SizeOneRecorder, "note", watched)
+    return patch.object(trace.SizeOneRecorder, "store", watched)
 
 
 def _watch_swallowed(note: Note) -> Manager:

@@ -72,12 +72,12 @@ def _trace_with_values(
     changing: frozenset[str] = frozenset()
     while True:
         inputs = {name: tensor for name, tensor in example.items() if name not in constants}
-        bound = fix_inputs(model, list(example), constants)
+        fixed_model = fix_inputs(model, list(example), constants)
         free = None if axes is None else dict.fromkeys(inputs, axes)
         values = KnownValues({as_argument(n): v for n, v in inputs.items() if _may_be_constant(n, v)}, changing)
         try:
-            with values.of(bound):
-                result = trace(bound, inputs, free, "" if free is None else reason)
+            with values.track(fixed_model):
+                result = trace(fixed_model, inputs, free, "" if free is None else reason)
             if values.changing == changing:
                 return result, constants, tuple(notes)
             changing = values.changing  # the values read from these buffers were valid for one call only
@@ -100,7 +100,7 @@ def _may_be_constant(name: str, tensor: torch.Tensor) -> bool:
 
 def _value_error(names: Sequence[str], example: Batch, line: str | None) -> TraceError:
     return TraceError(
-        f"the model reads the values{f' at {line}' if line else ''}, which a graph does not know",
+        f"the model reads the values of these inputs{f' at {line}' if line else ''}, which a graph does not know",
         location=f"inputs: {' and '.join(names)}",
         hint="If they are the same in every call, make them constants: [inputs.constants] "
         + ", ".join(_format(name, example) for name in names),

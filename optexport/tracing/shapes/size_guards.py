@@ -41,8 +41,8 @@ def narrow_ranges(
         traced: The traced size of each dimension.
     """
     narrowed = dict(dims)
-    for expression, in_doubt, free in _assumptions(program, names, dims):
-        if in_doubt is is_broken and len(free) == 1:
+    for expression, is_false, free in _assumptions(program, names, dims):
+        if is_false is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
                 continue  # torch.export never traces a dynamic size of 1, so this does not limit the range
@@ -90,8 +90,8 @@ def find_fixed_dims(
         traced: The traced size of each dimension.
     """
     equations: dict[str, str] = {}
-    for expression, in_doubt, free in _assumptions(program, names, dims):
-        if in_doubt is not is_broken or not isinstance(expression, sympy.Equality):
+    for expression, is_false, free in _assumptions(program, names, dims):
+        if is_false is not is_broken or not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
         larger = [
@@ -134,9 +134,9 @@ def find_suspect_sizes(
         names: The dimension of each symbol of the program.
         traced: The traced size of each dimension.
     """
-    doubts: list[SuspectSize] = []
+    suspects: list[SuspectSize] = []
     for expression, is_false, free in _assumptions(program, names, dims):
-        earlier = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
+        earlier = ({name: sizes[name] for name in free} for suspect in suspects for sizes in suspect.sizes)
         # Models run at sizes near the traced ones more often than at the smallest sizes.
         near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
         searches = [itertools.chain(near, earlier, candidates(expression, list(free), dims, traced))]
@@ -151,20 +151,20 @@ def find_suspect_sizes(
             )
         ]
         if suspect_sizes:
-            doubts.append(
+            suspects.append(
                 SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, _is_exclusion(expression))
             )
-    return doubts
+    return suspects
 
 
-def list_suspect_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
+def list_suspect_sizes(suspects: Iterable[SuspectSize]) -> list[dict[str, int]]:
     """Returns the suspect sizes, each with only the dimensions in its expression."""
-    names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
-    return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
+    names = [(suspect, {str(symbol) for symbol in suspect.expression.free_symbols}) for suspect in suspects]
+    return [{name: sizes[name] for name in sizes if name in own} for suspect, own in names for sizes in suspect.sizes]
 
 
 def drop_assertions(
-    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[SuspectSize]
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], suspects: Collection[SuspectSize]
 ) -> None:
     """Removes assertions, in place; the parity check must cover the sizes that break them.
 
@@ -172,7 +172,7 @@ def drop_assertions(
         names: The dimension of each symbol of the program.
     """
     _, renamed = renaming(program, names, dims)
-    conditions = {doubt.expression for doubt in doubts}
+    conditions = {suspect.expression for suspect in suspects}
     if conditions:
         _drop(program, lambda expression: expression.xreplace(renamed) in conditions)
 
@@ -189,8 +189,8 @@ def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) 
     shapes = _shapes(graph_module.graph)  # the program's placeholders begin with its parameters
     renamed = {
         before.node.expr: after.node.expr
-        for one, other in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
-        for before, after in zip(one, other, strict=True)
+        for old_shape, new_shape in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
+        for before, after in zip(old_shape, new_shape, strict=True)
         if isinstance(before, torch.SymInt) and isinstance(after, torch.SymInt)
     }
     own_conditions = {value.node.expr.xreplace(renamed) for value in own}
@@ -319,4 +319,4 @@ def _neighbours(free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, i
     for name, step in itertools.product(free, (1, -1)):
         size = traced[name] + step
         if dims[name].min <= size <= (dims[name].max or size):
-            yield {**{other: traced[other] for other in free}, name: size}
+            yield {**{dim_name: traced[dim_name] for dim_name in free}, name: size}

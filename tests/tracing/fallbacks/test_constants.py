@@ -95,7 +95,9 @@ def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
 
 @pytest.mark.slow
 def test_declared_sizes_error_explains_how_to_fix_the_input():
-    with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_constants.py") as error:
+    with pytest.raises(
+        TraceError, match=r"inputs: grid: the model reads the values of these inputs at test_constants.py"
+    ) as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
 
@@ -259,7 +261,7 @@ class DrawnInPython(nn.Module):
     ],
 )
 def test_values_that_depend_on_variable_inputs_are_refused(model, example):
-    with pytest.raises(TraceError, match="could not trace it"):
+    with pytest.raises(TraceError, match="could not trace the model"):
         trace.trace(model, example)
 
 
@@ -313,6 +315,6 @@ class Interrupted(nn.Module):
 def test_interrupted_call_leaves_no_mode_active() -> None:
     model = Interrupted()
     before = torch._C._len_torch_function_stack()
-    with pytest.raises(KeyboardInterrupt), KnownValues({}).of(model):
+    with pytest.raises(KeyboardInterrupt), KnownValues({}).track(model):
         torch.export.export(model, (), {"x": torch.randn(3, 2)}, strict=False)
     assert torch._C._len_torch_function_stack() == before
