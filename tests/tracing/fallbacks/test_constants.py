@@ -209,6 +209,24 @@ WRITES = [
 ]
 
 
+class Flags(nn.Module):
+    """Reads numbers after an operator whose name does not say that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags = nn.Buffer(torch.tensor([3, 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flags = self.flags.clone()
+        flags &= x.long().sum()
+        return x * 2 if flags[0] > 0 else x
+
+
+def test_numbers_of_an_earlier_version_are_not_constants() -> None:
+    with pytest.raises(TraceError, match="could not trace the model"):
+        trace.trace(Flags(), {"x": torch.randn(4, 3)})
+
+
 class Counting(nn.Module):
     """Takes another branch from the eleventh call on."""
 

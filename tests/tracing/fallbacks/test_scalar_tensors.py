@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from optexport.errors import TraceError
 from optexport.tracing.trace import trace
+from tests._helpers.graphs import Program
 
 
 class Chunks(nn.Module):
@@ -128,3 +132,26 @@ class Later(nn.Module):
 def test_number_changed_after_it_was_read_is_not_a_constant() -> None:
     with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: x = x \* 2 if self\.count"):
         trace(Later(), {"x": torch.randn(3, 4)})
+
+
+def _write_through_an_alias(count: torch.Tensor) -> None:
+    count.detach().add_(1)
+
+
+def _write_an_element(count: torch.Tensor) -> None:
+    count[...] = 3
+
+
+@pytest.mark.parametrize("write", [_write_through_an_alias, _write_an_element, lambda count: count.add_(1)])
+def test_number_that_was_overwritten_is_read_again(write: Callable[[torch.Tensor], object]) -> None:
+    """The stored value belongs to a version of the tensor, which a write through an alias changes too."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        count = torch.div(x.shape[1], 2, rounding_mode="trunc")
+        write(count)
+        return x[:, : count.item()]
+
+    model = Program(forward).eval()
+    traced = trace(model, {"x": torch.randn(3, 8)})
+    x = torch.randn(2, 14)
+    assert torch.equal(traced.graph_module(x), model(x))

@@ -18,7 +18,7 @@ from optexport import export
 from optexport.errors import ParityError, TraceError
 from optexport.parity import cases
 from optexport.signature.signature import Dim
-from optexport.tracing.shapes import path_probe, size_conditions
+from optexport.tracing.shapes import path_probe, size_conditions, size_guards
 from optexport.tracing.trace import trace
 from tests._helpers.exports import quick, run
 from tests._helpers.graphs import Program
@@ -208,6 +208,36 @@ def test_undeclared_range_ends_at_another_branch(traced_at: int, ends: tuple[int
     traced = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
     (length,) = (dim for name, dim in traced.signature.dims.items() if name != "batch")
     assert (length.min, length.max) == ends
+
+
+def test_bisection_finds_the_exact_end_of_a_range() -> None:
+    for end in range(1, 40):
+        assert size_guards._bisect(sympy.Le(ROWS, end), ROWS, 1, 40) == end
+        assert size_guards._bisect(sympy.Gt(ROWS, end), ROWS, 41, 1) == max(end + 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("condition", "dim", "traced", "ends"),
+    [
+        (ROWS <= 5000, Dim("rows", 2), 20, (2, 5000)),
+        (ROWS * 7 > 35_003, Dim("rows", 2), 6000, (5001, None)),
+        (ROWS <= 3, Dim("rows", 2), 2, (2, 3)),
+        (ROWS <= 2, Dim("rows", 2), 2, (2, None)),  # a single size is no range
+        (ROWS >= 9, Dim("rows", 1, 9), 9, (1, 9)),
+        (sympy.Eq(PythonMod(ROWS, 8), 0), Dim("rows", 2), 16, (2, None)),  # larger sizes are valid again
+    ],
+    ids=str,
+)
+def test_range_is_narrowed_to_connected_sizes(
+    condition: Any, dim: Dim, traced: int, ends: tuple[int, int | None]
+) -> None:
+    assert size_guards._narrow(dim, condition, ROWS, traced) == Dim("rows", *ends)
+
+
+@pytest.mark.parametrize(("traced", "sizes"), [(3, [4, 2]), (4, [3]), (2, [3])])
+def test_neighbours_of_a_size_are_in_its_range(traced: int, sizes: list[int]) -> None:
+    neighbours = size_guards._neighbours(["rows"], {"rows": Dim("rows", 2, 4)}, {"rows": traced})
+    assert list(neighbours) == [{"rows": size} for size in sizes]
 
 
 @pytest.mark.slow
