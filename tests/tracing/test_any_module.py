@@ -283,7 +283,7 @@ ALWAYS = (
 KINDS = [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.nightly) for kind in TABLE]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_module_is_right_at_untraced_sizes(kind: str, tmp_path: Path) -> None:
     make, make_inputs, inputs, outputs, constants = TABLE[kind]

@@ -144,7 +144,7 @@ def test_attention_with_and_without_a_mask_that_is_added() -> None:
     added = torch.zeros(3, 3).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
     _, report = _cast(by_export(X, body(added), **layers), X)
     assert len(report.changes) == 3
-    assert "its mask is added" in report.near_misses[0].reason
+    assert "the mask is added" in report.near_misses[0].reason
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_layer_with_weights_that_overflow_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4))
     with torch.no_grad():
         graph_module.get_submodule("a").weight[0, 0] = 1e5
-    check_refused(CastPrecision(), graph_module, X, "a: its weights are too large for float16")
+    check_refused(CastPrecision(), graph_module, X, "a: the weights are too large for float16")
     assert run(CastPrecision(dtype="bfloat16"), sharing(graph_module))[1].changes
 
 
@@ -262,7 +262,7 @@ def test_an_embedding_that_renormalises_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.a(x), a=nn.Embedding(5, 4, max_norm=1.0))
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
-    check_refused(CastPrecision(), graph_module, None, "a: it renormalizes its weight")
+    check_refused(CastPrecision(), graph_module, None, "a: the layer renormalizes its weight")
 
 
 def test_a_hook_and_a_parametrization_are_skipped() -> None:
@@ -270,7 +270,7 @@ def test_a_hook_and_a_parametrization_are_skipped() -> None:
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
     graph_module.get_submodule("a").register_forward_hook(lambda module, args, result: result * 2)
-    check_refused(CastPrecision(), graph_module, None, "a: it has hooks")
+    check_refused(CastPrecision(), graph_module, None, "a: the module has hooks")
 
 
 @pytest.mark.slow

@@ -201,14 +201,14 @@ def test_a_call_with_several_arguments_is_skipped() -> None:
     layers = {"norm": nn.BatchNorm2d(4), "up": nn.ConvTranspose2d(4, 4, 1)}
     check_refused(FuseBatchNorm(), by_fx(body, **layers), _x(2))
     after = by_fx(lambda m, x: m.norm(m.up(x, output_size=[6, 5])), **layers)
-    check_refused(FuseBatchNorm(), after, _x(2), "up: it is not called with a single tensor")
+    check_refused(FuseBatchNorm(), after, _x(2), "up: the module is not called with a single tensor")
 
 
 def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
     layer = nn.Linear(120, 5)
     layer.in_features = 60
     graph_module = by_fx(lambda m, x: m.layer(torch.flatten(m.norm(x), 1)), layer=layer, norm=nn.BatchNorm2d(4))
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of its weight does not fit its sizes")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of the weight does not fit the sizes of the module")
 
 
 @pytest.mark.sample(1)

@@ -81,7 +81,7 @@ def test_input_with_sizes_is_constant_and_text_stays_dynamic():
 
 def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
     model = Grids().eval()
-    result = optexport.export(model, _grids(), tmp_path / "bundle")
+    result = optexport.export(model, _grids(), tmp_path / "bundle", formats=("torchscript",), effort="quick")
     assert result.manifest.constants == {"grid": GRID.tolist()}
     bundle = optexport.Bundle.load(tmp_path / "bundle")
     pixels, text = torch.randn(14, 4), torch.randn(5, 4)

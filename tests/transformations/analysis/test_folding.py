@@ -89,7 +89,7 @@ def test_rule_applies_in_each_program(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
 def test_weight_or_bias_that_is_not_a_parameter_is_skipped(rule: Rule, name: str, buffer: bool) -> None:
     graph_module, x = _graph(rule, lambda own: _instead(own, name, getattr(own, name).detach(), buffer=buffer))
-    check_refused(rule, graph_module, x, "its weight or bias is not a parameter")
+    check_refused(rule, graph_module, x, "the weight or bias is not a parameter")
 
 
 def _pruned(layer: Any) -> None:
@@ -101,7 +101,9 @@ def _pruned(layer: Any) -> None:
 def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, _pruned)
     runs = not isinstance(rule, FuseBatchNorm)
-    check_refused(rule, graph_module, x if runs else None, "the shape of its weight does not fit its sizes")
+    check_refused(
+        rule, graph_module, x if runs else None, "the shape of the weight does not fit the sizes of the module"
+    )
 
 
 @pytest.mark.sample(4)
@@ -109,7 +111,7 @@ def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
 def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, lambda own: setattr(own, "bias", nn.Parameter(own.bias.detach()[:1])))
     runs = not isinstance(_PLACES[rule][0](), nn.Conv2d)
-    check_refused(rule, graph_module, x if runs else None, "the shape of its bias does not fit its sizes")
+    check_refused(rule, graph_module, x if runs else None, "the shape of the bias does not fit the sizes of the module")
 
 
 @pytest.mark.sample(4)
@@ -122,7 +124,7 @@ def test_weights_without_numbers_are_skipped(rule: Rule) -> None:
         meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(part) for name, part in parts.items()})
     changed, report = run(rule, graph_of(meta.eval()))
     assert str(changed.graph) == text
-    assert "its weights are on the meta device" in report.near_misses[0].reason
+    assert "the weights are on the meta device" in report.near_misses[0].reason
 
 
 def _copy(module: Any) -> nn.Module:
@@ -138,14 +140,14 @@ def _whole(layer: Any) -> None:
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
 def test_integer_weights_are_skipped(rule: Rule) -> None:
-    check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights are not real floating-point numbers")
+    check_refused(rule, _graph(rule, _whole)[0], X.long(), "the weights are not real floating-point numbers")
 
 
 def test_complex_weights_are_skipped() -> None:
     layer = nn.Linear(4, 4, dtype=torch.complex64)
     for rule in (FuseBias(), FoldScale()):
         graph_module = graph_of(Program(_PLACES[rule][2], layer=layer).eval())
-        check_refused(rule, graph_module, X.to(torch.complex64), "its weights are not real floating-point numbers")
+        check_refused(rule, graph_module, X.to(torch.complex64), "the weights are not real floating-point numbers")
 
 
 def _holding_more(module: Any) -> None:
@@ -177,12 +179,12 @@ def _tagged(module: Any) -> None:
 
 
 _MORE = {
-    _holding_more: "its tensor more does not belong to",
-    _holding_more_that_is_not_saved: "its tensor more does not belong to",
-    _learning_more: "its tensor more does not belong to",
-    _saving_more: "it has hooks on its state_dict",
-    _saving_more_before: "it has hooks on its state_dict",
-    _tagged: "its weight is a _Tagged, a subclass of Parameter",
+    _holding_more: "the tensor more does not belong to",
+    _holding_more_that_is_not_saved: "the tensor more does not belong to",
+    _learning_more: "the tensor more does not belong to",
+    _saving_more: "the module has hooks on its state_dict",
+    _saving_more_before: "the module has hooks on its state_dict",
+    _tagged: "the weight is a _Tagged, a subclass of Parameter",
 }
 
 
@@ -209,7 +211,7 @@ def test_a_dropout_with_additional_tensors_is_skipped() -> None:
     dropout = nn.Dropout()
     _holding_more(dropout)
     graph_module = graph_of(Program(lambda m, x: m.drop(x) + 1, drop=dropout).eval())
-    check_refused(RemoveNoOps(), graph_module, X, "drop: its tensor more does not belong to Dropout")
+    check_refused(RemoveNoOps(), graph_module, X, "drop: the tensor more does not belong to Dropout")
 
 
 def test_layer_norm_keeps_everything_except_gain_and_shift() -> None:
@@ -242,7 +244,7 @@ def test_trained_and_frozen_tensors_are_not_combined(case: str, frozen: str) -> 
     assert len(run(rule, sharing(applied))[1].changes) == 1
     getattr(program, frozen).requires_grad_(False)
     graph_module = symbolic_trace(program, example_inputs={"x": x})
-    check_refused(rule, graph_module, x, "they differ in requires_grad")
+    check_refused(rule, graph_module, x, "the tensors differ in requires_grad")
 
 
 @pytest.mark.sample(1)
@@ -281,14 +283,14 @@ def test_weight_keeps_its_stride_along_an_axis_of_one_element() -> None:
 @pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
 def test_weight_with_strides_that_cannot_be_kept_is_skipped(rule: Rule, weight: torch.Tensor) -> None:
     graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
-    check_refused(rule, graph_module, x, "the strides of its weight have gaps or overlap")
+    check_refused(rule, graph_module, x, "the strides of the weight have gaps or overlap")
 
 
 def test_a_weight_with_gaps_in_memory_is_not_cast() -> None:
     program = Program(lambda m, x: m.layer(x), layer=_linear()).eval()
     program.layer.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     graph_module = symbolic_trace(program, example_inputs={"x": X})
-    check_refused(CastPrecision(), graph_module, X, "layer: the strides of its weight have gaps or overlap")
+    check_refused(CastPrecision(), graph_module, X, "layer: the strides of the weight have gaps or overlap")
 
 
 # Weights whose sums of products, or products, overflow.
@@ -329,12 +331,12 @@ def _extreme(rule: Rule, dtype: torch.dtype, change: Callable[[Any], None]) -> G
 
 @pytest.mark.parametrize("case", _GREAT)
 def test_weights_that_would_overflow_are_skipped(case: str) -> None:
-    check_refused(_GREAT[case][0], _extreme(*_GREAT[case]), None, "its weights would overflow or become subnormal")
+    check_refused(_GREAT[case][0], _extreme(*_GREAT[case]), None, "the weights would overflow or become subnormal")
 
 
 @pytest.mark.parametrize("case", _SMALL)
 def test_weights_that_would_become_subnormal_are_skipped(case: str) -> None:
-    check_refused(_SMALL[case][0], _extreme(*_SMALL[case]), None, "its weights would overflow or become subnormal")
+    check_refused(_SMALL[case][0], _extreme(*_SMALL[case]), None, "the weights would overflow or become subnormal")
 
 
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)

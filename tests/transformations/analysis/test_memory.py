@@ -81,7 +81,7 @@ def test_weight_changed_under_another_name_stays(trace: str) -> None:
     model, alias = randomise(Program(body, one=nn.Linear(4, 4), two=nn.Linear(4, 4))), nn.Module()
     alias.register_buffer("w", model.one.weight.data)
     model.alias = alias
-    assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: its weight is changed in place by mul_"]
+    assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: the weight is changed in place by mul_"]
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_statistic_changed_under_another_name_stays() -> None:
     alias.register_buffer("w", model.norm.running_mean.data)
     model.alias = alias
     (reason,) = _reasons(FuseBatchNorm2dInConv2d(), graph_of(model))
-    assert reason == "norm: its running_mean is changed in place by mul_"
+    assert reason == "norm: the running_mean is changed in place by mul_"
 
 
 def test_a_nested_layer_changes_its_own_state() -> None:

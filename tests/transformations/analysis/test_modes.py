@@ -119,7 +119,7 @@ def test_no_work_is_moved_into_or_out_of_autocast(name: str) -> None:
     rule, graph_module, x = _graph(name)
     inner = _inner(graph_module, name)
     _around(graph_module, inner, inner)
-    reason = "it is called under autocast" if name in FOLDING else APART
+    reason = "the module is called under autocast" if name in FOLDING else APART
     check_refused(rule, graph_module, x, reason)
 
 
@@ -129,7 +129,7 @@ def test_a_layer_under_autocast_keeps_its_weights(name: str) -> None:
     rule, graph_module, x = _graph(name)
     first = next(node for node in graph_module.graph.nodes if node.op not in ("placeholder", "get_attr"))
     _around(graph_module, first, graph_module.graph.output_node().prev)
-    check_refused(rule, graph_module, x, "it is called under autocast")
+    check_refused(rule, graph_module, x, "the module is called under autocast")
 
 
 def test_linears_are_merged_within_and_around_a_region() -> None:
