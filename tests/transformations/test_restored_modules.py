@@ -110,9 +110,9 @@ def test_undo_restores_linears_with_two_inputs() -> None:
 
 
 def test_a_merge_keeps_no_second_copy_of_the_weights() -> None:
+    gc.freeze()  # so that a collection visits only what is new
     graph_module = _graph(_tagged)
     before = [weakref.ref(parameter) for parameter in graph_module.parameters()]
-    gc.freeze()  # so that a collection visits only what is new
     MergeLinears()(graph_module)
     merged = [weakref.ref(parameter) for parameter in graph_module.parameters()]
     gc.collect()
