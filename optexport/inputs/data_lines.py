@@ -65,7 +65,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
         raise ConfigError(
             "the lines are not objects with the same keys"
             if odd is None
-            else "the keys differ from those of other lines",
+            else "the keys differ from the keys of other lines",
             location=location if odd is None else f"{location}, line {odd}",
             hint='Write {"text": ...} or {"input_ids": [...]}.',
         )

@@ -65,7 +65,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Give .safetensors, .npz, or .jsonl."),
     "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: the model has no tokenizer"),
     "images without a processor": (config(inputs='images = ["halves.py"]'), 2, "inputs.images"),
-    "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "the keys differ from those of other lines"),
+    "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "the keys differ from the keys of other lines"),
     "plugin that is nowhere": (
         config(more='transformations = [{ use = "python:nowhere:Mine" }]'),
         2,
