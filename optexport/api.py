@@ -234,7 +234,7 @@ def symbolic_trace(
     if example is None:
         if isinstance(model, fx.GraphModule):
             return copy_graph_module(model)
-        if not transformers_exporter.holds_transformers(model):
+        if not transformers_exporter.has_transformers_model(model):
             return _symbolic_trace_module(model, input_names or ())
         example = dummy_inputs(model, input_names)
     elif input_names is not None:

@@ -275,9 +275,9 @@ def _check_flags(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert new_values <= {tensor[kind] for tensor in tensors.values()}, f"no tensor may have a new {kind}"
 
 
-def _assert_equal(got: dict[str, Any], want: dict[str, Any], what: str) -> None:
-    for part, value in want.items():
-        assert got[part] == value, f"{what}: {part} differs"
+def _assert_equal(actual: dict[str, Any], expected: dict[str, Any], label: str) -> None:
+    for part, value in expected.items():
+        assert actual[part] == value, f"{label}: {part} differs"
 
 
 def _class(module: nn.Module) -> type[nn.Module]:

@@ -168,10 +168,10 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
     text = f"{rule.name} is to blame, which changed {shown or 'no node that it says of'}"
     text += f" (its change {which} of {len(changes)})" if which is not None else ""
     if rule.transformation.preserves_computation:
-        return f"{text}. {rule.leaving_it_out[0].upper()}{rule.leaving_it_out[1:]}."
+        return f"{text}. {rule.exclusion_hint[0].upper()}{rule.exclusion_hint[1:]}."
     return (
         f"{text}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates "
-        f"of parity.metrics, to what the task allows, or {rule.leaving_it_out}."
+        f"of parity.metrics, to what the task allows, or {rule.exclusion_hint}."
     )
 
 

@@ -16,7 +16,7 @@ from optexport.exporters import exported_program
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
 from optexport.signature.signature import Batch, Signature
-from optexport.tracing.shapes.path_probe import drop_unfounded
+from optexport.tracing.shapes.path_probe import drop_needless_assertions
 from optexport.transformations.apply import Applied
 
 
@@ -53,7 +53,7 @@ class FlatGraph:
             ExportError: ``torch.export`` refuses the graph.
         """
         program = exported_program.to_program(self.flat, self.signature, self.example)
-        drop_unfounded(program, self.flat, self.signature, self.example)
+        drop_needless_assertions(program, self.flat, self.signature, self.example)
         return program if self.device == "cpu" else placement.move_program(program, self.device)
 
     def metadata(self, passes: Sequence[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
 from optexport.runtime.runners import Run
-from optexport.signature.positions import most_tokens
+from optexport.signature.positions import find_token_limit
 from optexport.transformations import Transformation
 
 _UNLIMITED = 1 << 30
@@ -174,7 +174,7 @@ def _compare(
     limit = manifests["decoder"].parity.bounds["logits"].limit
     checked = []
     for case in tokens.cases(prompts):
-        room = (most_tokens(model.config, decoder=True) or _UNLIMITED) - _length(case[1], model)
+        room = (find_token_limit(model.config, decoder=True) or _UNLIMITED) - _length(case[1], model)
         checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, room))))
     compared = []
     for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
@@ -245,7 +245,7 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
                     location=f"prompts[{index}]",
                 )
             runtime.check_left_padded(prompt, f"prompts[{index}]")
-        most = most_tokens(config, decoder=True)
+        most = find_token_limit(config, decoder=True)
         if most is not None and _length(prompt, model) + STEPS > most:
             raise ConfigError(
                 f"it is {_length(prompt, model)} tokens long, and the model has positions for {most}",

@@ -11,7 +11,7 @@ from optexport.config.tasks import AUTO_CLASSES, SENTENCES, SPEECH
 from optexport.loading import preprocessors, sentence_embedding
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import get_processing
-from optexport.signature.positions import most_tokens
+from optexport.signature.positions import find_token_limit
 from optexport.signature.signature import Signature
 
 # Suffixes of class names, by task; a model without a head returns features.
@@ -32,7 +32,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     has_encoder = getattr(config, "is_encoder_decoder", False)  # its tokens are decoded by generation instead
     classes = get_processing(loaded.model).classes
     saved = preprocessors.save(
-        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not has_encoder
+        loaded.pretrained, inputs, folder, find_token_limit(config), gives_tokens=task == SPEECH and not has_encoder
     )
     return ApplicationRecord(
         task=task,

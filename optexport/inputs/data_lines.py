@@ -26,14 +26,14 @@ def read_lines(text: str, location: str) -> dict[int, Any]:
             try:
                 records[number] = json.loads(line)
             except json.JSONDecodeError as error:
-                told = f"it cannot be read: line {number} is no JSON: {error.msg} at column {error.colno}"
-                raise ConfigError(told, location=location) from error
+                message = f"line {number} is not JSON: {error.msg} at column {error.colno}"
+                raise ConfigError(message, location=location) from error
             except (ValueError, RecursionError) as error:  # numbers with too many digits, too deep nesting
-                raise ConfigError(f"it cannot be read: line {number}: {error}", location=location) from error
+                raise ConfigError(f"line {number} cannot be read: {error}", location=location) from error
     return records
 
 
-def texts_of(records: Mapping[int, Any], location: str) -> list[str] | None:
+def find_texts(records: Mapping[int, Any], location: str) -> list[str] | None:
     """Returns the texts if all records are ``{"text": ...}``, or otherwise None.
 
     Raises:
@@ -43,7 +43,10 @@ def texts_of(records: Mapping[int, Any], location: str) -> list[str] | None:
         return None
     for number, record in records.items():
         if not isinstance(record["text"], str):
-            raise ConfigError('"text" must be a text', location=f"{location}, line {number}")
+            raise ConfigError(
+                f'"text" must be a string (found {type(record["text"]).__name__})',
+                location=f"{location}, line {number}",
+            )
     return [record["text"] for record in records.values()]
 
 
@@ -60,7 +63,9 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
     odd = next((n for n, record in records.items() if not isinstance(record, dict) or set(record) != keys), None)
     if keys is None or odd is not None:
         raise ConfigError(
-            "its lines must be objects with the same keys",
+            "the lines are not objects with the same keys"
+            if odd is None
+            else "the keys differ from the keys of other lines",
             location=location if odd is None else f"{location}, line {odd}",
             hint='Write {"text": ...} or {"input_ids": [...]}.',
         )
@@ -68,14 +73,15 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
     batch: dict[str, torch.Tensor] = {}
     for name in next(iter(records.values())):
         rows = {
-            number: _tensor(record[name], f'{location}, line {number}, "{name}"') for number, record in records.items()
+            number: _row_tensor(record[name], f'{location}, line {number}, "{name}"')
+            for number, record in records.items()
         }
-        rows = _of_one_dtype(rows, name, location)
+        rows = _promote_rows(rows, name, location)
         first, shape = next((number, row.shape) for number, row in rows.items())
         if name == "input_ids" and not shape:
-            raise ConfigError("it must be a list of token ids", location=f'{location}, line {first}, "{name}"')
-        other = next((number for number, row in rows.items() if row.shape != shape), None)
-        if other is None:
+            raise ConfigError("the value is not a list of token ids", location=f'{location}, line {first}, "{name}"')
+        differing = next((number for number, row in rows.items() if row.shape != shape), None)
+        if differing is None:
             batch[name] = torch.stack(list(rows.values()))
         elif all(row.dim() == 1 for row in rows.values()):
             batch[name] = nn.utils.rnn.pad_sequence(
@@ -83,8 +89,8 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
             )
         else:
             raise ConfigError(
-                f"its shape is {list(rows[other].shape)}, and that of line {first} {list(shape)}",
-                location=f'{location}, line {other}, "{name}"',
+                f"wrong shape (found {list(rows[differing].shape)}, expected {list(shape)} as in line {first})",
+                location=f'{location}, line {differing}, "{name}"',
             )
     if "input_ids" in batch and batch["input_ids"].dim() == 2 and "attention_mask" not in batch:
         lengths = torch.tensor([len(record["input_ids"]) for record in records.values()])
@@ -92,25 +98,27 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
     return batch
 
 
-def _of_one_dtype(rows: Mapping[int, torch.Tensor], name: str, location: str) -> dict[int, torch.Tensor]:
+def _promote_rows(rows: Mapping[int, torch.Tensor], name: str, location: str) -> dict[int, torch.Tensor]:
     """Promotes rows to a common dtype, because padding uses the dtype of the first row."""
     first = next(iter(rows.values())).dtype
     odd = next((number for number, row in rows.items() if (row.dtype == torch.bool) != (first == torch.bool)), None)
     if odd is not None:
-        raise ConfigError(
-            "some lines hold numbers, and some true and false", location=f'{location}, line {odd}, "{name}"'
-        )
+        raise ConfigError("some lines have numbers, others true or false", location=f'{location}, line {odd}, "{name}"')
     dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows.values()))
     return {number: row.to(dtype) for number, row in rows.items()}
 
 
-def _tensor(value: Any, location: str) -> torch.Tensor:
+def _row_tensor(value: Any, location: str) -> torch.Tensor:
     try:
         row = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError("it is neither a number nor lists of numbers, equally long", location=location) from error
+        raise ConfigError(
+            "the value is neither a number nor nested lists of numbers of equal length", location=location
+        ) from error
     if not row.numel():
-        raise ConfigError("it is empty", location=location)
+        raise ConfigError("the list is empty", location=location)
     if row.is_floating_point() and bool((row.isinf() & torch.tensor(value, dtype=torch.float64).isfinite()).any()):
-        raise ConfigError(f"a number is beyond the range of {str(row.dtype).removeprefix('torch.')}", location=location)
+        raise ConfigError(
+            f"a number is outside the range of {str(row.dtype).removeprefix('torch.')}", location=location
+        )
     return row

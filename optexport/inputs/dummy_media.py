@@ -64,9 +64,9 @@ def _channels(config: Any) -> int:
 
 def _sides(config: Any) -> tuple[int, int] | None:
     part = vision(config)
-    for where in (part, config):
+    for source in (part, config):
         for name in ("image_size", "img_size", "crop_size", "input_size", "pretrain_image_size"):
-            size = getattr(where, name, None)
+            size = getattr(source, name, None)
             if isinstance(size, int) and size > 1:
                 return size, size
             if isinstance(size, list | tuple) and len(size) >= 2 and all(isinstance(side, int) for side in size):

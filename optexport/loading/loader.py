@@ -37,7 +37,7 @@ from optexport.loading import (
 )
 from optexport.runtime.untrusted import archives
 from optexport.signature import exported_program
-from optexport.signature.arguments import Arguments, Constant, holding, taking_tensors
+from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.module_reconstruction import unlift
@@ -96,14 +96,14 @@ class Loaded:
         """
         model, converted = self.model, self.converted
         if isinstance(model, torch.jit.ScriptModule):
-            args, kwargs = ((), dict(tensors)) if arguments is None else arguments.filled(as_arguments(tensors))
+            args, kwargs = ((), dict(tensors)) if arguments is None else arguments.fill(as_arguments(tensors))
             converted = torchscript.convert(model, args, kwargs)
         if arguments is None:
             return replace(self, converted=converted)
         return replace(
             self,
-            model=taking_tensors(model, arguments),
-            converted=None if converted is None else taking_tensors(converted, arguments),
+            model=take_flat_tensors(model, arguments),
+            converted=None if converted is None else take_flat_tensors(converted, arguments),
             constants=arguments.constants,
         )
 
@@ -116,8 +116,8 @@ class Loaded:
         """
         return replace(
             self,
-            model=holding(self.model, names, constants),
-            converted=None if self.converted is None else holding(self.converted, names, constants),
+            model=fix_inputs(self.model, names, constants),
+            converted=None if self.converted is None else fix_inputs(self.converted, names, constants),
             constants={**self.constants, **constants},
         )
 

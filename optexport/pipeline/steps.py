@@ -35,10 +35,9 @@ from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
-from optexport.signature.arguments import arguments_of, as_constants
+from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, flatten_outputs
-from optexport.tracing import randomness
-from optexport.tracing.serializable import check_writable
+from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
 from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
@@ -105,7 +104,7 @@ def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric],
         config.inputs, plan.folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
     )
     if loaded.program is None:
-        arguments = arguments_of(loaded.model, list(inputs.example), as_constants(config.inputs.constants))
+        arguments = find_arguments(loaded.model, list(inputs.example), as_constants(config.inputs.constants))
         loaded = loaded.with_example(inputs.example, arguments)
     return Job(
         config,
@@ -163,8 +162,8 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
         set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)
     ]
     complete = traced.signature
-    reduced = complete.keeping(set.intersection(*outputs_by_rule) if outputs_by_rule else ())
-    randomness.check_none(traced.graph_module, complete.output_names, reduced.output_names)
+    reduced = complete.select_outputs(set.intersection(*outputs_by_rule) if outputs_by_rule else ())
+    check_deterministic(traced.graph_module, complete.output_names, reduced.output_names)
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place

@@ -38,13 +38,13 @@ class Arguments:
     spec: pytree.TreeSpec
     constants: Mapping[str, Constant]
 
-    def filled(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns positional and keyword arguments with tensors in their places.
 
         Args:
             tensors: Tensors by the names that `as_argument` returns.
         """
-        leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else _own(leaf) for leaf in self.leaves]
+        leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else _copied(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -54,7 +54,7 @@ class Arguments:
         return [leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)]
 
 
-def _own(constant: Constant | None) -> Constant | None:
+def _copied(constant: Constant | None) -> Constant | None:
     """Returns a copy of a constant, because a model may write to its arguments."""
     if not isinstance(constant, torch.Tensor):
         return constant
@@ -103,9 +103,9 @@ def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor],
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{_title(model)} cannot be called so: {error}",
+            f"{_model_name(model)} cannot be called with these inputs: {error}",
             location="inputs",
-            hint=f"It takes {', '.join(str(p) for p in parameters.values())}.",
+            hint=f"Pass its arguments: {', '.join(str(p) for p in parameters.values())}.",
         ) from error
     return _flattened(bound, parameters)
 
@@ -133,12 +133,14 @@ def _flattened(
                 constants[name] = leaf
         else:
             raise ConfigError(
-                f"it is a {type(leaf).__name__}, which is neither a tensor nor a constant",
+                f"neither a tensor nor a constant (found {type(leaf).__name__})",
                 location=f"inputs: {name}",
-                hint="Give tensors, numbers, texts, or dicts, lists and tuples of them.",
+                hint="Pass tensors, numbers, strings, or dicts, lists and tuples of them.",
             )
     if not tensors:
-        raise ConfigError("they hold no tensor", location="inputs", hint=f"The model takes {', '.join(parameters)}.")
+        raise ConfigError(
+            "the inputs contain no tensor", location="inputs", hint=f"Pass tensors for {', '.join(parameters)}."
+        )
     filled = pytree.tree_unflatten(slots, pytree.tree_structure(named))
     for name, value in bound.arguments.items():
         if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -156,7 +158,8 @@ def as_constants(settings: Mapping[str, Any]) -> dict[str, Constant]:
 
 def unused_argument(name: str, taken: Iterable[str]) -> str:
     """Returns the name, with a number if it is taken, also as a Python argument."""
-    return name if as_argument(name) not in (known := {as_argument(t) for t in taken}) else unused(name, known)
+    arguments = {as_argument(other_name) for other_name in taken}
+    return unused(name, arguments) if as_argument(name) in arguments else name
 
 
 def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: Container[str]) -> dict[str, Any]:
@@ -179,24 +182,25 @@ def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: 
             if not isinstance(inner, dict):
                 break
         if not isinstance(inner, dict) or last in inner:
-            raise ConfigError("another input has this place", location=f"inputs: {name}")
+            raise ConfigError("the name conflicts with another input", location=f"inputs: {name}")
         inner[last] = constants[name] if name in constants else _Slot(name)
-    return {name: _sequences(value, name) for name, value in tree.items()}
+    return {name: _as_sequences(value, name) for name, value in tree.items()}
 
 
-def _sequences(value: Any, place: str) -> Any:
+def _as_sequences(value: Any, path: str) -> Any:
     """Replaces dicts with keys 0, 1, 2 by tuples."""
     if not isinstance(value, dict):
         return value
-    made = {key: _sequences(inner, f"{place}.{key}") for key, inner in value.items()}
-    if not all(key.isdecimal() for key in made):
-        return made
-    if sorted(map(int, made)) != list(range(len(made))):
-        raise ConfigError(f"{place}.{len(made) - 1} is missing", location=f"inputs: {place}")
-    return tuple(made[key] for key in sorted(made, key=int))
+    items = {key: _as_sequences(inner, f"{path}.{key}") for key, inner in value.items()}
+    if not all(key.isdecimal() for key in items):
+        return items
+    if sorted(map(int, items)) != list(range(len(items))):
+        missing = next(index for index in range(len(items)) if str(index) not in items)
+        raise ConfigError(f"{path}.{missing} is missing", location=f"inputs: {path}")
+    return tuple(items[key] for key in sorted(items, key=int))
 
 
-def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str, Constant]) -> Arguments | None:
+def find_arguments(model: nn.Module, names: Sequence[str], constants: Mapping[str, Constant]) -> Arguments | None:
     """Finds the places of tensors and constants from their flat names.
 
     Returns:
@@ -216,12 +220,14 @@ def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str,
         elif name in tree:
             bound.arguments[name] = tree[name]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError("it is missing", location=f"inputs: {name}", hint=f"{_title(model)} takes it.")
+            raise ConfigError(
+                "the input is missing", location=f"inputs: {name}", hint=f"Add it: {_model_name(model)} requires it."
+            )
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
     return Arguments(tuple(leaves), spec, constants)
 
 
-def _title(model: nn.Module) -> str:
+def _model_name(model: nn.Module) -> str:
     return str(getattr(model, "original_name", type(model).__name__))
 
 
@@ -231,7 +237,7 @@ class _TakesTensors(nn.Module):
     _arguments: Arguments
 
     def forward(self, /, **tensors: torch.Tensor) -> Any:
-        args, kwargs = self._arguments.filled(tensors)
+        args, kwargs = self._arguments.fill(tensors)
         return super().forward(*args, **kwargs)
 
 
@@ -244,19 +250,19 @@ class _Calls(nn.Module):
         self.training = False
 
     def forward(self, /, **tensors: torch.Tensor) -> Any:
-        args, kwargs = self._arguments.filled(tensors)
+        args, kwargs = self._arguments.fill(tensors)
         return self.model(*args, **kwargs)
 
 
 def plain(graph_module: fx.GraphModule, name: str = "GraphModule") -> nn.Module:
     """Returns a graph's code as an ordinary module that shares weights and submodules."""
     cls = type(name, (nn.Module,), {"forward": type(graph_module).forward})
-    made: nn.Module = nn.Module.__new__(cls)
-    made.__dict__.update({key: value for key, value in vars(graph_module).items() if key not in ("_graph", "_code")})
-    return made
+    module: nn.Module = nn.Module.__new__(cls)
+    module.__dict__.update({key: value for key, value in vars(graph_module).items() if key not in ("_graph", "_code")})
+    return module
 
 
-def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
+def take_flat_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
     """Returns the model as a module that takes only tensors, by flat names in Python's form.
 
     The module shares all parts of the model under the same paths. The model does not change.
@@ -264,37 +270,37 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
     if isinstance(model, fx.GraphModule):  # each copy of a GraphModule gets a new class
         model = plain(model)
     cls = type(model)
-    taken = isinstance(vars(model).get("_arguments"), Arguments)
-    if not taken and (isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)):
+    takes_tensors = isinstance(vars(model).get("_arguments"), Arguments)
+    if not takes_tensors and (isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)):
         calls: nn.Module = _subclass(cls, (_Calls,), arguments)(model, arguments)
         return calls
-    made = copy.copy(model)
-    made.__class__ = _subclass(cls, (cls,) if taken else (_TakesTensors, cls), arguments)
-    made.__dict__["_arguments"] = arguments
-    return made
+    module = copy.copy(model)
+    module.__class__ = _subclass(cls, (cls,) if takes_tensors else (_TakesTensors, cls), arguments)
+    module.__dict__["_arguments"] = arguments
+    return module
 
 
-def holding(model: nn.Module, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> nn.Module:
+def fix_inputs(model: nn.Module, names: Sequence[str], fixed: Mapping[str, torch.Tensor]) -> nn.Module:
     """Returns the model with some input tensors fixed to values.
 
     Args:
         names: Names of all inputs.
-        held: Fixed values by input name.
+        fixed: Fixed values by input name.
     """
-    if not held:
+    if not fixed:
         return model
     arguments = vars(model).get("_arguments")
     if not isinstance(arguments, Arguments):
-        arguments = arguments_of(model, names, {})
+        arguments = find_arguments(model, names, {})
     if arguments is None:
-        found = arguments_of(model, [name for name in names if name not in held], held)
-        assert found is not None  # not None, because held is not empty
-        return taking_tensors(model, found)
-    leaves = tuple(held.get(leaf.name, leaf) if isinstance(leaf, _Slot) else leaf for leaf in arguments.leaves)
-    return taking_tensors(model, Arguments(leaves, arguments.spec, {**arguments.constants, **held}))
+        arguments = find_arguments(model, [name for name in names if name not in fixed], fixed)
+        assert arguments is not None  # not None, because fixed is not empty
+        return take_flat_tensors(model, arguments)
+    leaves = tuple(fixed.get(leaf.name, leaf) if isinstance(leaf, _Slot) else leaf for leaf in arguments.leaves)
+    return take_flat_tensors(model, Arguments(leaves, arguments.spec, {**arguments.constants, **fixed}))
 
 
-def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def find_fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the tensors that are fixed in a model, by input name."""
     arguments = vars(model).get("_arguments")
     constants = arguments.constants if isinstance(arguments, Arguments) else {}

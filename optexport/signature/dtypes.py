@@ -8,7 +8,7 @@ import torch
 
 from optexport.errors import ConfigError
 
-_TAKEN = (
+_SUPPORTED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
@@ -21,12 +21,12 @@ def check(batch: Mapping[str, torch.Tensor], location: str) -> None:
         ConfigError: A dtype is not supported.
     """
     for name, tensor in batch.items():
-        if tensor.dtype in _TAKEN:
+        if tensor.dtype in _SUPPORTED:
             continue
-        hint = "Give it as a dtype that holds its numbers, such as int64 or float32."
+        hint = "Convert it to a dtype that can represent its numbers, such as int64 or float32."
         if tensor.dtype.is_complex:
-            hint = "Give complex64, or the real and the imaginary part as inputs of their own."
+            hint = "Convert it to complex64, or make the real and the imaginary part two inputs."
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{name} is of {dtype}, which the files of a bundle do not hold", location=location, hint=hint
+            f"the dtype of {name}, {dtype}, is not supported by the files of a bundle", location=location, hint=hint
         )

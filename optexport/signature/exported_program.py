@@ -31,10 +31,10 @@ def _leaves(program: ExportedProgram) -> list[_Leaf]:
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     args, kwargs = pytree.tree_unflatten(specs, program.call_spec.in_spec)
     signature = program.module_call_graph[0].signature
-    known = list(signature.forward_arg_names or ()) if signature is not None else []
-    if len(known) < len(args):
-        known = [_common_name(arg) for arg in args]
-    paths, _ = pytree.tree_flatten_with_path({**dict(zip(known, args, strict=False)), **kwargs})
+    arg_names = list(signature.forward_arg_names or ()) if signature is not None else []
+    if len(arg_names) < len(args):
+        arg_names = [_common_name(arg) for arg in args]
+    paths, _ = pytree.tree_flatten_with_path({**dict(zip(arg_names, args, strict=False)), **kwargs})
     names = [path_name(path) for path, _ in paths]
     if len(paths) != len(specs) or len({as_argument(name) for name in names}) < len(names):
         names = [spec.arg.name for spec in specs]
@@ -68,13 +68,13 @@ def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -
     """
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     for placeholder, name in tensor_inputs(program).items():
-        taken, given = values[placeholder], tensors[name]
-        if isinstance(taken, torch.Tensor) and taken.dim() != given.dim():
-            shapes = [f"[{', '.join(map(str, tensor.shape))}]" for tensor in (given, taken)]
+        expected, tensor = values[placeholder], tensors[name]
+        if isinstance(expected, torch.Tensor) and expected.dim() != tensor.dim():
+            shapes = [f"[{', '.join(map(str, value.shape))}]" for value in (tensor, expected)]
             raise ConfigError(
-                f"it is {shapes[0]}, of {given.dim()} axes, and the program takes {shapes[1]}",
+                f"wrong number of axes (found {tensor.dim()}: {shapes[0]}, expected {expected.dim()}: {shapes[1]})",
                 location=f"inputs: {name}",
-                hint="In a data file each line holds one row, without the axis of the batch.",
+                hint="In a data file, write one row per line, without the batch axis.",
             )
 
 
@@ -94,14 +94,14 @@ def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tens
     """
     names = tensor_inputs(program).values()
     if isinstance(inputs, Mapping):
-        leaves, _ = pytree.tree_flatten_with_path(dict(inputs))
-        tensors = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        by_path, _ = pytree.tree_flatten_with_path(dict(inputs))
+        tensors = {path_name(path): leaf for path, leaf in by_path if isinstance(leaf, torch.Tensor)}
     else:
-        found = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        tensors = dict(zip(names, found, strict=False)) if len(found) <= len(names) else {}
+        leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        tensors = dict(zip(names, leaves, strict=False)) if len(leaves) <= len(names) else {}
     if set(tensors) != set(names):
         raise ConfigError(
-            f"the program takes {', '.join(names)}, and is given {', '.join(tensors) or 'something else'}",
+            f"wrong inputs for the program (found {', '.join(tensors) or 'others'}, expected {', '.join(names)})",
             location="inputs",
         )
     return {name: tensors[name] for name in names}
@@ -116,18 +116,18 @@ def take_tensors(graph_module: fx.GraphModule, program: ExportedProgram) -> None
     codegen = graph_module.graph._codegen
     named = [as_argument(leaf.name) for leaf in leaves]
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    as_it_is = not isinstance(codegen, _PyTreeCodeGen) or list(codegen.pytree_info.orig_args) == named
-    if as_it_is and not any(leaf.is_constant for leaf in leaves):
+    has_names = not isinstance(codegen, _PyTreeCodeGen) or list(codegen.pytree_info.orig_args) == named
+    if has_names and not any(leaf.is_constant for leaf in leaves):
         return
-    kept = []
+    remaining = []
     for leaf, argument, placeholder in zip(leaves, named, placeholders, strict=True):
         if leaf.is_constant:
             graph_module.graph.erase_node(placeholder)
         else:
             placeholder.target = argument
-            kept.append(argument)
-    spec = pytree.tree_structure((tuple(kept), {}))
-    graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(kept, spec, program.call_spec.out_spec)))
+            remaining.append(argument)
+    spec = pytree.tree_structure((tuple(remaining), {}))
+    graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(remaining, spec, program.call_spec.out_spec)))
     graph_module.recompile()
 
 

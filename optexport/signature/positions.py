@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def most_tokens(config: Any, *, decoder: bool = False) -> int | None:
+def find_token_limit(config: Any, *, decoder: bool = False) -> int | None:
     """Returns the maximum number of tokens that a model takes.
 
     Args:
@@ -19,5 +19,5 @@ def most_tokens(config: Any, *, decoder: bool = False) -> int | None:
         return None
     text = config.get_text_config(decoder=decoder)
     names = ("max_target_positions", "max_position_embeddings") if decoder else ("max_position_embeddings",)
-    found = [limit for name in names if isinstance(limit := getattr(text, name, None), int) and limit > 0]
-    return found[0] if found else None
+    limits = [limit for name in names if isinstance(limit := getattr(text, name, None), int) and limit > 0]
+    return limits[0] if limits else None

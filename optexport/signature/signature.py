@@ -75,10 +75,10 @@ class Signature:
         twice = any(spec.shape[0] in spec.shape[1:] for spec in self.outputs if spec.shape)
         return tuple(spec.name for spec in dynamic) if len(firsts) == 1 and dynamic and not twice else ()
 
-    def keeping(self, outputs: Collection[str]) -> Signature:
+    def select_outputs(self, outputs: Collection[str]) -> Signature:
         """Returns the signature with only these outputs, or with all if the collection is empty."""
-        kept = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
-        return Signature(self.inputs, kept, self.dims)
+        selected = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
+        return Signature(self.inputs, selected, self.dims)
 
     def at(self, inputs: Mapping[str, torch.Tensor]) -> Signature:
         """Returns the signature with these inputs' sizes fixed, for a file of fixed shape."""
@@ -177,9 +177,9 @@ _CONVENTIONS: Mapping[str, tuple[str, ...]] = {
 
 def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
     """Returns default names for an input's axes; the first axis is the batch."""
-    known = _CONVENTIONS.get(name, ())
-    if len(known) == rank:
-        return known
+    names = _CONVENTIONS.get(name, ())
+    if len(names) == rank:
+        return names
     return tuple("batch" if axis == 0 else numbered_axis(name, axis) for axis in range(rank))
 
 
@@ -199,15 +199,15 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """
     if isinstance(inputs, Mapping) and all(isinstance(value, torch.Tensor) for value in inputs.values()):
         return dict(inputs)
-    given = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    tensors = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     names = list(inspect.signature(model.forward).parameters)
-    if not all(isinstance(value, torch.Tensor) for value in given) or len(given) > len(names):
+    if not all(isinstance(value, torch.Tensor) for value in tensors) or len(tensors) > len(names):
         raise ConfigError(
-            "they must be tensors by input name, or a tuple of tensors",
+            "the inputs are neither tensors by name nor a tuple of tensors that fits the arguments",
             location="inputs",
-            hint=f"{type(model).__name__} takes {', '.join(names)}.",
+            hint=f"Pass the inputs of {type(model).__name__}: {', '.join(names)}.",
         )
-    return dict(zip(names, given, strict=False))
+    return dict(zip(names, tensors, strict=False))
 
 
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
@@ -240,7 +240,7 @@ def named_outputs(outputs: Any, inputs: Iterable[str], kind: type[T]) -> dict[st
     arguments = {as_argument(name) for name in inputs}
     for name in [name for name in named if as_argument(name) in arguments]:
         taken.append(unused(f"{name}_out", taken))
-        named = {taken[-1] if known == name else known: leaf for known, leaf in named.items()}
+        named = {taken[-1] if key == name else key: leaf for key, leaf in named.items()}
     return named
 
 
@@ -248,7 +248,7 @@ def unused(name: str, taken: Container[str]) -> str:
     """Returns the name, with a number if it is taken."""
     if name not in taken:
         return name
-    return next(other for other in (f"{name}_{i}" for i in itertools.count(2)) if other not in taken)
+    return next(numbered for i in itertools.count(2) if (numbered := f"{name}_{i}") not in taken)
 
 
 def path_name(path: Iterable[Any]) -> str:

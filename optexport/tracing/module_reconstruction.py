@@ -23,10 +23,11 @@ from torch.utils import _pytree as pytree
 from optexport._utils import aten_ops
 from optexport.errors import TraceError
 from optexport.signature.exported_program import take_tensors
-from optexport.tracing.patches.gradient_switches import inline_switches
+from optexport.tracing.module_builders import KINDS, Kind
 
 aten = torch.ops.aten
 
+_SWITCH = torch.ops.higher_order.wrap_with_set_grad_enabled
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: operator.add,
     aten.sub.Tensor: operator.sub,
@@ -47,142 +48,6 @@ class _Call:
         return cls(node, aten_ops.arguments(node))
 
 
-# Builds a module on the meta device, without its tensors, from the arguments of a call.
-_Builder = Callable[[dict[str, Any], dict[str, torch.Tensor | None]], nn.Module | None]
-
-
-def _linear(_: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module:
-    weight, bias = tensors["weight"], tensors["bias"]
-    assert weight is not None
-    return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-
-
-def _conv(cls: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> _Builder:
-    def build(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module:
-        weight, bias = tensors["weight"], tensors["bias"]
-        assert weight is not None
-        rank = weight.dim() - 2
-        groups = values["groups"]
-
-        def per_axis(value: Any) -> Any:
-            if isinstance(value, str):
-                return value
-            return tuple(value) * rank if len(value) == 1 else tuple(value)
-
-        return cls(
-            weight.shape[1] * groups,
-            weight.shape[0],
-            tuple(weight.shape[2:]),  # type: ignore[arg-type]
-            stride=per_axis(values["stride"]),
-            padding=per_axis(values["padding"]),
-            dilation=per_axis(values["dilation"]),
-            groups=groups,
-            bias=bias is not None,
-            device="meta",
-        )
-
-    return build
-
-
-def _conv_transpose(cls: type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d]) -> _Builder:
-    def build(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module:
-        weight, bias = tensors["weight"], tensors["bias"]
-        assert weight is not None
-        rank = weight.dim() - 2
-        sizes = {
-            name: tuple(values[name]) * (rank if len(values[name]) == 1 else 1)
-            for name in ("stride", "padding", "output_padding", "dilation")
-        }
-        return cls(
-            weight.shape[0],
-            weight.shape[1] * values["groups"],
-            tuple(weight.shape[2:]),  # type: ignore[arg-type]
-            groups=values["groups"],
-            bias=bias is not None,
-            device="meta",
-            **sizes,  # type: ignore[arg-type]
-        )
-
-    return build
-
-
-def _batch_norm(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module | None:
-    mean, weight, bias = tensors["running_mean"], tensors["weight"], tensors["bias"]
-    value = values["input"].meta.get("val")
-    if mean is None or values["training"] or value is None or (weight is None) != (bias is None):
-        return None
-    classes = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-    if value.dim() not in classes:
-        return None
-    norm = classes[value.dim()](
-        mean.shape[0], values["eps"], values["momentum"], affine=weight is not None, device="meta"
-    )
-    # The graph does not read the counter, which would only add an unused buffer to the state_dict.
-    norm.num_batches_tracked = None
-    return norm
-
-
-def _layer_norm(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module | None:
-    weight, bias = tensors["weight"], tensors["bias"]
-    if weight is None and bias is not None:
-        return None
-    return nn.LayerNorm(
-        list(values["normalized_shape"]),
-        values["eps"],
-        elementwise_affine=weight is not None,
-        bias=bias is not None,
-        device="meta",
-    )
-
-
-def _embedding(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module | None:
-    weight = tensors["weight"]
-    if weight is None or values["scale_grad_by_freq"] or values["sparse"]:
-        return None
-    padding = values["padding_idx"]
-    return nn.Embedding(
-        weight.shape[0],
-        weight.shape[1],
-        padding_idx=None if padding < 0 else padding,
-        device="meta",
-    )
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Describes the module class that replaces calls of one ATen operator.
-
-    Attributes:
-        module: The class, or classes, of modules that make such calls.
-        build: Builds the module.
-        tensors: The operator's arguments that become parameters and buffers.
-        input: The operator's argument that becomes the module's input.
-    """
-
-    module: type[nn.Module] | tuple[type[nn.Module], ...]
-    build: _Builder
-    tensors: tuple[str, ...] = ("weight", "bias")
-    input: str = "input"
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_KINDS: dict[Any, _Kind] = {
-    aten.linear.default: _Kind(nn.Linear, _linear),
-    aten.conv1d.default: _Kind(nn.Conv1d, _conv(nn.Conv1d)),
-    aten.conv1d.padding: _Kind(nn.Conv1d, _conv(nn.Conv1d)),
-    aten.conv2d.default: _Kind(nn.Conv2d, _conv(nn.Conv2d)),
-    aten.conv2d.padding: _Kind(nn.Conv2d, _conv(nn.Conv2d)),
-    aten.conv3d.default: _Kind(nn.Conv3d, _conv(nn.Conv3d)),
-    aten.conv3d.padding: _Kind(nn.Conv3d, _conv(nn.Conv3d)),
-    aten.conv_transpose1d.default: _Kind(nn.ConvTranspose1d, _conv_transpose(nn.ConvTranspose1d)),
-    aten.conv_transpose2d.input: _Kind(nn.ConvTranspose2d, _conv_transpose(nn.ConvTranspose2d)),
-    aten.conv_transpose3d.input: _Kind(nn.ConvTranspose3d, _conv_transpose(nn.ConvTranspose3d)),
-    aten.batch_norm.default: _Kind(_BATCH_NORMS, _batch_norm, ("weight", "bias", "running_mean", "running_var")),
-    aten.layer_norm.default: _Kind(nn.LayerNorm, _layer_norm),
-    aten.embedding.default: _Kind(nn.Embedding, _embedding, ("weight",), input="indices"),
-}
-
-
 def unlift(program: ExportedProgram) -> fx.GraphModule:
     """Returns a program as a GraphModule that takes every tensor by name.
 
@@ -193,7 +58,7 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
         module = program.module(check_guards=False)
     except SyntaxError as error:  # torch.export accepts a module named like a keyword and writes it unquoted
         raise TraceError(
-            "the name of one of its modules cannot stand in the code of a graph",
+            "a module has a name that cannot be part of Python code",
             location=(error.text or "").strip() or None,
             hint="Rename modules and parameters that are named like Python keywords, and export again.",
         ) from error
@@ -276,16 +141,16 @@ def _attribute(module: nn.Module, target: str) -> Any:
     return getattr(module.get_submodule(path), name)
 
 
-def _candidates(nodes: Iterable[fx.Node]) -> dict[str, tuple[_Kind, list[_Call]]]:
+def _candidates(nodes: Iterable[fx.Node]) -> dict[str, tuple[Kind, list[_Call]]]:
     """Returns the calls that may become module calls, by the path of their module."""
     calls_by_path: dict[str, list[_Call]] = defaultdict(list)
     for node in nodes:
-        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        kind = KINDS.get(node.target) if node.op == "call_function" else None
         path = _owner(node, kind.module) if kind else None
         if path:
             calls_by_path[path].append(_Call.of(node))
     return {
-        path: (_KINDS[calls[0].node.target], calls)
+        path: (KINDS[calls[0].node.target], calls)
         for path, calls in calls_by_path.items()
         if len({call.node.target for call in calls}) == 1
     }
@@ -312,7 +177,7 @@ def _owner(node: fx.Node, module_type: type[nn.Module] | tuple[type[nn.Module], 
     return path or None
 
 
-def _build(kind: _Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Module | None:
+def _build(kind: Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Module | None:
     """Builds the module for the calls of a path; None if calls differ or compute weights."""
     first = calls[0].arguments
     constants = {k: v for k, v in first.items() if k != kind.input and k not in kind.tensors}
@@ -363,3 +228,29 @@ def _assemble(root: dict[str, Any], graph: fx.Graph, program: ExportedProgram) -
             setattr(parent, name, value)
     graph_module.graph = graph
     return graph_module.eval()
+
+
+def inline_switches(graph: fx.Graph, owner: fx.GraphModule) -> None:
+    """Inlines, in place, every subgraph that changes whether gradients are computed.
+
+    The ONNX exporter does not support such subgraphs.
+
+    Args:
+        owner: The module whose submodules are the subgraphs.
+    """
+    while switches := graph.find_nodes(op="call_function", target=_SWITCH):  # they may be nested
+        for switch in switches:
+            subgraph, *arguments = switch.args[1:]
+            assert isinstance(subgraph, fx.Node)
+            body: Any = owner.get_submodule(str(subgraph.target))
+            placeholders = body.graph.find_nodes(op="placeholder")
+            copies: dict[fx.Node, Any] = dict(zip(placeholders, arguments, strict=True))
+            with graph.inserting_before(switch):
+                results: Any = graph.graph_copy(body.graph, copies)
+            for node in body.graph.find_nodes(op="get_attr"):
+                copies[node].target = f"{subgraph.target}.{node.target}"
+            for user in [*switch.users]:
+                assert user.target is operator.getitem
+                user.replace_all_uses_with(results[user.args[1]])
+                graph.erase_node(user)
+            graph.erase_node(switch)

@@ -28,18 +28,23 @@ from optexport.signature.signature import (
     as_arguments,
 )
 from optexport.tracing import transformers_exporter
-from optexport.tracing.fallbacks.attempts import trace_otherwise
-from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
-from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
-from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
+from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_trace
+from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
+from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.module_reconstruction import reconstruct_modules
-from optexport.tracing.shapes.path_probe import find_other_ways, outcome
+from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
-from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
-from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
-from optexport.tracing.shapes.size_one import OnesNoted
-from optexport.tracing.value_checks import skipping_checks
+from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
+from optexport.tracing.shapes.size_guards import (
+    drop_assertions,
+    find_fixed_dims,
+    find_suspect_sizes,
+    list_suspect_sizes,
+    narrow_ranges,
+)
+from optexport.tracing.shapes.size_one import SizeOneRecorder
+from optexport.tracing.value_checks import skip_value_checks
 
 # Maps each input to the axes that may be dynamic.
 Free = Mapping[str, Sequence[int]]
@@ -53,17 +58,17 @@ class Traced:
         graph_module: Calls modules and operators; shares its parameters with the model.
         signature: The inputs and outputs.
         fixed: Axes that the model fixes although no fixed size was declared, such as ``pixel_values[1] = 3``, and the
-            inputs in ``held``.
+            inputs in ``constants``.
         suspect_sizes: Sizes at which the model may take another branch than at the traced sizes. Each entry names
             only the dimensions that decide it.
-        held: Inputs that became constants, with their values. The graph is valid for these values only.
+        constants: Inputs that became constants, with their values. The graph is valid for these values only.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fixed: tuple[str, ...]
     suspect_sizes: tuple[dict[str, int], ...] = ()
-    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def trace(
@@ -76,12 +81,12 @@ def trace(
     # torch.export would make one input of two that share a tensor.
     example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
     if isinstance(model, fx.GraphModule):
-        example = _in_order(model, example)
+        example = _sort_inputs(model, example)
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = read_signature(model, dynamic, example)
-        signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
-        doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
-        return _traced(reconstruct_modules(model), signature, fixed, own_sizes(doubts))
+        signature = _narrow_undeclared(signature, model, symbols, dynamic, signature.sizes(example))
+        suspects = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
+        return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
@@ -91,8 +96,8 @@ def trace(
             result = _trace_module(model, example, dynamic, free)
             return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
-        result, constants, notes = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
-        return replace(result, fixed=(*notes, *result.fixed), held=constants)
+        result, constants, notes = retry_trace(model, example, error, trace_with, is_declared=dynamic is not None)
+        return replace(result, fixed=(*notes, *result.fixed), constants=constants)
 
 
 def _check_names(model: nn.Module) -> None:
@@ -100,9 +105,9 @@ def _check_names(model: nn.Module) -> None:
     for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
-                f"the name {name!r} cannot stand in the code of a graph",
+                f"the name {name!r} cannot be part of Python code, which a graph is",
                 location=type(model).__name__,
-                hint="Rename it: no quotes, backslashes or line breaks, and no Python keyword.",
+                hint="Rename it, without quotes, backslashes, line breaks and Python keywords.",
             )
 
 
@@ -110,38 +115,38 @@ def _trace_module(
     model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, free: Free | None = None
 ) -> Traced:
     program = _export(model, example, dynamic, free)
-    program, signature, fixed, suspect_sizes = _settle(model, example, dynamic, program)
+    program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # parameters are real tensors
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = reconstruct_modules(program)
-    return _traced(graph_module, signature, fixed, suspect_sizes)
+    return _make_traced(graph_module, signature, fixed, suspect_sizes)
 
 
-def _traced(
+def _make_traced(
     graph_module: fx.GraphModule, signature: Signature, fixed: tuple[str, ...], suspect_sizes: Sequence[dict[str, int]]
 ) -> Traced:
     distinct = tuple(sizes for index, sizes in enumerate(suspect_sizes) if sizes not in suspect_sizes[:index])
     return Traced(graph_module, signature, fixed, distinct)
 
 
-def _settle(
+def _resolve_branches(
     model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, program: ExportedProgram
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
-        signature = _narrowed(full_signature, program, symbols, dynamic, sizes)
-        doubts = find_doubts(program, symbols, signature.dims, sizes)
+        signature = _narrow_undeclared(full_signature, program, symbols, dynamic, sizes)
+        suspects = find_suspect_sizes(program, symbols, signature.dims, sizes)
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
-        ways = find_other_ways(model, dict(example), program, signature, doubts, export_again)
-        fixed_dims = held_sizes(program, symbols, full_signature.dims, sizes) | ways.held_to
+        probed = probe_paths(model, dict(example), program, signature, suspects, export_again)
+        fixed_dims = find_fixed_dims(program, symbols, full_signature.dims, sizes) | probed.fixed_dims
         if not fixed_dims:
-            drop_doubts(program, symbols, signature.dims, ways.crossed)
-            return program, signature, fixed, [*own_sizes(doubts), *ways.sizes]
+            drop_assertions(program, symbols, signature.dims, probed.removable)
+            return program, signature, fixed, [*list_suspect_sizes(suspects), *probed.sizes]
         if dynamic is not None:
             raise _fixed_dims_error(fixed_dims, sizes)
         program = _export(model, example, None, _axes(signature, excluded=fixed_dims))
@@ -155,7 +160,7 @@ def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, l
     }
 
 
-def _narrowed(
+def _narrow_undeclared(
     signature: Signature,
     program: ExportedProgram,
     symbols: Mapping[Any, str],
@@ -163,8 +168,8 @@ def _narrowed(
     sizes: Mapping[str, int],
 ) -> Signature:
     """Narrows the ranges that were not declared to sizes that the assertions allow."""
-    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    narrowed = within_assertions(program, symbols, undeclared, sizes)
+    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared_dims(dynamic)}
+    narrowed = narrow_ranges(program, symbols, undeclared, sizes)
     return replace(signature, dims={**signature.dims, **narrowed})
 
 
@@ -187,17 +192,17 @@ def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError
     )
 
 
-def _declared(dynamic: Dynamic | None) -> list[Dim]:
+def _declared_dims(dynamic: Dynamic | None) -> list[Dim]:
     return [dim for axes in (dynamic or {}).values() for dim in axes.values() if isinstance(dim, Dim)]
 
 
-def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _sort_inputs(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sorts the inputs by the order of the graph's placeholders."""
     placeholders = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
     names = {as_argument(name): name for name in example}
     if set(placeholders) != set(names):
         raise TraceError(
-            f"the inputs are not those of the graph (found {', '.join(example)}, expected {', '.join(placeholders)})",
+            f"wrong inputs for the graph (found {', '.join(example)}, expected {', '.join(placeholders)})",
             location=type(model).__name__,
         )
     return {names[argument]: example[names[argument]] for argument in placeholders}
@@ -223,7 +228,7 @@ def _export(
                 location=f"input {name}",
                 hint="Pass tensors by input name, and set other arguments in the model or its config.",
             )
-    hints = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
+    hints = {name: _dynamic_shape(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
         hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
     shapes = as_arguments(hints)
@@ -232,13 +237,13 @@ def _export(
             tensors_kept(model),  # a trace would leave fake tensors in attributes that the model assigns
             transformers_exporter.exporting(),
             transformers_exporter.one_pass(model),
-            SizesWatched(),
-            skipping_checks(),
-            none_swallowed(),
-            NumbersKnown(model, changing) as numbers,
-            OnesNoted() as ones,
+            LongSizeDetector(),
+            skip_value_checks(),
+            refuse_caught_errors(),
+            ScalarTracker(model, changing) as numbers,
+            SizeOneRecorder() as ones,
         ):
-            if transformers_exporter.holds_transformers(model):
+            if transformers_exporter.has_transformers_model(model):
                 _check_complete(model, example)
                 program = transformers_exporter.export_program(model, as_arguments(example), shapes)
             else:
@@ -250,14 +255,14 @@ def _export(
     except Exception as error:  # torch.export raises many types, and the model's code any other
         if register_dataclasses(model, as_arguments(example)):
             return _export(model, example, dynamic, free, changing)
-        raise _explained(model, example, error, dynamic) from error
-    ones.note(program)
-    if written := numbers.asked & _written(program):
+        raise _explain(model, example, error, dynamic) from error
+    ones.store(program)
+    if written := numbers.used_buffers & _find_written_buffers(program):
         return _export(model, example, dynamic, free, {*changing, *written})
     return program
 
 
-def _written(program: ExportedProgram) -> set[str]:
+def _find_written_buffers(program: ExportedProgram) -> set[str]:
     """Returns the names of the buffers that a program writes to."""
     buffers = program.graph_signature.inputs_to_buffers
     targets = (
@@ -270,7 +275,7 @@ def _written(program: ExportedProgram) -> set[str]:
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     """Checks that the model computes none of its inputs from values of the others."""
-    computed = transformers_exporter.computed_outside(model, example)
+    computed = transformers_exporter.find_computed_inputs(model, example)
     if value_inputs := frozenset(computed) & frozenset(example):
         raise ValuesAskedError(value_inputs)
     missing = [name for name, value in computed.items() if value is not None]
@@ -282,7 +287,7 @@ def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> No
         )
 
 
-def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
+def _dynamic_shape(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
     """Returns the dynamic shapes of one input; ``torch.export`` keeps or refuses a range."""
     if dynamic is None:
         return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
@@ -297,12 +302,12 @@ def _describe_recurrent(model: nn.Module) -> str:
     return f" (torch.export fixes the number of steps of {' and '.join(sorted(names))})" if names else ""
 
 
-def _explained(
+def _explain(
     model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
 ) -> TraceError:
     name = type(model).__name__
     if isinstance(own_error := outcome(model, example), Exception):
-        return _own_error(model, example, own_error)
+        return _model_error(model, example, own_error)
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:
         conditions = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
@@ -316,7 +321,7 @@ def _explained(
         )
     line = line_of_model(error)
     return UntraceableError(
-        f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
+        f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,
         hint="Change that line so that it does not depend on values of the inputs, or export a part of the model"
         " without it."
@@ -325,7 +330,7 @@ def _explained(
     )
 
 
-def _own_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
+def _model_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
     """Returns the error for a model that fails on its inputs without being traced."""
     shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
     return TraceError(

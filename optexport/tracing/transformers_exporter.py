@@ -27,15 +27,15 @@ from transformers.exporters.utils import (
     precompute_export_inputs,
 )
 
-from optexport.signature.arguments import held_tensors
+from optexport.signature.arguments import find_fixed_tensors
 from optexport.tracing.patches import functions as patches_functions
-from optexport.tracing.patches.expert_loops import over_all_experts
+from optexport.tracing.patches.expert_loops import loop_over_all_experts
 
 # The folder of the exporters' code, which is not part of any model.
 FOLDER = Path(str(exporters.__file__)).parent
 
 
-def holds_transformers(module: torch.nn.Module) -> bool:
+def has_transformers_model(module: torch.nn.Module) -> bool:
     """Returns True if a module is, or contains, a transformers model."""
     return any(isinstance(child, PreTrainedModel) for child in module.modules())
 
@@ -80,32 +80,32 @@ def export_program(
 
 # Without these, a trace fails, contains calls that no format supports, or computes something else than the model.
 _PATCHES = [
-    (torch.nn.Module, "to", patches_functions.unless_it_is),
-    (AttentionInterface, "_global_mapping", patches_functions.of_unknown_length),
-    (masking_utils.AttentionMaskInterface, "_global_mapping", patches_functions.that_know_their_padding),
+    (torch.nn.Module, "to", patches_functions.skip_needless_moves),
+    (AttentionInterface, "_global_mapping", patches_functions.allow_unknown_length),
+    (masking_utils.AttentionMaskInterface, "_global_mapping", patches_functions.remember_padding),
     # Masks that are made with torch.vmap, and how these index tensors. Gemma3 needs the first.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
-    (masking_utils, "_ignore_bidirectional_mask_sdpa", patches_functions.none_that_hides_nothing),
-    (exporter_dynamo, "_reshaped_vision_attention_forward", patches_functions.with_norms_of_heads),
+    (masking_utils, "_ignore_bidirectional_mask_sdpa", patches_functions.omit_empty_mask),
+    (exporter_dynamo, "_reshaped_vision_attention_forward", patches_functions.apply_head_norms),
     # The exporter computes missing inputs from others; here all inputs are present or constant.
-    (_utils, "precompute_export_inputs", lambda _: lambda *given: None),
+    (_utils, "precompute_export_inputs", lambda _: lambda *_: None),
 ]
 
 
 def _expert_patches(model: torch.nn.Module) -> list[tuple[type, str, Callable[..., Any]]]:
     """Returns the patches for the classes of a model's experts."""
     classes = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__.endswith("Experts"))
-    return [(cls, "forward", over_all_experts) for cls in classes]
+    return [(cls, "forward", loop_over_all_experts) for cls in classes]
 
 
-def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def find_computed_inputs(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns missing inputs that a model computes from values of other inputs.
 
     An input that is only needed for another attention implementation has the value None. An input that is present, but
     whose numbers the model reads, has a list as its value.
     """
-    present = {**inputs, **held_tensors(model)}
+    present = {**inputs, **find_fixed_tensors(model)}
     extended: dict[str, Any] = dict(present)
     with torch.no_grad(), quiet():
         precompute_export_inputs(model, extended)

@@ -24,7 +24,7 @@ from optexport.tracing.model_lines import is_of_model
 
 
 @contextlib.contextmanager
-def skipping_checks() -> Iterator[None]:
+def skip_value_checks() -> Iterator[None]:
     """Assumes that ``if CONDITION: raise ...`` and ``assert CONDITION`` pass in the block.
 
     ``torch._check`` does the same if its condition is unknown.

@@ -35,10 +35,10 @@ class NamedRule:
     formats: tuple[str, ...] | None = None
 
     @property
-    def leaving_it_out(self) -> str:
+    def exclusion_hint(self) -> str:
         """Hint how to exclude this rule from a run."""
         if self.in_python:
-            return f"leave {type(self.transformation).__name__} out of transformations"
+            return f"remove {type(self.transformation).__name__} from transformations"
         return f"run again with --without {self.name}"
 
     @classmethod
@@ -154,9 +154,9 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
         raise
     except (Exception, SystemExit) as error:  # code of plugins may raise anything
         raise TransformationError(
-            f"it raised {type(error).__name__}: {first_line(error)}",
+            f"the rule raised {type(error).__name__}: {first_line(error)}",
             location=rule.name,
-            hint=f"To exclude it, {rule.leaving_it_out}. For the traceback, run with --debug.",
+            hint=f"To exclude it, {rule.exclusion_hint}. For the traceback, run with --debug.",
         ) from error
 
 

@@ -72,7 +72,7 @@ def find_attention(graph_module: GraphModule, node: Node) -> Attention | Skip | 
     chain.append(softmax)
     scores: Any = softmax.args[0]
     if (rank := modules.dims(scores)) is None or modules.dims(node) is None:
-        return Skip("its shapes are unknown (trace with example inputs)")
+        return Skip("the shapes of the attention are unknown (trace with example inputs)")
     if softmax.args[1] not in (-1, rank - 1):
         return None
     product = reader.read_scores(scores, chain)
@@ -81,7 +81,7 @@ def find_attention(graph_module: GraphModule, node: Node) -> Attention | Skip | 
     chain.append(product)
     reason = reader.problem or _find_user_problem(chain) or reader.find_problem(chain, value)
     if reason is None and (user := strides.needs_contiguous(graph_module, node, None)) is not None:
-        reason = f"{user.name} may view its result in a shape that requires contiguous memory"
+        reason = f"{user.name} may view the result in a shape that requires contiguous memory"
     if reason or (reason := reader.read_mask()):
         return Skip(reason)
     query, key = reader.query, reader.key
@@ -132,7 +132,7 @@ class _Reader:
             if weights.target is aten.dropout.default:
                 source = weights.args[0]  # type: ignore[assignment]
                 if weights.args[2] is not False:
-                    self._refuse("its dropout is in train mode")
+                    self._refuse("the dropout of the attention is in train mode")
             if source is None:
                 return None
             chain.append(weights)
@@ -145,7 +145,7 @@ class _Reader:
         while scores.target not in _PRODUCTS or scores.kwargs:
             if (source := _cast_source(scores)) is not None:
                 if torch.promote_types(_dtype(scores), _dtype(source)) != _dtype(scores):
-                    self._refuse("its scores are cast to a narrower dtype")
+                    self._refuse("the attention scores are cast to a narrower dtype")
             elif (factor := _find_factor(self._graph_module, scores)) is not None:
                 source, scale = factor
                 self.scale, scaled = self.scale * scale, True
@@ -154,7 +154,9 @@ class _Reader:
                 self._add_mask(masking, scores, scaled)
             else:
                 if (tensor := _find_tensor_factor(self._graph_module, scores)) is not None:
-                    self._refuse(f"its scores are multiplied or divided by {tensor.name}, which is not constant")
+                    self._refuse(
+                        f"the attention scores are multiplied or divided by {tensor.name}, which is not constant"
+                    )
                 return None
             chain.append(scores)
             scores = source
@@ -163,13 +165,13 @@ class _Reader:
 
     def _add_mask(self, masking: _Masking, masked: Node, scaled: bool) -> None:
         if self.mask is not None:
-            self._refuse("it has more than one mask")
+            self._refuse("the attention has more than one mask")
         if scaled:
-            self._refuse("it is masked before it is scaled")
+            self._refuse("the attention scores are masked before they are scaled")
         self.mask, self.keeps_true, self.fill = masking.mask, masking.keeps_true, masking.fill
         self._mask_is_added = self.fill is None
         if self.fill is not None and -math.inf < self.fill < torch.finfo(_dtype(masked)).min:
-            self._refuse(f"its scores are filled with {self.fill}, which their dtype cannot represent")
+            self._refuse(f"the attention scores are filled with {self.fill}, which their dtype cannot represent")
 
     def _read_operands(self, product: Node) -> None:
         query, key = product.args
@@ -196,7 +198,7 @@ class _Reader:
         assert self.query is not None and self.key is not None
         inputs = [self.query, self.key, value]
         if any(not isinstance(node.meta.get("val"), torch.Tensor) for node in (*inputs, *chain)):
-            return "its shapes are unknown (trace with example inputs)"
+            return "the shapes of the attention are unknown (trace with example inputs)"
         return next(filter(None, self._find_problems(chain, inputs)), None)
 
     def _find_problems(self, chain: list[Node], inputs: list[Node]) -> Iterator[str | None]:
@@ -204,11 +206,11 @@ class _Reader:
         yield _find_dtype_problem(chain, inputs)
         yield _find_mask_shape_problem(chain, inputs)
         if not 0 < self.scale < math.inf:
-            yield f"its scores are multiplied by {self.scale}"
+            yield f"the attention scores are multiplied by {self.scale}"
         for node in (*inputs, *chain[-1].all_input_nodes, *([self.mask] if self.mask else [])):
             # The call reads its inputs where the last product was, which is later than before.
             if change := memory.find_change_between(self._graph_module, node, min(node.users), chain[0]):
-                yield f"{node.name} is changed in place by {change.name} in between"
+                yield f"{node.name} is changed in place by {change.name} before the attention ends"
         yield modes.find_mode_problem(self._graph_module, (*chain, *self._passed))
 
     def read_mask(self) -> str | None:
@@ -216,22 +218,22 @@ class _Reader:
         if self.mask is None:
             return None
         if self.mask.meta["val"].dim() < 2:
-            return f"its mask {self.mask.name} has fewer than two axes"
+            return f"the mask {self.mask.name} has fewer than two axes"
         return self._find_added_mask_problem(self.mask) if self._mask_is_added else self._choose_fill(self.mask)
 
     def _find_added_mask_problem(self, mask: Node) -> str | None:
         assert self.query is not None
         dtype = _dtype(self.query)
         if _dtype(mask) != dtype:
-            return f"its mask {mask.name} has another dtype"
+            return f"the mask {mask.name} has another dtype"
         values = bounds(self._graph_module, mask)
         first_values = bounds(self._graph_module, mask, first=True)
         if first_values is not None and first_values[0] >= _HALF and first_values[1] < math.inf:
             return None
         if values is None or values[0] == -math.inf or values[1] == math.inf:
-            return f"its mask {mask.name} may be infinite in a whole row"
+            return f"the mask {mask.name} may be infinite in a whole row"
         precise = values[0] >= _HALF or values[0] <= _ABSORBS or torch.finfo(dtype).bits >= 32
-        return None if precise else f"its mask {mask.name} rounds scores in half precision"
+        return None if precise else f"the mask {mask.name} rounds scores in half precision"
 
     def _choose_fill(self, mask: Node) -> str | None:
         """Sets `fill` to None if minus infinity gives the same result."""
@@ -241,9 +243,9 @@ class _Reader:
         if self.fill <= _HIDES and first_values == ((1, 1) if self.keeps_true else (0, 0)):
             self.fill = None
         elif self.fill == -math.inf:
-            return f"its mask {mask.name} may hide a whole row by minus infinity"
+            return f"the mask {mask.name} may hide a whole row by minus infinity"
         elif added > _ABSORBS:
-            return f"its mask {mask.name} may hide a whole row by {self.fill}, which does not absorb the scores"
+            return f"the mask {mask.name} may hide a whole row by {self.fill}, which does not absorb the scores"
         else:
             self.fill = added
         return None
@@ -252,23 +254,23 @@ class _Reader:
 def _find_shape_problem(inputs: list[Node]) -> str | None:
     shapes = [node.meta["val"].shape for node in inputs]
     if len(shapes[0]) not in (3, 4) or len({len(shape) for shape in shapes}) > 1:
-        return "its queries, keys and values do not all have three or four axes"
+        return "the queries, keys and values do not all have three or four axes"
     if not (modules.is_fixed(shapes[0][-1]) and modules.is_fixed(shapes[2][-1])):
-        return "its head size is not fixed"
+        return "the head size is not fixed"
     for sizes in zip(*(shape[:-2] for shape in shapes), strict=True):
         if not all(statically_known_true(sizes[0] == size) for size in sizes[1:]):
-            return "its queries, keys and values differ in their leading sizes"
+            return "the queries, keys and values differ in their leading sizes"
     return None
 
 
 def _find_dtype_problem(chain: list[Node], inputs: list[Node]) -> str | None:
     dtype = _dtype(inputs[-1])
     if {_dtype(node) for node in (*inputs, chain[0], chain[-1])} != {dtype} or not dtype.is_floating_point:
-        return "its queries, keys and values differ in dtype"
+        return "the queries, keys and values differ in dtype"
     wide = torch.promote_types(dtype, torch.float32)
     for cast_dtype in {_dtype(node) for node in chain} - {dtype, wide}:
         wider = torch.promote_types(cast_dtype, wide) == cast_dtype
-        return f"its scores are cast to a {'wider' if wider else 'narrower'} dtype"
+        return f"the attention scores are cast to a {'wider' if wider else 'narrower'} dtype"
     return None
 
 
@@ -276,7 +278,7 @@ def _find_mask_shape_problem(chain: list[Node], inputs: list[Node]) -> str | Non
     for node in chain[1:]:
         sizes = zip(node.meta["val"].shape, chain[-1].meta["val"].shape, strict=False)
         if modules.dims(node) != modules.dims(inputs[0]) or not all(statically_known_true(a == b) for a, b in sizes):
-            return "its mask has more rows than its scores"
+            return "the mask has more rows than the scores"
     return None
 
 

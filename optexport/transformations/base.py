@@ -92,7 +92,7 @@ class Transformation(ABC):
             text = canonical((type(self), vars(self)))
         except (TypeError, RecursionError) as error:
             raise TransformationError(
-                f"its attributes cannot be compared across processes: {first_line(error)}",
+                f"the attributes cannot be compared across processes: {first_line(error)}",
                 location=type(self).__name__,
                 hint="Store only plain data in attributes, or define the property signature.",
             ) from error

@@ -128,7 +128,7 @@ class CastPrecision(Rule):
             return None
         calls, dtypes = usage.uses(graph_module).calls_of(target), _dtypes(layer)
         if len(dtypes) > 1:
-            return Skip(f"{target}: its weights differ in dtype")
+            return Skip(f"{target}: the weights differ in dtype")
         half, call_dtypes = _DTYPES[self.dtype], [_dtype(call) for call in calls]
         # A layer in half precision matches only if this rule cast it at an earlier call.
         if dtypes != {torch.float32} and (dtypes != {half} or half not in call_dtypes):
@@ -142,9 +142,9 @@ class CastPrecision(Rule):
 
     def _find_weight_problem(self, layer: nn.Module) -> str | None:
         if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
-            return "it renormalizes its weight"
+            return "the layer renormalizes its weight"
         if any(self._overflows(parameter) for parameter in layer.parameters()):
-            return f"its weights are too large for {self.dtype}"
+            return f"the weights are too large for {self.dtype}"
         return None
 
     def _match_product(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
@@ -154,7 +154,7 @@ class CastPrecision(Rule):
         if node.target is aten.scaled_dot_product_attention.default:
             mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
             if isinstance(mask, Node) and mask.meta["val"].is_floating_point():
-                return Skip(f"{node.name}: its mask is added, and may be too large for {self.dtype}")
+                return Skip(f"{node.name}: the mask is added, and may be too large for {self.dtype}")
             tensors = [x for x in tensors if x is not mask]
         if {x.meta["val"].dtype for x in tensors} != {torch.float32} or any(
             self._keeps(str(x.target)) for x in tensors
@@ -162,7 +162,7 @@ class CastPrecision(Rule):
             return None
         for x in tensors:
             if (value := memory.find_constant(graph_module, x)) is not None and self._overflows(value):
-                return Skip(f"{x.target}: its numbers are too large for {self.dtype}")
+                return Skip(f"{x.target}: the numbers are too large for {self.dtype}")
         return Match((node,))
 
     def _overflows(self, value: torch.Tensor) -> bool:
@@ -232,7 +232,7 @@ def _find_call_problem(calls: list[Node]) -> str | None:
     for call in calls:
         x = modules.sole_input(call)
         if x is None:
-            return "it is not called with a single tensor"
+            return "the module is not called with a single tensor"
         if _dtype(call) is None or _dtype(x) is None:
             return "dtypes are unknown (trace with example inputs)"
     return None

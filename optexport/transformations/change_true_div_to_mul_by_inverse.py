@@ -57,9 +57,9 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         if isinstance(divisor, Node) and divisor.op != "get_attr":
             return None
         if (node.op, node.target) not in _DIVISIONS.values():
-            return Skip("it divides in place, or by an unsupported function")
+            return Skip("the division is in place, or uses an unsupported function")
         if rest or node.kwargs:
-            return Skip("it has keyword arguments, or more than a dividend and a divisor")
+            return Skip("the division has keyword arguments, or more than a dividend and a divisor")
         if reason := _find_divisor_problem(divisor):
             return Skip(reason)
         assert isinstance(divisor, int | float)

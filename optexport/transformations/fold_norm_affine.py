@@ -59,11 +59,11 @@ class FoldNormAffine(Rule):
         if norm is None or affine is None:
             return None
         source, gain, shift = affine
-        linears, others = _readers(graph_module, norm)
+        linears, other_users = _readers(graph_module, norm)
         if max(linears) is not node:
             return None
-        if others:
-            return Skip(f"{norm.name} is also used by {others[0].name}")
+        if other_users:
+            return Skip(f"{norm.name} is also used by {other_users[0].name}")
         is_layer = source is norm
         reason = folding.find_replacement_problem(graph_module, norm) if is_layer else _find_shape_problem(norm, source)
         if not is_layer and (change := memory.find_change_between(graph_module, source, norm, node)):
@@ -119,7 +119,7 @@ def _find_product(graph_module: GraphModule, node: Node) -> tuple[Node, torch.Te
 def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[Node]]:
     """Returns the linears that read a node, or positions of it, and its other users."""
     linears: list[Node] = []
-    others: list[Node] = []
+    other_users: list[Node] = []
     ahead = [node]
     while ahead:
         read = ahead.pop()
@@ -129,8 +129,8 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
             elif user.users and _keeps_features(graph_module, read, user):
                 ahead.append(user)
             else:
-                others.append(user)
-    return linears, others
+                other_users.append(user)
+    return linears, other_users
 
 
 def _keeps_features(graph_module: GraphModule, node: Node, user: Node) -> bool:

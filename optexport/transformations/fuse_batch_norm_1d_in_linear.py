@@ -15,7 +15,9 @@ class FuseBatchNorm1dInLinear(FuseBatchNorm):
 
     BatchNorm1d(Linear(x))  ->  Linear'(x)        Linear(BatchNorm1d(x))  ->  Linear'(x)
 
-    Skips, Exact, Inverse: see `FuseBatchNorm`.
+    Skips:   as in `FuseBatchNorm`.
+    Exact:   to rounding (the weights are folded in float64 and rounded once).
+    Inverse: none, because the statistics of the norm are not kept.
     """
 
     norms = (nn.BatchNorm1d,)

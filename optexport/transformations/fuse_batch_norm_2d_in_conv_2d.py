@@ -15,7 +15,9 @@ class FuseBatchNorm2dInConv2d(FuseBatchNorm):
 
     BatchNorm2d(Conv2d(x))  ->  Conv2d'(x)
 
-    Skips, Exact, Inverse: see `FuseBatchNorm`.
+    Skips:   as in `FuseBatchNorm`.
+    Exact:   to rounding (the weights are folded in float64 and rounded once).
+    Inverse: none, because the statistics of the norm are not kept.
     """
 
     norms = (nn.BatchNorm2d,)

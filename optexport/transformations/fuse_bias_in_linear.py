@@ -41,10 +41,10 @@ class FuseBiasInLinear(ReversibleRule):
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
             return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
         if not strides.is_contiguous(w) or not strides.is_contiguous(b):
-            return Skip(f"{target}: its weight or bias is not contiguous")
+            return Skip(f"{target}: the weight or bias is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):
-            return Skip(f"{target}: it is not called with a single tensor")
+            return Skip(f"{target}: the module is not called with a single tensor")
         return Match(tuple(calls))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:

@@ -105,7 +105,7 @@ def _find_sequence(graph_module: GraphModule, node: Node) -> Chain | Skip | None
         return None if is_adapter else Skip(f"{names}: one linear would need more multiplications")
     chain = Chain((first, *reversed(between), node), node, (node, first), 1.0)
     flags = {p.requires_grad for linear in (one, two) for p in linear.parameters()}
-    reason = _find_problem(graph_module, chain) or ("they differ in requires_grad" if len(flags) > 1 else None)
+    reason = _find_problem(graph_module, chain) or ("the linears differ in requires_grad" if len(flags) > 1 else None)
     return Skip(f"{names}: {reason}") if reason else chain
 
 
@@ -147,7 +147,7 @@ def _find_problem(graph_module: GraphModule, chain: Chain) -> str | None:
     tensors = [parameter for linear in linears for parameter in linear.parameters()]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1 or len({linear.training for linear in linears}) > 1:
-        return "they differ in dtype, device or mode"
+        return "the linears differ in dtype, device or mode"
     last, x = chain.nodes[-1], modules.sole_input(chain.path[-1])
     for node in chain.nodes[:-1]:
         # A no-op before the first linear may have other users.
@@ -155,7 +155,7 @@ def _find_problem(graph_module: GraphModule, chain: Chain) -> str | None:
             return f"the result of {node.name} has other users"
     assert x is not None
     if change := memory.find_change_between(graph_module, x, min(chain.nodes), last):
-        return f"{x.name} is changed in place by {change.name} between them"
+        return f"{x.name} is changed in place by {change.name} between the linears"
     return folding.find_range_problem(chain.stays.target, linears[0], *_merged_weights(graph_module, chain))
 
 

@@ -73,7 +73,7 @@ class MergeLinears(ReversibleRule):
                 reasons.append(result.reason)
         if len(families) > 1 and not any(len(targets) > 1 for targets in families.values()):
             names = ", ".join(target for targets in families.values() for target in targets)
-            reasons.append(f"{names}: they differ in inputs, dtype, device, requires_grad or mode")
+            reasons.append(f"{names}: the linears differ in inputs, dtype, device, requires_grad or mode")
         return Skip("; ".join(reasons)) if reasons else None
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -179,13 +179,13 @@ def _find_problem(graph_module: GraphModule, target: str) -> str | None:
         return reason
     inputs = [modules.sole_input(call) for call in uses.calls_of(target)]
     if None in inputs:
-        return "it is not called with a single tensor"
+        return "the module is not called with a single tensor"
     if len(set(inputs)) < len(inputs):
-        return "it is called twice with the same input"
+        return "the module is called twice with the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
-        return "its weight and bias differ in requires_grad"
+        return "the weight and bias differ in requires_grad"
     if not all(strides.is_contiguous(parameter) for parameter in linear.parameters()):
-        return "its weight or bias is not contiguous"
+        return "the weight or bias is not contiguous"
     return None
 
 

@@ -210,21 +210,21 @@ def _find_difference(graph_module: GraphModule, calls: list[Node], term_count: i
     numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     if len({(number.dtype, number.device) for number in numbers}) > 1:
-        return f"{names}: they differ in dtype or device"
+        return f"{names}: the layers differ in dtype or device"
     if len({parameter.requires_grad for parameter in parameters}) > 1:
-        return f"{names}: they differ in requires_grad"
+        return f"{names}: the layers differ in requires_grad"
     if len({conv.training for conv in convs}) > 1:
-        return f"{names}: they differ in mode"
+        return f"{names}: the convolutions differ in mode"
     if len({(type(conv), conv.in_channels, conv.out_channels, conv.groups, conv.stride) for conv in convs}) > 1:
-        return f"{names}: they differ in channels, groups or stride"
+        return f"{names}: the convolutions differ in channels, groups or stride"
     formats = {_find_memory_format(conv.weight) for conv in convs}
     if None in formats:
         return f"{names}: a weight is neither contiguous nor channels_last"
     # The result of a convolution has the memory format of its weight; other terms may have another one.
     if len(formats) > 1 or (formats != {torch.contiguous_format} and len(convs) < term_count):
-        return f"{names}: they differ in memory format, or other terms may"
+        return f"{names}: the convolutions differ in memory format from each other or from other terms"
     if any(conv.padding_mode != "zeros" for conv in convs):
-        return f"{names}: not all of them pad with zeros"
+        return f"{names}: not all convolutions pad with zeros"
     return None
 
 

@@ -260,8 +260,8 @@ def check(name: str, options: Mapping[str, Any], location: str) -> None:
 def _check_option(rule: str, option: str, value: Any, location: str) -> None:
     allowed = RULES[rule].options
     if option not in allowed:
-        known = [*allowed, *difflib.get_close_matches(option, SHARED_OPTIONS)]
-        hint = did_you_mean(option, known) if known else f"{rule} has no options."
+        candidates = [*allowed, *difflib.get_close_matches(option, SHARED_OPTIONS)]
+        hint = did_you_mean(option, candidates) if candidates else f"Remove it: {rule} has no options."
         raise ConfigError(f"{rule} has no option of this name", location=location, hint=hint)
     expected = allowed[option]
     if type(value) is not expected.type or (type(value) is tuple and not all(type(v) is str for v in value)):
@@ -301,7 +301,7 @@ def load(name: str, options: Mapping[str, Any], folder: Path, location: str) -> 
     try:
         rule = cls(**options)
     except (Exception, SystemExit) as error:  # code of plugins may raise anything
-        message = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, TypeError) else f"the rule raised {type(error).__name__}: {error}"
         raise ConfigError(message, location=location, hint=f"Use these options: {parameters(cls)}") from error
     if not isinstance(rule, Transformation):
         raise ConfigError(
@@ -316,10 +316,10 @@ def _import_hint(module_name: str, error: BaseException) -> str:
     top = module_name.partition(".")[0]
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing == top:
-        return f"Install it, or put {top}.py beside the config."
+        return f"Install it, or put {top}.py into the folder of the config."
     if missing:
         return f"Install {missing}."
-    return f"The module exists: for the traceback, run python -c 'import {module_name}'."
+    return f"Fix the module. For the traceback, run python -c 'import {module_name}'."
 
 
 def import_from(import_path: str, folder: Path, location: str, is_candidate: Callable[[Any], bool] = callable) -> Any:

@@ -115,7 +115,7 @@ def _find_no_op(graph_module: GraphModule, node: Node) -> NoOp | Skip | None:
         return _match_conjunction(graph_module, node)
     arguments = aten_ops.arguments(node)
     if node.target in _DROPOUT_OPERATORS:
-        return Skip("it is in train mode") if arguments["train"] is not False else NoOp((node,), source)
+        return Skip("the dropout is in train mode") if arguments["train"] is not False else NoOp((node,), source)
     if node.target is aten.contiguous.default and arguments.get("memory_format") in _CONTIGUOUS:
         return NoOp((node,), source) if _is_contiguous(graph_module, source) else None
     value, before = node.meta.get("val"), source.meta.get("val")
@@ -150,9 +150,9 @@ def _match_module(graph_module: GraphModule, node: Node) -> NoOp | Skip | None:
     if reason := folding.find_plain_problem(module, cls):
         return Skip(f"{node.target}: {reason}")
     if source is None:
-        return Skip(f"{node.target}: it is not called with a single tensor")
+        return Skip(f"{node.target}: the module is not called with a single tensor")
     if module.training and cls is not nn.Identity:
-        return Skip(f"{node.target}: it is in train mode")
+        return Skip(f"{node.target}: the dropout is in train mode")
     return NoOp((node,), source)
 
 

@@ -214,7 +214,7 @@ def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
         if not marked and rule.signature not in _journal(graph_module):
             raise _error(
                 rule,
-                "it was not applied to this graph with these options, or its marks were lost",
+                "the rule was not applied to this graph with these options, or its marks were lost",
                 "Undo it on the graph that it was applied to, or on a deepcopy; tracing the graph again loses all"
                 " marks.",
             )
@@ -244,7 +244,9 @@ def _check_leaves(rule: Transformation, graph_module: GraphModule) -> None:
     """Raises an error for a tensor that is not a leaf, which torch cannot deepcopy."""
     for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers()):
         if not tensor.is_leaf:
-            raise _error(rule, f"it left {name} with a gradient history", "Compute weights under torch.no_grad().")
+            raise _error(
+                rule, f"the rule left {name} with a gradient history", "Compute weights under torch.no_grad()."
+            )
 
 
 def _error(rule: Transformation, message: str, hint: str) -> TransformationError:

@@ -158,16 +158,16 @@ def _comparable(value: Any) -> Any:
 
 def _find_problem(graph_module: GraphModule, first: Node, node: Node) -> str | None:
     if any(memory.changed_in_place(graph_module, result) for result in (first, node)):
-        return "their results are changed in place"
+        return "the results are changed in place"
     for x in node.all_input_nodes:
         if change := memory.find_change_between(graph_module, x, first, node):
-            return f"{x.name} is changed in place by {change.name} between them"
+            return f"{x.name} is changed in place by {change.name} between the two"
     module = modules.called_module(graph_module, node)
     if module is not None and memory.find_constant_changes(graph_module, [*module.parameters(), *module.buffers()]):
-        return "their weights are changed in place"
+        return "the weights are changed in place"
     # The later node first, because it has fewer users: if every layer computes a mask, the first has all users by then.
     if all(memory.reaches_output(graph_module, result) for result in (node, first)):
-        return "they are outputs, or share memory with outputs"
+        return "both are outputs, or share memory with outputs"
     return modes.find_mode_problem(graph_module, (first, node))
 
 

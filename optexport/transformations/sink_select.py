@@ -101,9 +101,9 @@ class SinkSelect(ReversibleRule):
                 hint="Undo it before other rules remove nodes.",
             )
         for piece in pieces:
-            whole = piece.args[0]
-            assert isinstance(whole, Node)
-            node.replace_input_with(piece, whole)
+            uncut = piece.args[0]
+            assert isinstance(uncut, Node)
+            node.replace_input_with(piece, uncut)
             if not piece.users:
                 graph_module.graph.erase_node(piece)
         source, source_axis = next(iter((feeds(graph_module, node, axis, whole=False) or {}).items()))

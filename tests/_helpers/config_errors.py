@@ -300,7 +300,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "option of a rule without": (
         rule('use = "merge-linears"', "exact = true"),
         "transformations[0].exact",
-        "merge-linears has no options.",
+        "Remove it: merge-linears has no options.",
     ),
     "option of wrong type": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exact = 1"),

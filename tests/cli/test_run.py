@@ -31,7 +31,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory of no model": (config("halves:number"), 3, "not a module"),
     "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
     "no folder of a model": (config().replace("python:halves:load", "."), 3, "has no config.json"),
-    "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves takes no such input"),
+    "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves has no input of this name"),
     "inputs of wrong shape": (
         config(inputs='tensors.x.shape = ["batch", 5]'),
         3,
@@ -42,11 +42,11 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
         3,
         "the model itself fails",
     ),
-    "inputs of nothing": (config(inputs=""), 2, "nothing says what the model's inputs are"),
+    "inputs of nothing": (config(inputs=""), 2, "the config does not describe the model's inputs"),
     "dimension of no input": (
         config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
         2,
-        'inputs.dynamic.bach: no input has such a dimension\nHint: Did you mean "batch"?',
+        'inputs.dynamic.bach: no input has a dimension of this name\nHint: Did you mean "batch"?',
     ),
     "dimension that the model fixes": (
         config(inputs='data = "x.npz"\naxes.x = ["batch", "width"]\ndynamic.width = [4, 8]'),
@@ -61,11 +61,11 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "too many names of axes": (config(inputs='data = "x.npz"\naxes.x = ["a", "b", "c"]'), 2, "inputs.axes.x"),
     "axes of no input": (config(inputs='data = "x.npz"\naxes.z = ["a", "b"]'), 2, "inputs.axes.z"),
     "data of another precision": (config(inputs='data = "double.npz"'), 3, "dtype"),
-    "damaged data": (config(inputs='data = "halves.npz"'), 2, "inputs.data: halves.npz: it cannot be read"),
-    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Write the name of a .safetensors, "),
-    "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: this model has no tokenizer"),
+    "damaged data": (config(inputs='data = "halves.npz"'), 2, "inputs.data: halves.npz: the file cannot be read"),
+    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Give .safetensors, .npz, or .jsonl."),
+    "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: the model has no tokenizer"),
     "images without a processor": (config(inputs='images = ["halves.py"]'), 2, "inputs.images"),
-    "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "its lines must be objects with the same keys"),
+    "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "the keys differ from the keys of other lines"),
     "plugin that is nowhere": (
         config(more='transformations = [{ use = "python:nowhere:Mine" }]'),
         2,

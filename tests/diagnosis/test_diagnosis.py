@@ -147,7 +147,7 @@ def test_bisection_finds_the_first_failure_in_log_steps(numbers: tuple[int, int]
 def test_rule_and_node_are_named_and_reproduced(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", MergeLinears(), Relu(), ChangeTrueDivToMulByInverse())
     assert "--without" not in told
-    assert "Relu is to blame, which changed gelu. Leave Relu out of transformations." in told
+    assert "Relu is to blame, which changed gelu. Remove Relu from transformations." in told
     assert "values part first at gelu (aten.gelu.default in act): by 0.1" in told
     assert "linear_4 before it still agrees" in told
     folder = tmp_path / "block-failure"

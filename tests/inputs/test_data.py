@@ -18,7 +18,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from optexport.config.schema import InputsConfig
-from optexport.inputs import preparation
+from optexport.inputs import user_data
 from optexport.inputs.data_lines import stack_records
 from optexport.inputs.preparation import prepare
 from optexport.loading.loader import Pretrained
@@ -27,26 +27,26 @@ from tests.tiers import examples
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Maker:
+def maker(tmp_path: Path) -> Maker:
     return Maker(tmp_path)
 
 
 # JSON lines
 
 
-def test_lines_of_text_are_texts(made: Maker) -> None:
-    from_lines = made(data=made.lines({"text": "the cat"}, {"text": "a dog ran"}))
-    assert torch.equal(from_lines.example["input_ids"], made(texts=["the cat", "a dog ran"]).example["input_ids"])
+def test_lines_of_text_are_texts(maker: Maker) -> None:
+    from_lines = maker(data=maker.lines({"text": "the cat"}, {"text": "a dog ran"}))
+    assert torch.equal(from_lines.example["input_ids"], maker(texts=["the cat", "a dog ran"]).example["input_ids"])
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"], ids=ascii)
-def test_unicode_separators_inside_a_line_do_not_end_it(separator: str, made: Maker) -> None:
-    assert made(data=made.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).real
+def test_unicode_separators_inside_a_line_do_not_end_it(separator: str, maker: Maker) -> None:
+    assert maker(data=maker.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).real
 
 
-def test_byte_order_mark_and_windows_line_ends_are_accepted(made: Maker) -> None:
-    (made.folder / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "a dog"}\r\n')
-    assert made(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
+def test_byte_order_mark_and_windows_line_ends_are_accepted(maker: Maker) -> None:
+    (maker.folder / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "a dog"}\r\n')
+    assert maker(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
 
 
 @pytest.mark.parametrize("lines", [([1, 2], [0.5, 0.7, 0.3]), ([0.5, 0.7, 0.3], [1, 2]), ([1, 2], [0.5, 0.7])])
@@ -59,37 +59,40 @@ def test_integers_and_floats_in_one_column_become_floats(lines: tuple[list[float
         assert not row[len(line) :].any()
 
 
-def test_error_about_lines_of_text_names_the_config_key(made: Maker) -> None:
-    assert made.refusal(data=made.lines({"text": "zebra"})).startswith("inputs.data: lines.jsonl")
-    message = made.refusal_without_processors(data=made.lines({"text": "the cat"}))
+def test_error_about_lines_of_text_names_the_config_key(maker: Maker) -> None:
+    assert maker.refusal(data=maker.lines({"text": "zebra"})).startswith("inputs.data: lines.jsonl")
+    message = maker.refusal_without_processors(data=maker.lines({"text": "the cat"}))
     assert message.startswith("inputs.data: lines.jsonl")
 
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "expected"),
     [
-        (['{"x": [1.0]}', "", '{"x": "one"}'], 'line 3, "x": it is neither a number'),
-        (['{"x": [true, false]}', '{"x": [3, 7, 5]}'], 'line 2, "x": some lines hold numbers, and some true and false'),
-        (['{"x": [1.0], "y": [[1], [2, 3]]}'], 'line 1, "y": it is neither a number'),
-        (['{"x": [1.0]}', '{"x": null}'], 'line 2, "x": it is neither a number'),
-        (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": it is empty'),
-        (['{"x": [[1.0]]}', '{"x": [[1.0, 2.0]]}'], 'line 2, "x": its shape is [1, 2], and that of line 1 [1, 1]'),
-        (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: its lines must be objects with the same keys"),
-        (["3"], "its lines must be objects with the same keys"),
-        (['{"x": [1.0]}', '{"x": [1.0'], "it cannot be read: line 2 is no JSON: Expecting ',' delimiter at column 11"),
-        (['{"input_ids": 5}'], 'line 1, "input_ids": it must be a list of token ids'),
-        (['{"x": [1.0]}', '{"x": [1e300]}'], 'line 2, "x": a number is beyond the range of float32'),
-        (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a text'),
-        (['{"x": ' + "[" * 100_000], "it cannot be read: line 1: "),
+        (['{"x": [1.0]}', "", '{"x": "one"}'], 'line 3, "x": the value is neither a number'),
+        (['{"x": [true, false]}', '{"x": [3, 7, 5]}'], 'line 2, "x": some lines have numbers, others true or false'),
+        (['{"x": [1.0], "y": [[1], [2, 3]]}'], 'line 1, "y": the value is neither a number'),
+        (['{"x": [1.0]}', '{"x": null}'], 'line 2, "x": the value is neither a number'),
+        (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": the list is empty'),
+        (
+            ['{"x": [[1.0]]}', '{"x": [[1.0, 2.0]]}'],
+            'line 2, "x": wrong shape (found [1, 2], expected [1, 1] as in line 1)',
+        ),
+        (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: the keys differ from the keys of other lines"),
+        (["3"], "the keys differ from the keys of other lines"),
+        (['{"x": [1.0]}', '{"x": [1.0'], "line 2 is not JSON: Expecting ',' delimiter at column 11"),
+        (['{"input_ids": 5}'], 'line 1, "input_ids": the value is not a list of token ids'),
+        (['{"x": [1.0]}', '{"x": [1e300]}'], 'line 2, "x": a number is outside the range of float32'),
+        (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a string (found int)'),
+        (['{"x": ' + "[" * 100_000], "line 1 cannot be read: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_error_in_a_line_names_the_line_and_the_key(lines: list[str], told: str, made: Maker) -> None:
-    (made.folder / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    message = made.refusal(Rows(), data="lines.jsonl")
+def test_error_in_a_line_names_the_line_and_the_key(lines: list[str], expected: str, maker: Maker) -> None:
+    (maker.folder / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    message = maker.refusal(Rows(), data="lines.jsonl")
     assert message.startswith("inputs.data: lines.jsonl")
-    assert told in message
+    assert expected in message
 
 
 def test_ids_of_several_choices_get_no_mask_of_tokens() -> None:
@@ -110,16 +113,16 @@ def test_lines_of_ids_are_padded_and_masked(ids: list[list[int]]) -> None:
     assert batch["input_ids"].dtype is torch.int64
 
 
-def test_ids_are_padded_with_the_pad_token_of_the_model(made: Maker) -> None:
+def test_ids_are_padded_with_the_pad_token_of_the_model(maker: Maker) -> None:
     model = BertModel(BertConfig(**TINY, pad_token_id=4)).eval()
-    data = made.lines({"input_ids": [5, 6], "token_type_ids": [1, 1]}, {"input_ids": [7], "token_type_ids": [1]})
-    (batch,) = made(model, data=data).real
+    data = maker.lines({"input_ids": [5, 6], "token_type_ids": [1, 1]}, {"input_ids": [7], "token_type_ids": [1]})
+    (batch,) = maker(model, data=data).real
     assert batch["input_ids"].tolist() == [[5, 6], [7, 4]]
     assert batch["token_type_ids"].tolist() == [[1, 1], [1, 0]]
 
 
-def test_mask_in_the_data_is_not_changed(made: Maker) -> None:
-    (batch,) = made(data=made.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).real
+def test_mask_in_the_data_is_not_changed(maker: Maker) -> None:
+    (batch,) = maker(data=maker.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).real
     assert batch["attention_mask"].tolist() == [[0, 1]]
 
 
@@ -146,14 +149,14 @@ def test_mask_in_the_data_is_not_changed(made: Maker) -> None:
     ],
     ids=json.dumps,
 )
-def test_lines_without_valid_inputs_are_refused(records: list[Any], made: Maker) -> None:
-    made.refusal(data=made.lines(*records))
+def test_lines_without_valid_inputs_are_refused(records: list[Any], maker: Maker) -> None:
+    maker.refusal(data=maker.lines(*records))
 
 
 @pytest.mark.parametrize("name", ["token_type_ids", "attention_mask"])
-def test_inputs_of_unequal_length_are_refused_on_a_declared_axis(name: str, made: Maker) -> None:
-    data = made.lines({"input_ids": [5, 6], name: [1]})
-    message = made.refusal(data=data, dynamic={"batch": [1, 8], "sequence": [1, 16]})
+def test_inputs_of_unequal_length_are_refused_on_a_declared_axis(name: str, maker: Maker) -> None:
+    data = maker.lines({"input_ids": [5, 6], name: [1]})
+    message = maker.refusal(data=data, dynamic={"batch": [1, 8], "sequence": [1, 16]})
     assert "sequence" in message
     assert name in message
 
@@ -163,10 +166,11 @@ def test_inputs_of_unequal_length_are_refused_on_a_declared_axis(name: str, made
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"text": "a"}{"text": "b"}', b"text"], ids=ascii)
 @pytest.mark.parametrize("suffix", [".jsonl", ".npz", ".safetensors"])
-def test_a_damaged_file_is_refused_by_its_name(suffix: str, content: bytes, made: Maker) -> None:
-    (made.folder / f"data{suffix}").write_bytes(content)
-    message = made.refusal(data=f"data{suffix}")
-    assert message.startswith(f"inputs.data: data{suffix}: it cannot be read")
+def test_a_damaged_file_is_refused_by_its_name(suffix: str, content: bytes, maker: Maker) -> None:
+    (maker.folder / f"data{suffix}").write_bytes(content)
+    message = maker.refusal(data=f"data{suffix}")
+    problems = ("the file cannot be read", "line 1 is not JSON")
+    assert message.startswith(tuple(f"inputs.data: data{suffix}: {problem}" for problem in problems))
     assert "unsafe" not in message  # the message must not advise to load untrusted code
 
 
@@ -177,22 +181,22 @@ def test_a_file_cut_short_or_changed_is_read_or_refused(suffix: str, fraction: f
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"data{suffix}"
         store(path, {"x": torch.ones(2, 3)})
-        whole = path.read_bytes()
-        place = int(fraction * len(whole))
-        made = Maker(Path(folder))
-        path.write_bytes(whole[:place])
-        made.refusal(Rows(), data=path.name)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ flipped]) + whole[place + 1 :])
+        content = path.read_bytes()
+        place = int(fraction * len(content))
+        maker = Maker(Path(folder))
+        path.write_bytes(content[:place])
+        maker.refusal(Rows(), data=path.name)
+        path.write_bytes(content[:place] + bytes([content[place] ^ flipped]) + content[place + 1 :])
         try:
-            assert made(Rows(), data=path.name).real
+            assert maker(Rows(), data=path.name).real
         except Exception as error:
             assert type(error).__name__ == "ConfigError"  # noqa: PT017
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.npy", "data.pt", "data", ".npz"])
-def test_a_file_of_another_kind_is_refused(name: str, made: Maker) -> None:
-    (made.folder / name).write_bytes(b"x")
-    assert "Give .safetensors, .npz, or .jsonl." in made.refusal(data=name)
+def test_a_file_of_another_kind_is_refused(name: str, maker: Maker) -> None:
+    (maker.folder / name).write_bytes(b"x")
+    assert "Use .safetensors, .npz or .jsonl." in maker.refusal(data=name)
 
 
 def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -203,10 +207,10 @@ def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_arrays_are_loaded_unchanged(suffix: str, made: Maker) -> None:
+def test_arrays_are_loaded_unchanged(suffix: str, maker: Maker) -> None:
     stored = {"x": torch.randn(3, 4), "y": torch.arange(6).reshape(3, 2)}
-    store(made.folder / f"data{suffix}", stored)
-    inputs = made(Rows(), data=f"data{suffix}")
+    store(maker.folder / f"data{suffix}", stored)
+    inputs = maker(Rows(), data=f"data{suffix}")
     assert all(torch.equal(inputs.real[0][name], tensor) for name, tensor in stored.items())
     assert all(inputs.real[0][name].dtype is tensor.dtype for name, tensor in stored.items())
     assert shapes(inputs) == {"x": [3, 4], "y": [3, 2]}
@@ -224,29 +228,33 @@ def test_arrays_are_loaded_unchanged(suffix: str, made: Maker) -> None:
     ],
     ids=["none", "empty", "text", "objects", "unknown name", "batches that differ"],
 )
-def test_invalid_arrays_are_refused(arrays: dict[str, Any], made: Maker) -> None:
-    np.savez(made.folder / "data.npz", **arrays)
-    made.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
+def test_invalid_arrays_are_refused(arrays: dict[str, Any], maker: Maker) -> None:
+    np.savez(maker.folder / "data.npz", **arrays)
+    maker.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "uint64"])
-def test_unsupported_dtypes_are_refused(dtype: str, made: Maker) -> None:
-    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), dtype), y=np.zeros((2, 4)))
-    assert f"x is of {dtype}, which the files of a bundle do not hold" in made.refusal(Rows(), data="data.npz")
+def test_unsupported_dtypes_are_refused(dtype: str, maker: Maker) -> None:
+    np.savez(maker.folder / "data.npz", x=np.zeros((2, 4), dtype), y=np.zeros((2, 4)))
+    assert f"the dtype of x, {dtype}, is not supported by the files of a bundle" in maker.refusal(
+        Rows(), data="data.npz"
+    )
 
 
-def test_arrays_larger_than_memory_are_refused_before_reading(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_larger_than_memory_are_refused_before_reading(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compressed file of 2.3 MB expanded to gigabytes of zeros."""
-    np.savez_compressed(made.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
-    monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 16)
-    assert "its arrays take 0.0 GiB, and 0.0 GiB of memory are free" in made.refusal(Rows(), data="data.npz")
-    monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 20)
-    assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
+    np.savez_compressed(maker.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
+    monkeypatch.setattr(user_data, "free_memory", lambda: 1 << 16)
+    assert "the arrays do not fit into memory (found 0.0 GiB free, expected 0.0 GiB)" in maker.refusal(
+        Rows(), data="data.npz"
+    )
+    monkeypatch.setattr(user_data, "free_memory", lambda: 1 << 20)
+    assert shapes(maker(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
 
 
-def test_first_axis_is_unchanged_if_no_batch_is_declared(made: Maker) -> None:
-    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), "float32"), y=np.arange(5))
-    assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4], "y": [5]}
+def test_first_axis_is_unchanged_if_no_batch_is_declared(maker: Maker) -> None:
+    np.savez(maker.folder / "data.npz", x=np.zeros((2, 4), "float32"), y=np.arange(5))
+    assert shapes(maker(Rows(), data="data.npz")) == {"x": [2, 4], "y": [5]}
 
 
 # Images
@@ -263,29 +271,29 @@ def picture(path: Path) -> str:
     return path.name
 
 
-def test_images_are_processed_by_the_image_processor(made: Maker) -> None:
-    name = picture(made.folder / "a.png")
-    assert shapes(made(Pixels(), images=[name, name])) == {"pixel_values": [2, 3, 16, 16]}
+def test_images_are_processed_by_the_image_processor(maker: Maker) -> None:
+    name = picture(maker.folder / "a.png")
+    assert shapes(maker(Pixels(), images=[name, name])) == {"pixel_values": [2, 3, 16, 16]}
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5])
-def test_broken_image_is_refused_by_its_name(kept: float, made: Maker) -> None:
-    good = picture(made.folder / "good.png")
-    content = (made.folder / good).read_bytes()
-    (made.folder / "bad.png").write_bytes(content[: int(kept * len(content))])
-    message = made.refusal(Pixels(), images=[good, "bad.png"])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5])
+def test_broken_image_is_refused_by_its_name(fraction: float, maker: Maker) -> None:
+    good = picture(maker.folder / "good.png")
+    content = (maker.folder / good).read_bytes()
+    (maker.folder / "bad.png").write_bytes(content[: int(fraction * len(content))])
+    message = maker.refusal(Pixels(), images=[good, "bad.png"])
     assert message.startswith("inputs.images")
     assert "bad.png" in message
 
 
-def test_images_need_a_processor(made: Maker) -> None:
-    name = picture(made.folder / "a.png")
-    assert made.refusal_without_processors(images=[name]).startswith("inputs.images: this model has no")
-    empty = Pretrained(str(made.folder), {"local_files_only": True})
-    assert made.refusal(Pixels(), empty, images=[name]).startswith("inputs.images: ")
+def test_images_need_a_processor(maker: Maker) -> None:
+    name = picture(maker.folder / "a.png")
+    assert maker.refusal_without_processors(images=[name]).startswith("inputs.images: the model has no")
+    empty = Pretrained(str(maker.folder), {"local_files_only": True})
+    assert maker.refusal(Pixels(), empty, images=[name]).startswith("inputs.images: ")
 
 
-def test_images_without_pillow_are_an_error_with_install_hint(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = picture(made.folder / "a.png")
+def test_images_without_pillow_are_an_error_with_install_hint(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = picture(maker.folder / "a.png")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "pip install -c constraints.txt -e '.[images]'" in made.refusal(Pixels(), images=[name])
+    assert "pip install -c constraints.txt -e '.[images]'" in maker.refusal(Pixels(), images=[name])

@@ -46,7 +46,7 @@ def clip() -> nn.Module:
 
 def whisper() -> nn.Module:
     sizes = {
-        f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
+        f"{side}_{field}": 1 for side in ("encoder", "decoder") for field in ("layers", "attention_heads", "ffn_dim")
     }
     return WhisperModel(
         WhisperConfig(vocab_size=30, d_model=8, max_source_positions=20, num_mel_bins=4, pad_token_id=0, **sizes)
@@ -79,10 +79,10 @@ def test_model_accepts_its_generated_inputs(name: str) -> None:
 def test_audio_or_image_model_accepts_its_generated_inputs(name: str) -> None:
     make, names = FURTHER[name]
     model = make().eval()
-    made = dummy_inputs(model)
-    assert set(made) == names
+    inputs = dummy_inputs(model)
+    assert set(inputs) == names
     with torch.no_grad():
-        assert model(**made)
+        assert model(**inputs)
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -91,7 +91,7 @@ def test_dynamic_axes_are_at_least_two_and_shared_sizes_agree(name: str) -> None
     for key, tensor in dummy_inputs(models.model(name)).items():
         for axis, size in zip(conventional_axes(key, tensor.dim()), tensor.shape, strict=True):
             sizes.setdefault(axis, set()).add(size)
-    assert all(len(found) == 1 and min(found) >= 2 for found in sizes.values())
+    assert all(len(values) == 1 and min(values) >= 2 for values in sizes.values())
 
 
 @settings(max_examples=examples(100))
@@ -112,18 +112,18 @@ def test_generated_inputs_are_reproducible() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_float_inputs_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
-    made = dummy_inputs(clip().to(dtype))
-    assert made["pixel_values"].dtype is dtype
-    assert made["input_ids"].dtype is torch.int64
+    inputs = dummy_inputs(clip().to(dtype))
+    assert inputs["pixel_values"].dtype is dtype
+    assert inputs["input_ids"].dtype is torch.int64
 
 
 def test_inputs_are_made_by_name_in_the_order_given() -> None:
     names = ["attention_mask", "token_type_ids", "position_ids", "input_ids"]
     model = BertModel(BertConfig(**TINY)).eval()
-    made = dummy_inputs(model, names)
-    assert list(made) == names
+    inputs = dummy_inputs(model, names)
+    assert list(inputs) == names
     with torch.no_grad():
-        assert model(**made)
+        assert model(**inputs)
 
 
 def test_corners_of_boxes_are_ordered() -> None:
@@ -134,9 +134,9 @@ def test_corners_of_boxes_are_ordered() -> None:
 
 def test_unknown_or_ungeneratable_input_is_refused() -> None:
     model = models.model("bert")
-    with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
+    with pytest.raises(TraceError, match="input pixel_values: BertModel has no input of this name"):
         dummy_inputs(model, ["pixel_values"])
-    with pytest.raises(TraceError, match="input inputs_embeds: it cannot be made from the config alone"):
+    with pytest.raises(TraceError, match="input inputs_embeds: the model's config does not determine this input"):
         dummy_inputs(model, ["inputs_embeds"])
 
 
@@ -161,19 +161,19 @@ KINDS = {
 @pytest.mark.parametrize("model_type", KINDS)
 def test_multimodal_model_accepts_its_generated_inputs(model_type: str) -> None:
     model = next(shrinking.candidates(model_type))[1]()
-    made = dummy_inputs(model)
-    assert set(made) == KINDS[model_type]
+    inputs = dummy_inputs(model)
+    assert set(inputs) == KINDS[model_type]
     with torch.no_grad():
-        assert model(**made)
+        assert model(**inputs)
 
 
 def test_text_has_one_image_token_for_each_image_feature() -> None:
     model: Any = next(shrinking.candidates("llava"))[1]()
-    made = dummy_inputs(model)
+    inputs = dummy_inputs(model)
     with torch.no_grad():
-        features = model.get_image_features(made["pixel_values"]).pooler_output
-    tokens = (made["input_ids"] == model.config.image_token_id).sum(1)
-    assert tokens.tolist() == [len(each) for each in features]
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output
+    tokens = (inputs["input_ids"] == model.config.image_token_id).sum(1)
+    assert tokens.tolist() == [len(row) for row in features]
 
 
 def test_noise_is_an_input_if_the_model_accepts_it() -> None:
@@ -196,6 +196,6 @@ def test_noise_for_the_choice_of_patches_is_an_input() -> None:
 
 def test_model_that_accepts_no_generated_inputs_is_an_error() -> None:
     model = next(shrinking.candidates("udop"))[1]()
-    with pytest.raises(TraceError, match="the model fails on all .* kinds of inputs") as raised:
+    with pytest.raises(TraceError, match="the model fails on all .* sets of inputs") as raised:
         dummy_inputs(model)
     assert raised.value.hint

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from optexport.bundle import digests
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
-from optexport.signature.arguments import arguments_of, flat_inputs
+from optexport.signature.arguments import find_arguments, flat_inputs
 from optexport.signature.signature import as_arguments
 from tests._helpers.models import randomise
 from tests.tracing.test_any_module import Features, called, features
@@ -20,22 +20,22 @@ from tests.tracing.test_any_module import Features, called, features
 
 def test_flat_names_are_mapped_to_nested_arguments() -> None:
     model = randomise(Features())
-    arguments = arguments_of(model, ["features.image.x", "features.bias", "weights.0", "weights.1"], {})
+    arguments = find_arguments(model, ["features.image.x", "features.bias", "weights.0", "weights.1"], {})
     assert arguments is not None
     tensors, _ = flat_inputs(Features(), features(2))
-    args, kwargs = arguments.filled(as_arguments(tensors))
+    args, kwargs = arguments.fill(as_arguments(tensors))
     want, got = (
         called(model, features(2)),
         called(model, {**dict(zip(("features", "weights"), args, strict=False)), **kwargs}),
     )
     assert all(torch.equal(got[name], value) for name, value in want.items())
-    for names, told in [
+    for names, message in [
         (["weights.0", "weights.2"], r"weights\.1 is missing"),
-        (["weights", "weights.0"], "another input has this place"),
-        (["weights"], "inputs: features: it is missing"),
+        (["weights", "weights.0"], "the name conflicts with another input"),
+        (["weights"], "inputs: features: the input is missing"),
     ]:
-        with pytest.raises(ConfigError, match=told):
-            arguments_of(Features(), ["x.0", *names] if names == ["weights"] else ["features.bias", *names], {})
+        with pytest.raises(ConfigError, match=message):
+            find_arguments(Features(), ["x.0", *names] if names == ["weights"] else ["features.bias", *names], {})
 
 
 FACTORY = """

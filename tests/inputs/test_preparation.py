@@ -43,73 +43,73 @@ class Anything(nn.Module):
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Maker:
+def maker(tmp_path: Path) -> Maker:
     return Maker(tmp_path)
 
 
 # Texts
 
 
-def test_texts_are_encoded_padded_and_masked(made: Maker) -> None:
-    (batch,) = made(texts=["the cat sat", "the dog ran on the mat"]).real
+def test_texts_are_encoded_padded_and_masked(maker: Maker) -> None:
+    (batch,) = maker(texts=["the cat sat", "the dog ran on the mat"]).real
     assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 3, 0, 0, 0], [2, 5, 11, 12, 8, 5, 10, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids"}
 
 
-def test_texts_are_truncated_to_the_model_or_to_max_length(made: Maker) -> None:
+def test_texts_are_truncated_to_the_model_or_to_max_length(maker: Maker) -> None:
     long = ["the cat " * 40]
-    assert shapes(made(texts=long))["input_ids"][1] == LONGEST
-    assert shapes(made(texts=long, max_length=9))["input_ids"][1] == 9
+    assert shapes(maker(texts=long))["input_ids"][1] == LONGEST
+    assert shapes(maker(texts=long, max_length=9))["input_ids"][1] == 9
 
 
-def test_texts_are_truncated_to_the_limit_of_the_tokenizer(made: Maker, tmp_path: Path) -> None:
+def test_texts_are_truncated_to_the_limit_of_the_tokenizer(maker: Maker, tmp_path: Path) -> None:
     """RoBERTa has two more positions than tokens. Only its tokenizer has the right limit."""
     beside = save_processors(tmp_path / "roberta", model_max_length=LONGEST - 2)
     model = RobertaModel(RobertaConfig(**TINY, pad_token_id=1)).eval()
-    batch = made(model, beside, texts=["the cat " * 40]).example
+    batch = maker(model, beside, texts=["the cat " * 40]).example
     assert model(**batch).last_hidden_state.shape[:2] == batch["input_ids"].shape
 
 
-def test_model_without_a_position_limit_accepts_long_texts(made: Maker) -> None:
+def test_model_without_a_position_limit_accepts_long_texts(maker: Maker) -> None:
     """The config of XLNet has -1 positions."""
     model = XLNetModel(XLNetConfig(vocab_size=len(WORDS), d_model=8, n_layer=1, n_head=1, d_inner=8)).eval()
-    batch = made(model, texts=["the cat " * 40, "a"]).example
+    batch = maker(model, texts=["the cat " * 40, "a"]).example
     assert batch["input_ids"].shape == (2, 82)
-    assert made(model).example["input_ids"].shape[1] > 1
+    assert maker(model).example["input_ids"].shape[1] > 1
 
 
 @pytest.mark.parametrize("texts", [["zebra"], ["zebra", "lion tiger"], [""], ["", " "], ["\x00"]], ids=repr)
-def test_texts_of_only_unknown_tokens_are_refused(texts: list[str], made: Maker) -> None:
-    assert "unknown" in made.refusal(texts=texts)
+def test_texts_of_only_unknown_tokens_are_refused(texts: list[str], maker: Maker) -> None:
+    assert "unknown" in maker.refusal(texts=texts)
 
 
-def test_one_known_word_is_enough(made: Maker) -> None:
-    assert made(texts=["zebra", "a lion"]).real
+def test_one_known_word_is_enough(maker: Maker) -> None:
+    assert maker(texts=["zebra", "a lion"]).real
 
 
-def test_a_model_without_a_tokenizer_takes_no_texts(made: Maker, tmp_path: Path) -> None:
-    assert "inputs.texts: this model has no tokenizer" in made.refusal_without_processors(texts=["the cat"])
+def test_a_model_without_a_tokenizer_takes_no_texts(maker: Maker, tmp_path: Path) -> None:
+    assert "inputs.texts: the model has no tokenizer" in maker.refusal_without_processors(texts=["the cat"])
     nowhere = Pretrained(str(tmp_path), {"local_files_only": True})
-    assert "inputs.texts: its tokenizer cannot be loaded" in made.refusal(beside=nowhere, texts=["the cat"])
+    assert "inputs.texts: the model's tokenizer cannot be loaded" in maker.refusal(beside=nowhere, texts=["the cat"])
     bare = tmp_path / "bare"
     BertConfig().save_pretrained(bare)  # transformers makes a tokenizer with only special tokens from this
-    told = made.refusal(beside=Pretrained(str(bare), {}), texts=["the cat"])
-    assert "inputs.texts: the model comes with no tokenizer" in told
+    message = maker.refusal(beside=Pretrained(str(bare), {}), texts=["the cat"])
+    assert "inputs.texts: the model has no tokenizer" in message
 
 
-def test_tokenizer_without_a_pad_token_accepts_only_one_text(made: Maker, tmp_path: Path) -> None:
-    whole = BertTokenizerFast.from_pretrained(made.beside.name)
-    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=whole.backend_tokenizer)
+def test_tokenizer_without_a_pad_token_accepts_only_one_text(maker: Maker, tmp_path: Path) -> None:
+    tokenizer = BertTokenizerFast.from_pretrained(maker.beside.name)
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     bare.save_pretrained(tmp_path / "bare")
     beside = Pretrained(str(tmp_path / "bare"), {"local_files_only": True})
-    assert made(beside=beside, texts=["the cat"]).real[0]["input_ids"].shape[0] == 1
-    assert "pad" in made.refusal(beside=beside, texts=["the cat", "the cat sat"])
+    assert maker(beside=beside, texts=["the cat"]).real[0]["input_ids"].shape[0] == 1
+    assert "pad" in maker.refusal(beside=beside, texts=["the cat", "the cat sat"])
 
 
-def test_an_encoder_with_a_decoder_gets_ids_for_both(made: Maker) -> None:
+def test_an_encoder_with_a_decoder_gets_ids_for_both(maker: Maker) -> None:
     config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    batch = made(T5Model(config).eval(), texts=["the cat sat", "a dog"]).example
+    batch = maker(T5Model(config).eval(), texts=["the cat sat", "a dog"]).example
     assert batch["decoder_input_ids"][:, 0].tolist() == [0, 0]
     assert batch["decoder_input_ids"].shape[1] != batch["input_ids"].shape[1]
     assert "token_type_ids" not in batch
@@ -139,23 +139,23 @@ def test_random_numbers_have_their_dtype_and_bounds(
     spec = {"shape": ["batch", 50], "dtype": dtype, "low": low, "high": high}
     try:
         config = InputsConfig.model_validate({"tensors": {"x": spec}})
-        made = prepare(config, Path(), Rows(), None, seed).example["x"]
+        tensor = prepare(config, Path(), Rows(), None, seed).example["x"]
         again = prepare(config, Path(), Rows(), None, seed).example["x"]
     except (ConfigError, ValidationError):
         assume(False)
-    assert made.dtype is getattr(torch, dtype)
-    assert torch.equal(made, again)
-    values = made.double()
+    assert tensor.dtype is getattr(torch, dtype)
+    assert torch.equal(tensor, again)
+    values = tensor.double()
     assert values.isfinite().all()
-    rounding = 2 * torch.finfo(made.dtype).eps if made.is_floating_point() else 0.0
+    rounding = 2 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
     rounding *= max(abs(low or 0.0), abs(high or 0.0), 1.0)
     assert low is None or values.min() >= math.floor(low) - rounding
     assert high is None or values.max() <= high + rounding
 
 
-def test_dimensions_with_one_name_agree_and_others_differ(made: Maker) -> None:
+def test_dimensions_with_one_name_agree_and_others_differ(maker: Maker) -> None:
     tensors = {"x": {"shape": ["batch", "width", 3]}, "y": {"shape": ["width", "batch"], "dtype": "int64"}}
-    inputs = made(Rows(), tensors=tensors, dynamic={"batch": [1, 8], "width": [4, 9]})
+    inputs = maker(Rows(), tensors=tensors, dynamic={"batch": [1, 8], "width": [4, 9]})
     batch, width, _ = inputs.example["x"].shape
     assert list(inputs.example["y"].shape) == [width, batch]
     assert batch != width
@@ -166,18 +166,19 @@ def test_dimensions_with_one_name_agree_and_others_differ(made: Maker) -> None:
     }
 
 
-def test_names_in_a_shape_are_dimensions_without_a_range(made: Maker) -> None:
-    dynamic = made(Rows(), tensors={"x": {"shape": ["rows", 3, "columns"]}}).dynamic
+def test_names_in_a_shape_are_dimensions_without_a_range(maker: Maker) -> None:
+    dynamic = maker(Rows(), tensors={"x": {"shape": ["rows", 3, "columns"]}}).dynamic
     assert dynamic is not None
     assert {axis: getattr(dim, "name", dim) for axis, dim in dynamic["x"].items()} == {0: "rows", 2: "columns"}
 
 
 @pytest.mark.parametrize("shape", [[], [3], ["batch"], [2, "width"]], ids=str)
-def test_random_tensor_has_the_configured_shape(shape: list[int | str], made: Maker) -> None:
-    (found,) = shapes(made(Rows(), tensors={"x": {"shape": shape}})).values()
-    assert len(found) == len(shape)
+def test_random_tensor_has_the_configured_shape(shape: list[int | str], maker: Maker) -> None:
+    (sizes,) = shapes(maker(Rows(), tensors={"x": {"shape": shape}})).values()
+    assert len(sizes) == len(shape)
     assert all(
-        size == wanted or (isinstance(wanted, str) and size >= 2) for size, wanted in zip(found, shape, strict=True)
+        size == expected or (isinstance(expected, str) and size >= 2)
+        for size, expected in zip(sizes, shape, strict=True)
     )
 
 
@@ -197,60 +198,100 @@ def test_example_is_in_the_declared_range_and_other_data_refused(
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder) / "rows.npz", x=np.ones((rows, columns), "float32"))
         try:
-            made = prepare(InputsConfig.model_validate(table), Path(folder), Rows(), None, 0)
+            inputs = prepare(InputsConfig.model_validate(table), Path(folder), Rows(), None, 0)
         except ConfigError:
             assert from_file
             assert not low <= rows <= high
             return
-    assert low <= made.example["x"].shape[0] <= high
-    assert made.example["x"].shape[0] >= 2 or high == 1
-    assert made.example["x"].shape[1] == columns
-    assert all(low <= batch["x"].shape[0] <= high for batch in made.real)
-    assert made.dynamic == {"x": {0: Dim("batch", low, high)} if low < high else {}}
+    assert low <= inputs.example["x"].shape[0] <= high
+    assert inputs.example["x"].shape[0] >= 2 or high == 1
+    assert inputs.example["x"].shape[1] == columns
+    assert all(low <= batch["x"].shape[0] <= high for batch in inputs.real)
+    assert inputs.dynamic == {"x": {0: Dim("batch", low, high)} if low < high else {}}
 
 
-def test_a_single_row_is_traced_as_two(made: Maker) -> None:
-    inputs = made(texts=["the cat"])
+def test_a_single_row_is_traced_as_two(maker: Maker) -> None:
+    inputs = maker(texts=["the cat"])
     assert inputs.real[0]["input_ids"].shape[0] == 1
     assert inputs.example["input_ids"].shape[0] == 2
 
 
-def test_unknown_input_is_refused_with_a_suggestion(made: Maker) -> None:
-    message = made.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
+def test_unknown_input_is_refused_with_a_suggestion(maker: Maker) -> None:
+    message = maker.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
     assert message.startswith("inputs")
-    assert 'input_idz: BertModel takes no such input\nHint: Did you mean "input_ids"?' in message
+    assert 'input_idz: BertModel has no input of this name\nHint: Did you mean "input_ids"?' in message
 
 
-def test_module_with_kwargs_accepts_any_input_name(made: Maker) -> None:
-    assert shapes(made(Anything(), tensors={"whatever": {"shape": ["batch", 4]}})) == {"whatever": [2, 4]}
+def test_module_with_kwargs_accepts_any_input_name(maker: Maker) -> None:
+    assert shapes(maker(Anything(), tensors={"whatever": {"shape": ["batch", 4]}})) == {"whatever": [2, 4]}
 
 
-def test_a_program_takes_its_own_inputs_and_no_others(made: Maker) -> None:
+def test_a_program_takes_its_own_inputs_and_no_others(maker: Maker) -> None:
     program = torch.export.export(Rows(), (), {"x": torch.ones(2, 4)}).module(check_guards=False)
-    assert shapes(made(program, tensors={"x": {"shape": ["batch", 4]}})) == {"x": [2, 4]}
-    assert 'Did you mean "x"?' in made.refusal(program, tensors={"xx": {"shape": ["batch", 4]}})
+    assert shapes(maker(program, tensors={"x": {"shape": ["batch", 4]}})) == {"x": [2, 4]}
+    assert 'Did you mean "x"?' in maker.refusal(program, tensors={"xx": {"shape": ["batch", 4]}})
 
 
-def test_unknown_dimension_is_refused_with_a_suggestion(made: Maker) -> None:
-    message = made.refusal(texts=["the cat"], dynamic={"batsh": [1, 8]})
-    assert message.startswith("inputs.dynamic.batsh: no input has such a dimension")
+def test_unknown_dimension_is_refused_with_a_suggestion(maker: Maker) -> None:
+    message = maker.refusal(texts=["the cat"], dynamic={"batsh": [1, 8]})
+    assert message.startswith("inputs.dynamic.batsh: no input has a dimension of this name")
     assert 'Did you mean "batch"?' in message
 
 
-def test_axes_have_their_configured_names(made: Maker) -> None:
+def test_axes_have_their_configured_names(maker: Maker) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
-    inputs = made(texts=["the cat"], axes={name: ["rows", "words"] for name in names}, dynamic={"rows": [1, 8]})
+    inputs = maker(texts=["the cat"], axes={name: ["rows", "words"] for name in names}, dynamic={"rows": [1, 8]})
     assert inputs.dynamic == {name: {0: Dim("rows", 1, 8)} for name in names}
 
 
 @pytest.mark.parametrize("declared", [{}, {"dynamic": {"rows": [1, 8]}}], ids=["found out", "declared"])
-def test_invalid_axes_are_refused(declared: dict[str, Any], made: Maker) -> None:
-    message = made.refusal(texts=["the cat"], axes={"input_ids": ["rows"]}, **declared)
+def test_invalid_axes_are_refused(declared: dict[str, Any], maker: Maker) -> None:
+    message = maker.refusal(texts=["the cat"], axes={"input_ids": ["rows"]}, **declared)
     assert message.startswith("inputs.axes.input_ids: ")
     axes = {"input_idz": ["rows", "words"], "input_ids": ["rows", "words"]}
-    assert made.refusal(texts=["the cat"], axes=axes, **declared).startswith("inputs.axes.input_idz: ")
+    assert maker.refusal(texts=["the cat"], axes=axes, **declared).startswith("inputs.axes.input_idz: ")
 
 
-def test_only_models_of_transformers_need_no_inputs(made: Maker) -> None:
-    assert set(made().example) == {"input_ids", "attention_mask"}
-    assert "nothing says what the model's inputs are" in made.refusal(Rows())
+def test_only_models_of_transformers_need_no_inputs(maker: Maker) -> None:
+    assert set(maker().example) == {"input_ids", "attention_mask"}
+    assert "the config does not describe the model's inputs" in maker.refusal(Rows())
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"data": "rows.npz", "dynamic": {"batch": [4, 8]}},
+            "inputs.dynamic.batch: x is outside the declared range (found 3, expected 4 to 8)",
+        ),
+        (
+            {"data": "rows.npz", "axes": {"y": ["rows"]}},
+            "inputs.axes.y: wrong number of axis names (found 1, expected 2)",
+        ),
+        (
+            {
+                "data": "rows.npz",
+                "axes": {"x": ["batch", "width"], "y": ["batch", "width"]},
+                "dynamic": {"width": [1, 9]},
+            },
+            "inputs.dynamic.width: the sizes of two inputs differ (5 in y, 4 in x)",
+        ),
+        (
+            {"tensors": {"x": {"shape": [2], "dtype": "uint8", "low": 0, "high": 257}}},
+            "inputs.tensors.x: uint8 cannot represent numbers from 0 to 257",
+        ),
+        (
+            {"tensors": {"x": {"shape": [2], "dtype": "int64", "low": 0.2, "high": 0.8}}},
+            "inputs.tensors.x.high: high is not above low (found 0.8, expected more than 0.2)",
+        ),
+    ],
+    ids=["range", "axes", "sizes", "dtype", "bounds"],
+)
+def test_inputs_that_do_not_fit_are_refused_with_numbers(table: dict[str, Any], message: str, maker: Maker) -> None:
+    np.savez(maker.folder / "rows.npz", x=np.ones((3, 4), "float32"), y=np.ones((3, 5), "float32"))
+    assert maker.refusal(Rows(), **table).startswith(message)
+
+
+def test_largest_numbers_of_a_dtype_are_accepted(maker: Maker) -> None:
+    spec = {"shape": ["batch", 400], "dtype": "uint8", "low": 254, "high": 256}
+    assert maker(Rows(), tensors={"x": spec}).example["x"].unique().tolist() == [254, 255]

@@ -130,6 +130,6 @@ def test_links_of_the_hub_cache_and_of_volumes_are_followed(tmp_path: Path, sour
 
 def test_tokenizer_pattern_that_takes_too_long_is_an_error(beside: Pretrained, tmp_path: Path) -> None:
     give_backtracking(Path(beside.name))
-    with pytest.raises(ConfigError, match=r"its tokenizer does not take them: Onig: .*retry-limit") as refused:
+    with pytest.raises(ConfigError, match=r"the model's tokenizer rejects the texts: Onig: .*retry-limit") as refused:
         preparation.prepare(InputsConfig(texts=["x" * 40]), tmp_path, bert(), beside, 0)
     assert "Give token ids as data instead." in str(refused.value)

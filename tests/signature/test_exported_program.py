@@ -14,7 +14,7 @@ from optexport import export
 from optexport.bundle import digests
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
-from optexport.inputs.dummy_of_program import program_inputs
+from optexport.inputs.random_inputs import program_inputs
 from optexport.runtime.untrusted.archives import load_pt2
 from optexport.signature.exported_program import constants, named_tensors, tensor_inputs
 from optexport.tracing.module_reconstruction import unlift
@@ -56,33 +56,33 @@ def program(*, by_name: bool) -> tuple[nn.Module, torch.export.ExportedProgram]:
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
 def test_nested_tensors_and_constants_have_canonical_names(by_name: bool, saved: bool, tmp_path: Path) -> None:
-    model, made = program(by_name=by_name)
+    model, exported = program(by_name=by_name)
     if saved:
-        torch.export.save(made, tmp_path / "model.pt2")
-        made = load_pt2(tmp_path / "model.pt2")
-    assert list(tensor_inputs(made).values()) == NAMES
-    assert constants(made) == {"double": True, "n": 3}
+        torch.export.save(exported, tmp_path / "model.pt2")
+        exported = load_pt2(tmp_path / "model.pt2")
+    assert list(tensor_inputs(exported).values()) == NAMES
+    assert constants(exported) == {"double": True, "n": 3}
     args, kwargs = arguments()
-    flat = named_tensors(made, (*args, kwargs["features"]))
+    flat = named_tensors(exported, (*args, kwargs["features"]))
     with torch.no_grad():
         want = model(*args, **kwargs)
-        got = unlift(made)(**{name.replace(".", "_"): tensor for name, tensor in flat.items()})
+        got = unlift(exported)(**{name.replace(".", "_"): tensor for name, tensor in flat.items()})
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert list(program_inputs(made, 0)) == NAMES
+    assert list(program_inputs(exported, 0)) == NAMES
 
 
 @pytest.mark.slow
 def test_tensors_unknown_to_a_program_are_refused_by_name() -> None:
-    _, made = program(by_name=True)
-    with pytest.raises(ConfigError, match=r"takes x, states\.0, states\.1, features\.bias, and is given x"):
-        named_tensors(made, {"x": torch.ones(2, 4)})
+    _, exported = program(by_name=True)
+    with pytest.raises(ConfigError, match=r"found x.*expected x, states\.0, states\.1, features\.bias\)"):
+        named_tensors(exported, {"x": torch.ones(2, 4)})
 
 
 @pytest.mark.slow
 def test_nested_program_is_exported_in_all_formats(tmp_path: Path) -> None:
-    model, made = program(by_name=False)
+    model, exported = program(by_name=False)
     args, kwargs = arguments()
-    result = export(made, {"x": args[0], "states": args[1], **kwargs}, tmp_path / "bundle", effort="quick")
+    result = export(exported, {"x": args[0], "states": args[1], **kwargs}, tmp_path / "bundle", effort="quick")
     assert [spec.name for spec in result.manifest.inputs] == NAMES
     assert [spec.name for spec in result.manifest.outputs] == ["y", "next.0", "next.1"]
     assert result.manifest.constants == {"double": True, "n": 3}
@@ -91,8 +91,8 @@ def test_nested_program_is_exported_in_all_formats(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_on_a_pt2_file_needs_only_its_path(tmp_path: Path) -> None:
-    _, made = program(by_name=False)
-    torch.export.save(made, tmp_path / "model.pt2")
+    _, exported = program(by_name=False)
+    torch.export.save(exported, tmp_path / "model.pt2")
     config = tmp_path / "mine.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[export]\nformats = ["pt2"]\n[tracking]\nenabled = false\n')
     result = CliRunner().invoke(cli, ["run", str(config)])
@@ -103,13 +103,13 @@ def test_run_on_a_pt2_file_needs_only_its_path(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_constants_of_a_pt2_file_cannot_be_set_again(tmp_path: Path) -> None:
-    _, made = program(by_name=False)
-    torch.export.save(made, tmp_path / "model.pt2")
+    _, exported = program(by_name=False)
+    torch.export.save(exported, tmp_path / "model.pt2")
     config = tmp_path / "mine.toml"
     config.write_text('[model]\nsource = "model.pt2"\n[inputs.constants]\nn = 2\n[tracking]\nenabled = false\n')
     result = CliRunner().invoke(cli, ["run", str(config)])
     assert result.exit_code == 2
-    assert "inputs.constants: a .pt2 file takes none" in result.output
+    assert "inputs.constants: a .pt2 file has no inputs to make constant" in result.output
 
 
 @pytest.mark.slow
@@ -121,4 +121,4 @@ def test_data_of_another_rank_are_refused_with_both_shapes(tmp_path: Path) -> No
     )
     done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
     assert done.exit_code == 2
-    assert "inputs: input: it is [1, 2, 3], of 3 axes, and the program takes [2, 3]" in done.stderr
+    assert "inputs: input: wrong number of axes (found 3: [1, 2, 3], expected 2: [2, 3])" in done.stderr

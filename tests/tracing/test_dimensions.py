@@ -115,14 +115,14 @@ def test_undeclared_range_starts_above_sizes_that_break_it() -> None:
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     model = randomise(ResNetModel(config))
     traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
-    least = traced.signature.dims["width"].min
-    assert 2 < least < 32
+    minimum = traced.signature.dims["width"].min
+    assert 2 < minimum < 32
     assert traced.suspect_sizes == ()
-    pixels = torch.randn(1, 3, 37, least)
+    pixels = torch.randn(1, 3, 37, minimum)
     with torch.no_grad():
         assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
         with pytest.raises(RuntimeError):
-            traced.graph_module(pixel_values=pixels[..., : least - 1])
+            traced.graph_module(pixel_values=pixels[..., : minimum - 1])
 
 
 class Shuffled(nn.Module):
@@ -139,7 +139,7 @@ def test_size_that_cannot_be_dynamic_is_fixed_unless_declared() -> None:
     assert traced.signature.inputs[0].shape == ("batch", 8)
     (fixed,) = traced.fixed
     assert fixed.startswith(
-        "x[1] = 8; if that were dynamic, torch.export could not trace it, and stopped at test_dimensions.py"
+        "x[1] = 8; if that were dynamic, torch.export could not trace the model, and stopped at test_dimensions.py"
     )
-    with pytest.raises(TraceError, match=r"could not trace it, and stopped at test_dimensions\.py"):
+    with pytest.raises(TraceError, match=r"could not trace the model, and stopped at test_dimensions\.py"):
         trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from optexport.api import symbolic_trace
+from optexport.api import export, symbolic_trace
+from optexport.signature.signature import Dim
 from optexport.testing import outputs
 from optexport.tracing.module_reconstruction import reconstruct_modules
+from optexport.tracing.trace import trace
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls
 from tests._helpers.models import randomise
@@ -136,10 +139,10 @@ def test_models_are_bit_exact_at_untraced_sizes(name: str) -> None:
     options = {"use_cache": False} if name in ("bart", "llama", "t5") else {}
     with torch.no_grad():
         leaves = pytree.tree_leaves(model(**inputs, **options))
-    wanted = [value for value in leaves if isinstance(value, torch.Tensor)]
+    expected = [value for value in leaves if isinstance(value, torch.Tensor)]
     got = outputs(graph_module, inputs)
-    assert len(got) == len(wanted)
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert len(got) == len(expected)
+    assert all(torch.equal(one, batch) for one, batch in zip(got, expected, strict=True))
 
 
 @pytest.mark.sample(1)
@@ -299,3 +302,27 @@ def test_reconstruction_does_not_change_the_program() -> None:
     reconstruct_modules(program)
     assert str(program.graph) == text
     assert [dict(node.meta) for node in program.graph.nodes] == metas
+
+
+def _in_part(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        y = m.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        with torch.no_grad():
+            z = y + 1
+        return y, z
+
+
+def _for_all(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(True)
+    return torch.relu(m.linear(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", [_in_part, _for_all])
+def test_values_computed_with_gradients_go_into_every_file(forward: Any, tmp_path: Path) -> None:
+    """torch.onnx failed with an index that is out of range."""
+    model, x = Program(forward, linear=nn.Linear(4, 4)).eval(), torch.randn(3, 4)
+    result = export(model, {"x": x}, tmp_path / "out", dynamic={"x": {0: Dim("batch", 1, 8)}})
+    assert result.passed
+    graph = trace(model, {"x": x}).graph_module.graph
+    assert [str(node.target) for node in graph.nodes if node.op == "call_module"] == ["linear"]

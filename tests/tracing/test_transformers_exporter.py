@@ -35,9 +35,9 @@ class Halving(PreTrainedModel):
 def test_no_mask_is_made_without_padding() -> None:
     model = Halving().eval()
     traced = trace(model, {"x": torch.randn(3, 9, 4)})
-    given = torch.randn(2, 14, 4)
+    batch = torch.randn(2, 14, 4)
     with torch.no_grad():
-        torch.testing.assert_close(traced.graph_module(given), model(given))
+        torch.testing.assert_close(traced.graph_module(batch), model(batch))
 
 
 @pytest.mark.slow

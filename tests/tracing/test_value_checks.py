@@ -152,9 +152,9 @@ class Generated(nn.Module):
     """Branches in code without a file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        assert _NAMES["note"](x, found)
-        return x * 2 if found else x
+        result: list[torch.Tensor] = []
+        assert _NAMES["note"](x, result)
+        return x * 2 if result else x
 
 
 class RaisedAgain(nn.Module):
@@ -192,5 +192,5 @@ def test_check_with_a_translated_error_is_skipped():
     ids=lambda model: type(model).__name__,
 )
 def test_condition_with_another_effect_is_not_a_check(model):
-    with pytest.raises(TraceError, match="could not trace it, and stopped at test_value_checks.py"):
+    with pytest.raises(TraceError, match="could not trace the model, and stopped at test_value_checks.py"):
         trace.trace(model.eval(), {"x": -torch.rand(5, 2)})

@@ -50,11 +50,11 @@ def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = N
     named_inputs = inputs if isinstance(inputs, dict) else {"x": inputs}
     with torch.no_grad():
         _Dtypes(cast).run(*(named_inputs[n.target].clone() for n in cast.graph.find_nodes(op="placeholder")))
-    for one, other in zip(outputs(cast, inputs), want, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        if other.is_floating_point():
+    for actual, expected in zip(outputs(cast, inputs), want, strict=True):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        if expected.is_floating_point():
             limit = 0.05 if rule.dtype == "bfloat16" else 0.01
-            assert float((one - other).abs().max()) <= limit * max(1.0, float(other.abs().max()))
+            assert float((actual - expected).abs().max()) <= limit * max(1.0, float(expected.abs().max()))
     once = written(cast)
     again, second = run(rule, cast)
     assert (written(again), second.changes) == (once, ())
@@ -144,7 +144,7 @@ def test_attention_with_and_without_a_mask_that_is_added() -> None:
     added = torch.zeros(3, 3).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
     _, report = _cast(by_export(X, body(added), **layers), X)
     assert len(report.changes) == 3
-    assert "its mask is added" in report.near_misses[0].reason
+    assert "the mask is added" in report.near_misses[0].reason
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_layer_with_weights_that_overflow_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4))
     with torch.no_grad():
         graph_module.get_submodule("a").weight[0, 0] = 1e5
-    check_refused(CastPrecision(), graph_module, X, "a: its weights are too large for float16")
+    check_refused(CastPrecision(), graph_module, X, "a: the weights are too large for float16")
     assert run(CastPrecision(dtype="bfloat16"), sharing(graph_module))[1].changes
 
 
@@ -262,7 +262,7 @@ def test_an_embedding_that_renormalises_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.a(x), a=nn.Embedding(5, 4, max_norm=1.0))
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
-    check_refused(CastPrecision(), graph_module, None, "a: it renormalizes its weight")
+    check_refused(CastPrecision(), graph_module, None, "a: the layer renormalizes its weight")
 
 
 def test_a_hook_and_a_parametrization_are_skipped() -> None:
@@ -270,7 +270,7 @@ def test_a_hook_and_a_parametrization_are_skipped() -> None:
     for node in graph_module.graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, device="meta")
     graph_module.get_submodule("a").register_forward_hook(lambda module, args, result: result * 2)
-    check_refused(CastPrecision(), graph_module, None, "a: it has hooks")
+    check_refused(CastPrecision(), graph_module, None, "a: the module has hooks")
 
 
 @pytest.mark.slow
@@ -292,8 +292,8 @@ def test_products_of_gpt2_that_are_not_linears() -> None:
     inputs = {"input_ids": torch.randint(0, 60, (3, 7))}
     cast, report = _cast(graph_module, inputs)
     assert len([change for change in report.changes if "addmm" in change.target]) == 4
-    kept = [name for name, value in cast.state_dict().items() if value.dtype is torch.float32]
-    assert all(".ln_" in f".{name}" for name in kept)
+    float32_names = [name for name, value in cast.state_dict().items() if value.dtype is torch.float32]
+    assert all(".ln_" in f".{name}" for name in float32_names)
     _, report = _cast(graph_module, inputs, CastPrecision(keep=("h.0.mlp",)))
     assert len([change for change in report.changes if "addmm" in change.target]) == 2
 
@@ -314,8 +314,8 @@ def test_layers_to_keep_stay_in_float32() -> None:
 
 
 def test_the_registry_knows_the_precisions_without_torch() -> None:
-    known = importlib.import_module("optexport.transformations.cast_precision")._DTYPES
-    assert registry.RULES["cast-precision"].options["dtype"].choices == tuple(known)
+    dtypes = importlib.import_module("optexport.transformations.cast_precision")._DTYPES
+    assert registry.RULES["cast-precision"].options["dtype"].choices == tuple(dtypes)
     with pytest.raises(ConfigError, match='here.dtype: unknown value "fp16"\n.*Choose one of: float16, bfloat16'):
         registry.check("cast-precision", {"dtype": "fp16"}, "here")
     with pytest.raises(ConfigError):
@@ -327,12 +327,12 @@ def test_the_registry_knows_the_precisions_without_torch() -> None:
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models(name: str, dtype: str) -> None:
     cast, _ = _cast(models.traced(name), models.inputs(name), CastPrecision(dtype=dtype))
-    kept = {
+    float32_layers = {
         type(module).__name__
         for _, module in cast.named_modules()
         if any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False))
     }
-    assert not kept & {"Conv2d", "Linear"} or name == "t5"  # its head is tied to its embeddings
+    assert not float32_layers & {"Conv2d", "Linear"} or name == "t5"  # its head is tied to its embeddings
 
 
 class _Convolutional(nn.Module):

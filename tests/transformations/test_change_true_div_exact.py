@@ -144,12 +144,12 @@ def test_a_quotient_of_an_input_number_stays_exact() -> None:
 @pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
 def test_long_path_to_a_quotient_is_followed_once(step: Any) -> None:
     def body(m: Any, x: Any) -> Any:
-        for _ in range(300):
+        for _ in range(100):
             x = step(m, x)
         return x / 5
 
     _, report = run(ChangeTrueDivToMulByInverse(), by_fx(body, linear=nn.Linear(4, 4)))
-    assert len(report.changes) in (1, 301)
+    assert len(report.changes) in (1, 101)
 
 
 def test_huge_integers_and_foreign_functions_are_skipped() -> None:

@@ -157,8 +157,8 @@ def test_the_example_of_the_guide_doubles_constant_products() -> None:
 def test_transformation_promises_nothing_by_default() -> None:
     assert not AddInsteadOfMul().preserves_computation
     assert not TwiceTheConstant().preserves_computation
-    for made in (MergeLinears, FuseBiasInLinear, ChangeTrueDivToMulByInverse, DeepCopy, LintAndRecompile):
-        assert made().preserves_computation
+    for cls in (MergeLinears, FuseBiasInLinear, ChangeTrueDivToMulByInverse, DeepCopy, LintAndRecompile):
+        assert cls().preserves_computation
     assert FuseBatchNorm1dInLinear().preserves_computation
     assert FuseBatchNorm2dInConv2d().preserves_computation
 
@@ -280,24 +280,24 @@ def test_inplace_false_does_not_change_the_graph() -> None:
 
 
 def test_compositions_are_undone_last_to_first() -> None:
-    seen: list[str] = []
+    steps: list[str] = []
 
     class Says(ReversibleTransformation):
         def __init__(self, word: str) -> None:
             self.word = word
 
         def transform(self, graph_module: GraphModule) -> GraphModule:
-            seen.append(self.word)
+            steps.append(self.word)
             return graph_module
 
         def reverse(self, graph_module: GraphModule) -> GraphModule:
-            seen.append(f"not {self.word}")
+            steps.append(f"not {self.word}")
             return graph_module
 
     composition = compose(Says("a"), compose(Says("b"), Says("c")), Says("d"))
     composition(_two_linears())
     composition(_two_linears(), reverse=True)
-    assert seen == ["a", "b", "c", "d", "not d", "not c", "not b", "not a"]
+    assert steps == ["a", "b", "c", "d", "not d", "not c", "not b", "not a"]
 
 
 def test_nested_compositions_keep_the_laws() -> None:

@@ -78,10 +78,10 @@ def test_layer_norm_needs_no_shapes() -> None:
     [
         (lambda m, x: m.q(y := m.norm(x)) + y[..., :4], "layer_norm is also used by slice_1"),
         (lambda m, x: (m.q(y := m.norm(x)), y), "layer_norm is also used by output"),
-        (lambda m, x: m.q(m.norm(x)) + m.k(m.norm(x + 1)), "norm: it is called more than once"),
-        (lambda m, x: m.q(m.norm(x)) + m.q(x), "q: it is called more than once"),
-        (lambda m, x: m.q(m.norm(x)) + m.norm.weight[:4], "norm: the graph also reads its weight directly"),
-        (lambda m, x: m.q(m.norm(x)) + m.q.bias, "q: the graph also reads its bias directly"),
+        (lambda m, x: m.q(m.norm(x)) + m.k(m.norm(x + 1)), "norm: the module is called more than once"),
+        (lambda m, x: m.q(m.norm(x)) + m.q(x), "q: the module is called more than once"),
+        (lambda m, x: m.q(m.norm(x)) + m.norm.weight[:4], "norm: the graph also reads the weight directly"),
+        (lambda m, x: m.q(m.norm(x)) + m.q.bias, "q: the graph also reads the bias directly"),
     ],
 )
 def test_skipped_graphs_report_the_reason(body: Any, reason: str) -> None:
@@ -112,13 +112,13 @@ def test_tied_derived_and_hooked_layers_are_skipped() -> None:
     layers = _layers()
     layers["k"].weight = layers["q"].weight
     graph_module = by_export(X, lambda m, x: m.q(m.norm(x)) + m.k(x), **layers)
-    check_refused(FoldNormAffine(), graph_module, X, "q: its weight is tied to k.weight")
+    check_refused(FoldNormAffine(), graph_module, X, "q: the weight is tied to k.weight")
     derived = by_fx(lambda m, x: m.q(m.norm(x)), **_layers(q=Inherited(8, 4)))
     check_refused(FoldNormAffine(), derived, X, "q: Inherited is a subclass")
     layers = _layers()
     layers["norm"].register_forward_hook(lambda module, args, result: result + 1)
     hooked = by_fx(lambda m, x: m.q(m.norm(x)), **layers)
-    check_refused(FoldNormAffine(), hooked, X, "norm: it has hooks")
+    check_refused(FoldNormAffine(), hooked, X, "norm: the module has hooks")
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_mixed_precisions_and_overflow_are_skipped() -> None:
     with torch.no_grad():
         great.norm.weight.fill_(60000)  # type: ignore[operator, union-attr]
         great.q.weight.fill_(60000)  # type: ignore[operator, union-attr]
-    check_refused(FoldNormAffine(), great, None, "its weights would overflow")
+    check_refused(FoldNormAffine(), great, None, "the weights would overflow")
 
 
 @pytest.mark.slow

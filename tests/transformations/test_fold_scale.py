@@ -143,14 +143,14 @@ def test_constant_changed_by_the_graph_is_not_a_constant() -> None:
     ("body", "reason"),
     [
         (lambda m, x: (y := m.layer(x)) * 3 + y, "the result of layer has other users"),
-        (lambda m, x: m.layer(x) * 3 + m.layer(x + 1), "it is called more than once"),
+        (lambda m, x: m.layer(x) * 3 + m.layer(x + 1), "the module is called more than once"),
         (lambda m, x: m.layer(x) * 0, "the factor of layer is 0"),
         (lambda m, x: m.layer(x) / 0, "the factor of layer is inf"),
         (lambda m, x: m.layer(x) * float("nan"), "the factor of layer is nan"),
         (lambda m, x: m.layer(x) * 1e-38, "the factor of layer is 1e-38"),
         (lambda m, x: m.layer(x) * 1e39, "the factor of layer is 1e+39"),
         (lambda m, x: m.layer(x) * 10**400, "the factor of layer is inf"),
-        (lambda m, x: m.layer(x) * 3 + m.layer.weight, "the graph also reads its weight directly"),
+        (lambda m, x: m.layer(x) * 3 + m.layer.weight, "the graph also reads the weight directly"),
     ],
 )
 def test_skipped_graphs_report_the_reason(body: Any, reason: str) -> None:
@@ -218,14 +218,14 @@ def test_product_viewed_as_contiguous_is_skipped() -> None:
 @pytest.mark.slow
 def test_shared_and_modified_layers_are_skipped() -> None:
     tied = nn.Linear(4, 4)
-    other = nn.Linear(4, 4)
-    other.weight = tied.weight
-    graph_module = by_fx(lambda m, x: m.tied(x) * 3 + m.other(x), tied=tied, other=other)
-    check_refused(FoldScale(), graph_module, X, "its weight is tied to other.weight")
+    tied_layer = nn.Linear(4, 4)
+    tied_layer.weight = tied.weight
+    graph_module = by_fx(lambda m, x: m.tied(x) * 3 + m.other(x), tied=tied, other=tied_layer)
+    check_refused(FoldScale(), graph_module, X, "the weight is tied to other.weight")
     check_refused(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=Inherited(4, 4)), X, "Inherited is a subclass")
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda module, args, result: result + 1)
-    check_refused(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=hooked), X, "it has hooks")
+    check_refused(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=hooked), X, "the module has hooks")
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     assert not run(FoldScale(), by_fx(lambda m, x: m.layer(x) * 3, layer=normed))[1].changes
 

@@ -207,17 +207,20 @@ def test_row_fill_that_is_too_weak_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("scores", "reason"),
     [
-        (lambda x, q, k: q @ k.mT * -1.0, "its scores are multiplied by -1.0"),
-        (lambda x, q, k: q @ k.mT * 0, "its scores are multiplied by 0.0"),
+        (lambda x, q, k: q @ k.mT * -1.0, "the attention scores are multiplied by -1.0"),
+        (lambda x, q, k: q @ k.mT * 0, "the attention scores are multiplied by 0.0"),
         (lambda x, q, k: q @ k.mT * x.mean(), "multiplied or divided by mean, which is not constant"),
         (lambda x, q, k: x.mean() * (q @ k.mT), "multiplied or divided by mean, which is not constant"),
         (lambda x, q, k: (q @ k.mT / 2) / torch.arange(1.0, 3.0)[:, None, None], "which is not constant"),
-        (lambda x, q, k: (q @ k.mT + _causal(x).float()) * 0.5, "it is masked before it is scaled"),
-        (lambda x, q, k: q @ k.mT + _causal(x).float() + _causal(x).float(), "it has more than one mask"),
+        (
+            lambda x, q, k: (q @ k.mT + _causal(x).float()) * 0.5,
+            "the attention scores are masked before they are scaled",
+        ),
+        (lambda x, q, k: q @ k.mT + _causal(x).float() + _causal(x).float(), "the attention has more than one mask"),
         (lambda x, q, k: q @ k.mT + _causal(x).double().float()[0], "has fewer than two axes"),
-        (lambda x, q, k: (q[:, :, :1] @ k.mT) + _causal(x).float(), "its mask has more rows than its scores"),
+        (lambda x, q, k: (q[:, :, :1] @ k.mT) + _causal(x).float(), "the mask has more rows than the scores"),
         (lambda x, q, k: q[:, :1] @ k.mT, "differ in their leading sizes"),
-        (lambda x, q, k: (q @ k.mT).half().float(), "its scores are cast to a narrower dtype"),
+        (lambda x, q, k: (q @ k.mT).half().float(), "the attention scores are cast to a narrower dtype"),
     ],
 )
 def test_skipped_graphs_report_the_reason(scores: Any, reason: str) -> None:
@@ -293,7 +296,7 @@ def test_dropout_in_train_mode_is_skipped() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout((m.q(x) @ m.k(x).mT).softmax(-1), 0.1, training=True) @ m.v(x)
 
-    check_refused(FuseAttention(), _graph(body), X, "its dropout is in train mode")
+    check_refused(FuseAttention(), _graph(body), X, "the dropout of the attention is in train mode")
 
 
 @pytest.mark.slow
@@ -304,7 +307,7 @@ def test_input_changed_in_between_is_skipped() -> None:
         q.add_(1.0)
         return weights @ v + q
 
-    check_refused(FuseAttention(), _graph(body), X, "linear is changed in place by add_ in between")
+    check_refused(FuseAttention(), _graph(body), X, "linear is changed in place by add_ before the attention ends")
 
     def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = m.q(x), m.k(x), m.v(x)
@@ -312,7 +315,7 @@ def test_input_changed_in_between_is_skipped() -> None:
         q.add_(1.0)
         return (half @ k.mT).softmax(-1) @ v + q
 
-    check_refused(FuseAttention(), _graph(scaled), X, "linear is changed in place by add_ in between")
+    check_refused(FuseAttention(), _graph(scaled), X, "linear is changed in place by add_ before the attention ends")
 
     def masked(m: Any, x: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(x.shape[1], x.shape[1])
@@ -343,15 +346,15 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     )
     graph_module = _graph(upcast, x)
     if dtype is torch.float64:
-        check_refused(FuseAttention(), graph_module, x, "its scores are cast to a narrower dtype")
+        check_refused(FuseAttention(), graph_module, x, "the attention scores are cast to a narrower dtype")
     else:
         check_applied(FuseAttention(), graph_module, x)
 
 
 @pytest.mark.slow
 def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
-    for dtype, least in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
-        graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * least), X.to(dtype))  # noqa: B023
+    for dtype, fill in ((torch.bfloat16, -1e4), (torch.float16, -65504.0)):
+        graph_module = _graph(_attention(lambda x, q, k: q @ k.mT + _hidden(x).to(x.dtype) * fill), X.to(dtype))  # noqa: B023
         check_refused(FuseAttention(), graph_module, X.to(dtype), "rounds scores in half precision")
     drowned = torch.finfo(torch.bfloat16).min
     x = X.to(torch.bfloat16)
@@ -365,7 +368,7 @@ def test_weakly_masked_rows_in_half_precision_are_skipped() -> None:
     check_applied(FuseAttention(), _graph(filled, x), x)
     # This mask is infinite in bfloat16.
     narrowed = _graph(_attention(lambda x, q, k: (q @ k.mT).float().masked_fill(_hidden(x), MINUS).to(x.dtype)), x)
-    check_refused(FuseAttention(), narrowed, x, "its scores are cast to a narrower dtype")
+    check_refused(FuseAttention(), narrowed, x, "the attention scores are cast to a narrower dtype")
 
 
 @pytest.mark.slow
@@ -393,4 +396,6 @@ def test_graph_with_unknown_shapes_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
     for node in graph_module.graph.nodes:
         node.meta.pop("val", None)
-    check_refused(FuseAttention(), graph_module, X, "its shapes are unknown (trace with example inputs)")
+    check_refused(
+        FuseAttention(), graph_module, X, "the shapes of the attention are unknown (trace with example inputs)"
+    )

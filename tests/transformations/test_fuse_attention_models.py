@@ -114,7 +114,7 @@ def test_scores_in_a_wider_dtype_are_reported_as_wider() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.softmax(m.q(x) @ m.k(x).mT, -1, dtype=torch.float64).float() @ m.v(x)
 
-    check_refused(FuseAttention(), _graph(body), X, "its scores are cast to a wider dtype")
+    check_refused(FuseAttention(), _graph(body), X, "the attention scores are cast to a wider dtype")
 
 
 def test_a_mask_that_hides_a_row_by_rounding_is_skipped() -> None:
@@ -128,7 +128,7 @@ def test_a_mask_that_hides_a_row_by_rounding_is_skipped() -> None:
 
 def test_a_fill_that_the_scores_cannot_hold_is_skipped() -> None:
     graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(~_causal(x), -1e300)))
-    check_refused(FuseAttention(), graph_module, None, "its scores are filled with -1e+300")
+    check_refused(FuseAttention(), graph_module, None, "the attention scores are filled with -1e+300")
 
 
 def test_fill_with_a_constant_tensor_of_the_model() -> None:
@@ -140,7 +140,7 @@ def test_fill_with_a_constant_tensor_of_the_model() -> None:
 def test_a_head_size_that_is_not_fixed_is_skipped() -> None:
     model = Program(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x)
     graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {2: "width"}})
-    check_refused(FuseAttention(), graph_module, X, "its head size is not fixed")
+    check_refused(FuseAttention(), graph_module, X, "the head size is not fixed")
 
 
 class Bmm(nn.Module):

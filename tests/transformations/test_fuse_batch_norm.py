@@ -139,8 +139,8 @@ def test_norm_after_a_convolution_across_a_flatten_stays() -> None:
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_across_operations_that_return_their_input(body: Any) -> None:
     def between(m: Any, x: torch.Tensor) -> Any:
-        one, other = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
-        return other(m.dropout(m.identity(one(x))))
+        first, second = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
+        return second(m.dropout(m.identity(first(x))))
 
     x = _x(2)
     children = {"layer": nn.Conv2d(4, 4, 2), "norm": nn.BatchNorm2d(4), "identity": nn.Identity()}
@@ -201,14 +201,14 @@ def test_a_call_with_several_arguments_is_skipped() -> None:
     layers = {"norm": nn.BatchNorm2d(4), "up": nn.ConvTranspose2d(4, 4, 1)}
     check_refused(FuseBatchNorm(), by_fx(body, **layers), _x(2))
     after = by_fx(lambda m, x: m.norm(m.up(x, output_size=[6, 5])), **layers)
-    check_refused(FuseBatchNorm(), after, _x(2), "up: it is not called with a single tensor")
+    check_refused(FuseBatchNorm(), after, _x(2), "up: the module is not called with a single tensor")
 
 
 def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
     layer = nn.Linear(120, 5)
     layer.in_features = 60
     graph_module = by_fx(lambda m, x: m.layer(torch.flatten(m.norm(x), 1)), layer=layer, norm=nn.BatchNorm2d(4))
-    check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of its weight does not fit its sizes")
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "the shape of the weight does not fit the sizes of the module")
 
 
 @pytest.mark.sample(1)
@@ -250,5 +250,5 @@ def test_cancelling_views_with_other_users_are_skipped() -> None:
     graph_module = symbolic_trace(model, example_inputs=(x,))
     expected = model(x)
     assert not run(FuseBatchNorm(), graph_module)[1].changes
-    for one, other in zip(graph_module(x), expected, strict=True):
-        assert torch.equal(one, other)
+    for output, expected_output in zip(graph_module(x), expected, strict=True):
+        assert torch.equal(output, expected_output)

@@ -168,7 +168,7 @@ def test_a_first_layer_with_other_users_is_skipped(body: Any) -> None:
 def test_a_norm_in_train_mode_is_skipped(body: Any) -> None:
     program = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
     program.norm.train()
-    check_refused(RULE, _with_ranks(program, X), X, "norm: in train mode")
+    check_refused(RULE, _with_ranks(program, X), X, "norm: the norm is in train mode")
 
 
 @pytest.mark.sample(1)
@@ -176,7 +176,7 @@ def test_a_norm_in_train_mode_is_skipped(body: Any) -> None:
 def test_a_norm_without_running_statistics_is_skipped(body: Any) -> None:
     norm = nn.BatchNorm1d(4, track_running_stats=False)
     program = randomise(Program(body, layer=nn.Linear(4, 4), norm=norm))
-    check_refused(RULE, _with_ranks(program, X), X, "norm: no running statistics")
+    check_refused(RULE, _with_ranks(program, X), X, "norm: the norm has no running statistics")
 
 
 @pytest.mark.sample(1)
@@ -186,7 +186,7 @@ def test_a_layer_that_is_called_twice_is_skipped(body: Any, name: str) -> None:
     graph_module = by_export(
         X, lambda m, x: body(m, x) + getattr(m, name)(x.relu()), layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)
     )
-    check_refused(RULE, graph_module, X, f"{name}: it is called more than once")
+    check_refused(RULE, graph_module, X, f"{name}: the module is called more than once")
 
 
 @ORDERS
@@ -194,7 +194,7 @@ def test_a_layer_that_is_called_twice_is_skipped(body: Any, name: str) -> None:
 def test_a_layer_with_hooks_is_skipped(body: Any, name: str) -> None:
     program = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)))
     getattr(program, name).register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    check_refused(RULE, _with_ranks(program, X), X, f"{name}: it has hooks")
+    check_refused(RULE, _with_ranks(program, X), X, f"{name}: the module has hooks")
 
 
 @pytest.mark.sample(1)
@@ -213,7 +213,7 @@ def test_a_tied_parameter_is_skipped(body: Any, layer: str, name: str) -> None:
     layers = {"layer": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "other": nn.Linear(4, 4)}
     layers["other"].register_parameter("tied", getattr(layers[layer], name))
     program = randomise(Program(lambda m, x: body(m, x) + m.other(x), **layers))
-    check_refused(RULE, _with_ranks(program, X), X, f"{layer}: its {name} is tied to other.tied")
+    check_refused(RULE, _with_ranks(program, X), X, f"{layer}: the {name} is tied to other.tied")
 
 
 @ORDERS

@@ -156,12 +156,12 @@ def test_a_convolution_that_feeds_two_norms_is_skipped() -> None:
 def test_a_norm_in_train_mode_is_skipped() -> None:
     program = _pair()
     program.norm.train()
-    check_refused(RULE, graph_of(program), X, "norm: in train mode")
+    check_refused(RULE, graph_of(program), X, "norm: the norm is in train mode")
 
 
 def test_a_norm_without_running_statistics_is_skipped() -> None:
     graph_module = by_fx(_folded, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6, track_running_stats=False))
-    check_refused(RULE, graph_module, X, "norm: no running statistics")
+    check_refused(RULE, graph_module, X, "norm: the norm has no running statistics")
 
 
 @pytest.mark.parametrize("name", ["conv", "norm"])
@@ -171,7 +171,7 @@ def test_a_layer_that_is_called_twice_is_skipped(name: str) -> None:
         return y + (m.conv(x.neg()) if name == "conv" else m.norm(y))
 
     graph_module = by_fx(body, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6))
-    check_refused(RULE, graph_module, X, f"{name}: it is called more than once")
+    check_refused(RULE, graph_module, X, f"{name}: the module is called more than once")
 
 
 @pytest.mark.parametrize("name", ["conv", "norm"])
@@ -191,7 +191,7 @@ def test_a_layer_under_two_names_is_skipped(name: str) -> None:
 def test_a_layer_with_hooks_is_skipped(name: str) -> None:
     program = _pair()
     getattr(program, name).register_forward_hook(lambda module, args, result: result * 2)
-    check_refused(RULE, graph_of(program), X, f"{name}: it has hooks")
+    check_refused(RULE, graph_of(program), X, f"{name}: the module has hooks")
 
 
 @pytest.mark.parametrize("name", ["conv", "norm"])
@@ -213,7 +213,7 @@ def test_a_pruned_convolution_is_skipped() -> None:
     program = _pair()
     with torch.no_grad():
         prune.random_unstructured(program.conv, "weight", amount=0.5)
-    check_refused(RULE, graph_of(program), X, "conv: it")
+    check_refused(RULE, graph_of(program), X, "conv: the module has hooks")
 
 
 class _Doubling(nn.Conv2d):
@@ -239,7 +239,7 @@ def test_a_tied_parameter_is_skipped(layer: str, name: str) -> None:
     layers = {"conv": nn.Conv2d(4, 6, 3), "norm": nn.BatchNorm2d(6), "other": nn.Conv2d(4, 6, 3)}
     layers["other"].register_parameter("tied", getattr(layers[layer], name))
     graph_module = by_fx(lambda m, x: _folded(m, x) + m.other(x), **layers)
-    check_refused(RULE, graph_module, X, f"{layer}: its {name} is tied to other.tied")
+    check_refused(RULE, graph_module, X, f"{layer}: the {name} is tied to other.tied")
 
 
 def test_statistics_shared_with_another_norm_stay() -> None:
@@ -258,7 +258,7 @@ def test_weight_read_elsewhere_is_skipped() -> None:
     graph_module = by_fx(
         lambda m, x: _folded(m, x) + m.conv.weight.sum(), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)
     )
-    check_refused(RULE, graph_module, X, "conv: the graph also reads its weight directly")
+    check_refused(RULE, graph_module, X, "conv: the graph also reads the weight directly")
 
 
 def test_a_statistic_that_the_graph_reads_stays() -> None:

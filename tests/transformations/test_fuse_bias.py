@@ -79,7 +79,7 @@ def test_consecutive_sums_are_all_folded() -> None:
 
 def test_result_that_is_used_elsewhere_is_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (m.layer(x) + 1.0) * m.layer(x), layer=nn.Linear(4, 5))
-    check_refused(FuseBias(), graph_module, X, "layer: it is called more than once")
+    check_refused(FuseBias(), graph_module, X, "layer: the module is called more than once")
     used = by_export(X, lambda m, x: ((y := m.layer(x)) + 1.0) * y, layer=nn.Linear(4, 5))
     check_refused(FuseBias(), used, X, "the result of layer has other users")
 
@@ -90,7 +90,7 @@ def test_a_subclass_and_a_tied_layer_are_skipped() -> None:
     )
     tied = nn.Linear(4, 4)
     graph_module = by_fx(lambda m, x: m.layer(x) + m.layer.weight, layer=tied)
-    check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph also reads its weight directly")
+    check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph also reads the weight directly")
 
 
 def test_buffer_changed_by_the_graph_is_not_a_constant() -> None:

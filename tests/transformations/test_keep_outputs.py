@@ -33,19 +33,19 @@ _CHILDREN = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3), "third": nn.Li
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("trace", ["fx", "export"])
-@pytest.mark.parametrize("kept", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
-def test_only_selected_outputs_and_their_inputs_stay(kept: tuple[str, ...], trace: str) -> None:
+@pytest.mark.parametrize("names", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
+def test_only_selected_outputs_and_their_inputs_stay(names: tuple[str, ...], trace: str) -> None:
     original = by_fx(_three, **_CHILDREN) if trace == "fx" else by_export(X, _three, **_CHILDREN)
     before = owned(original)
     want = dict(zip("abc", outputs(original, X), strict=True))
-    changed = KeepOutputs(outputs=kept)(sharing(original))
-    assert list(flatten_outputs(changed(X))) == sorted(kept)
-    assert_same(outputs(changed, X), [want[name] for name in sorted(kept)], "kept")
+    changed = KeepOutputs(outputs=names)(sharing(original))
+    assert list(flatten_outputs(changed(X))) == sorted(names)
+    assert_same(outputs(changed, X), [want[name] for name in sorted(names)], "kept")
     modules = {name for name, _ in changed.named_children()}
-    assert modules == {"first"} | ({"second"} if "b" in kept else set()) | ({"third"} if "c" in kept else set())
+    assert modules == {"first"} | ({"second"} if "b" in names else set()) | ({"third"} if "c" in names else set())
     assert owned(original) == before
     code = changed.code
-    assert KeepOutputs(outputs=kept)(changed).code == code
+    assert KeepOutputs(outputs=names)(changed).code == code
 
 
 def test_all_outputs_stay_without_names() -> None:

@@ -57,6 +57,8 @@ RULES = (
     ShareEqual(weights=True),
     SinkSelect(),
 )
+# These take the longest to trace.
+MODELS = [pytest.param(n, marks=pytest.mark.slow) if n in ("bart", "groupvit") else n for n in models.NAMES]
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)
 
@@ -72,12 +74,12 @@ def _with_work_for_all() -> GraphModule:
     def body(m: Any, x: torch.Tensor) -> Any:
         row = m.rows(x)[:, 0].sum((1, 2))
         x = m.three(x) + m.one(x) + x
-        seen = (x @ x.transpose(2, 3) / 2).softmax(-1) @ x
+        attended = (x @ x.transpose(2, 3) / 2).softmax(-1) @ x
         x = m.norm2d(m.conv(x)).mean((2, 3)) / 3
         x = m.norm1d(m.first(x.float()))
         twice = (x.tanh() + x.tanh()).sum()
-        others = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
-        return m.q(x) * m.k(x) / 8 * twice, *others, row, seen
+        results = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
+        return m.q(x) * m.k(x) / 8 * twice, *results, row, attended
 
     return by_export(
         IMAGE,
@@ -101,7 +103,7 @@ def _with_work_for_all() -> GraphModule:
 
 
 @pytest.mark.sample(24)
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: str) -> None:
     check_laws(rule, models.traced(name), models.inputs(name))
@@ -142,10 +144,10 @@ def test_all_rules_have_matches_in_the_graph_for_every_order() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_all_rules_keep_the_laws_in_random_orders(seed: int) -> None:
     graph_module, generator = _with_work_for_all(), random.Random(seed)
-    for _ in range(4):
+    for _ in range(2):
         check_laws(compose(*generator.sample(RULES, len(RULES))), graph_module, IMAGE)
 
 

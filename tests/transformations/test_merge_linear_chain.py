@@ -221,8 +221,10 @@ def test_input_changed_in_place_in_between() -> None:
         return y + m.b(m.a(x))
 
     layers = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
-    check_refused(MergeLinearChain(), by_fx(chain, **layers), X, "mul is changed in place by add_ between them")
-    check_refused(MergeLinearChain(), by_fx(adapted, **_layers()), X, "mul is changed in place by add_ between them")
+    check_refused(MergeLinearChain(), by_fx(chain, **layers), X, "mul is changed in place by add_ between the linears")
+    check_refused(
+        MergeLinearChain(), by_fx(adapted, **_layers()), X, "mul is changed in place by add_ between the linears"
+    )
 
 
 def test_middle_result_changed_in_place() -> None:
@@ -245,11 +247,13 @@ def _two(change: Any) -> Any:
 def test_subclassed_or_hooked_linear_stays() -> None:
     rule = MergeLinearChain()
     check_refused(rule, by_fx(_chain, one=Inherited(4, 4), two=nn.Linear(4, 4)), X, "one: Inherited is a subclass")
-    check_refused(rule, _two(lambda one: one.register_forward_hook(lambda *a: a[2] * 2)), X, "one: it has hooks")
-    check_refused(rule, _two(lambda one: one.requires_grad_(False)), X, "they differ in requires_grad")
-    check_refused(rule, _two(lambda one: one.train()), X, "they differ in dtype, device or mode")
+    check_refused(
+        rule, _two(lambda one: one.register_forward_hook(lambda *a: a[2] * 2)), X, "one: the module has hooks"
+    )
+    check_refused(rule, _two(lambda one: one.requires_grad_(False)), X, "the linears differ in requires_grad")
+    check_refused(rule, _two(lambda one: one.train()), X, "the linears differ in dtype, device or mode")
     replaced = _two(lambda one: setattr(one, "forward", lambda x: F.linear(x, one.weight) + 1))
-    check_refused(rule, replaced, None, "one: its forward was replaced")
+    check_refused(rule, replaced, None, "one: the forward method was replaced")
     normed = _two(lambda one: nn.utils.parametrizations.weight_norm(one))
     check_refused(rule, normed, None, "one: ParametrizedLinear is a subclass")
     strided = _two(lambda one: setattr(one, "weight", nn.Parameter(one.weight.detach().t().contiguous().t())))
@@ -258,15 +262,15 @@ def test_subclassed_or_hooked_linear_stays() -> None:
 
 def test_shared_and_tied_linears_stay() -> None:
     rule, one, two = MergeLinearChain(), nn.Linear(4, 4), nn.Linear(4, 4)
-    check_refused(rule, by_fx(lambda m, x: m.one(m.one(x)), one=one), X, "one: it is called more than once")
+    check_refused(rule, by_fx(lambda m, x: m.one(m.one(x)), one=one), X, "one: the module is called more than once")
     names = by_fx(lambda m, x: m.two(m.one(x)) * m.three(x), one=one, two=two, three=nn.Linear(4, 4))
     names.add_module("three", names.get_submodule("one"))
     check_refused(rule, names, X, "one: the same module has the names one and three")
     tied = nn.Linear(4, 4)
     tied.weight = two.weight
-    check_refused(rule, by_fx(_chain, one=tied, two=two), X, "one: its weight is tied to two.weight")
+    check_refused(rule, by_fx(_chain, one=tied, two=two), X, "one: the weight is tied to two.weight")
     read = by_fx(lambda m, x: m.two(m.one(x)) * m.one.weight.sum(), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
-    check_refused(rule, read, X, "one: the graph also reads its weight directly")
+    check_refused(rule, read, X, "one: the graph also reads the weight directly")
 
 
 @pytest.mark.slow
@@ -292,7 +296,7 @@ def test_a_product_that_overflows_half_precision_stays() -> None:
     with torch.no_grad():
         for parameter in graph_module.parameters():
             parameter.fill_(300.0)
-    check_refused(MergeLinearChain(), graph_module, None, "its weights would overflow")
+    check_refused(MergeLinearChain(), graph_module, None, "the weights would overflow")
 
 
 def test_an_adapter_that_overflows_stays() -> None:
@@ -300,7 +304,7 @@ def test_an_adapter_that_overflows_stays() -> None:
     with torch.no_grad():
         for name in ("a", "b"):
             graph_module.get_submodule(name).weight.fill_(1e25)  # type: ignore[operator, union-attr]
-    check_refused(MergeLinearChain(), graph_module, None, "its weights would overflow")
+    check_refused(MergeLinearChain(), graph_module, None, "the weights would overflow")
 
 
 def test_factor_beyond_the_range_of_floats_is_ignored() -> None:
@@ -311,7 +315,7 @@ def test_an_adapter_in_another_precision_stays() -> None:
     layers = _layers()
     graph_module = by_export(X, _adapted, base=layers["base"], a=layers["a"], b=layers["b"])
     graph_module.get_submodule("base").double()
-    check_refused(MergeLinearChain(), graph_module, None, "they differ in dtype, device or mode")
+    check_refused(MergeLinearChain(), graph_module, None, "the linears differ in dtype, device or mode")
 
 
 def test_no_rows() -> None:
@@ -396,5 +400,5 @@ def test_cancelling_views_with_other_users_are_skipped() -> None:
     x = torch.randn(2, 9, 8)
     model = Forked().eval()
     graph_module = MergeLinearChain()(symbolic_trace(model, example_inputs=(x,)))
-    for one, other in zip(graph_module(x), model(x), strict=True):
-        torch.testing.assert_close(one, other)
+    for output, expected in zip(graph_module(x), model(x), strict=True):
+        torch.testing.assert_close(output, expected)

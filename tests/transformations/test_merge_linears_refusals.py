@@ -44,7 +44,7 @@ def test_a_subclass_is_skipped() -> None:
 def test_a_linear_with_hooks_is_skipped(kind: str) -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     getattr(program.q, f"register_{kind}_hook")(lambda *values: None)
-    check_refused(MergeLinears(), graph_of(program), X, "q: it has hooks")
+    check_refused(MergeLinears(), graph_of(program), X, "q: the module has hooks")
 
 
 def test_linear_with_a_replaced_forward_is_skipped() -> None:
@@ -78,8 +78,8 @@ def _parametrized(linear: nn.Linear) -> nn.Linear:
     ("how", "reason"),
     [
         (parametrizations.weight_norm, "q: ParametrizedLinear is a subclass of Linear"),
-        (_old_weight_norm, "q: it"),
-        (_pruned, "q: it"),
+        (_old_weight_norm, "q: the module has hooks"),
+        (_pruned, "q: the module has hooks"),
         (_parametrized, "q: ParametrizedLinear is a subclass of Linear"),
     ],
 )
@@ -99,7 +99,7 @@ def test_linear_with_a_tied_weight_is_skipped() -> None:
     layers = {name: nn.Linear(4, 4) for name in ("q", "k", "other")}
     layers["other"].weight = layers["q"].weight
     graph_module = by_fx(lambda m, x: _sum(m, x) + m.other(x.neg()), **layers)
-    check_refused(MergeLinears(), graph_module, X, "q: its weight is tied to other.weight")
+    check_refused(MergeLinears(), graph_module, X, "q: the weight is tied to other.weight")
 
 
 def test_head_tied_to_the_embedding_is_skipped() -> None:
@@ -109,22 +109,22 @@ def test_head_tied_to_the_embedding_is_skipped() -> None:
 
     program = randomise(Program(body, embed=nn.Embedding(9, 4), head=nn.Linear(4, 9), other=nn.Linear(4, 2)))
     program.head.weight = program.embed.weight
-    check_refused(MergeLinears(), graph_of(program), torch.arange(6), "head: its weight is tied to embed.weight")
+    check_refused(MergeLinears(), graph_of(program), torch.arange(6), "head: the weight is tied to embed.weight")
 
 
 def test_linear_with_a_weight_read_elsewhere_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: _sum(m, x) @ m.q.weight, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
-    check_refused(MergeLinears(), graph_module, X, "q: the graph also reads its weight directly")
+    check_refused(MergeLinears(), graph_module, X, "q: the graph also reads the weight directly")
 
 
 def test_a_linear_that_is_also_called_alone_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: _sum(m, x) + m.q(x.neg()), q=nn.Linear(4, 4), k=nn.Linear(4, 4))
-    check_refused(MergeLinears(), graph_module, X, "q, k: they differ in inputs")
+    check_refused(MergeLinears(), graph_module, X, "q, k: the linears differ in inputs")
 
 
 def test_a_linear_called_twice_with_one_input_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: _sum(m, x) + m.q(x), q=nn.Linear(4, 4), k=nn.Linear(4, 4))
-    check_refused(MergeLinears(), graph_module, X, "q: it is called twice with the same input")
+    check_refused(MergeLinears(), graph_module, X, "q: the module is called twice with the same input")
 
 
 def test_call_without_a_single_tensor_is_skipped() -> None:
@@ -132,7 +132,7 @@ def test_call_without_a_single_tensor_is_skipped() -> None:
     (call,) = graph_module.graph.find_nodes(op="call_module", target="q")
     call.args = ((call.args[0],),)
     graph_module.recompile()
-    check_refused(MergeLinears(), graph_module, None, "q: it is not called with a single tensor")
+    check_refused(MergeLinears(), graph_module, None, "q: the module is not called with a single tensor")
 
 
 def test_linears_of_different_dtypes_are_skipped() -> None:
@@ -141,7 +141,7 @@ def test_linears_of_different_dtypes_are_skipped() -> None:
 
     program = randomise(Program(body, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     program.k.double()
-    check_refused(MergeLinears(), graph_of(program), None, "q, k: they differ in inputs, dtype")
+    check_refused(MergeLinears(), graph_of(program), None, "q, k: the linears differ in inputs, dtype")
 
 
 def test_linears_on_different_devices_are_skipped() -> None:
@@ -154,31 +154,31 @@ def test_linears_on_different_devices_are_skipped() -> None:
 def test_partly_frozen_linear_is_skipped() -> None:
     q, k = _layers()
     q.bias.requires_grad_(False)
-    check_refused(MergeLinears(), by_fx(_sum, q=q, k=k), X, "q: its weight and bias differ in requires_grad")
+    check_refused(MergeLinears(), by_fx(_sum, q=q, k=k), X, "q: the weight and bias differ in requires_grad")
 
 
 def test_a_linear_with_a_transposed_weight_is_skipped() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     program.q.weight = nn.Parameter(program.q.weight.detach().t())
-    check_refused(MergeLinears(), graph_of(program), X, "q: its weight or bias is not contiguous")
+    check_refused(MergeLinears(), graph_of(program), X, "q: the weight or bias is not contiguous")
 
 
 def test_linear_with_a_slice_as_its_bias_is_skipped() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     program.q.bias = nn.Parameter(torch.randn(4, 3)[:, 1])
-    check_refused(MergeLinears(), graph_of(program), None, "q: its weight or bias is not contiguous")
+    check_refused(MergeLinears(), graph_of(program), None, "q: the weight or bias is not contiguous")
 
 
 def test_frozen_and_trained_linears_are_skipped() -> None:
     q, k = _layers()
-    check_refused(MergeLinears(), by_fx(_sum, q=q.requires_grad_(False), k=k), X, "q, k: they differ in")
+    check_refused(MergeLinears(), by_fx(_sum, q=q.requires_grad_(False), k=k), X, "q, k: the linears differ in")
 
 
 def test_a_linear_with_a_tied_bias_is_skipped() -> None:
     layers = {name: nn.Linear(4, 4) for name in ("q", "k", "other")}
     layers["other"].bias = layers["k"].bias
     graph_module = by_fx(lambda m, x: _sum(m, x) + m.other(x.neg()), **layers)
-    check_refused(MergeLinears(), graph_module, X, "k: its bias is tied to other.bias")
+    check_refused(MergeLinears(), graph_module, X, "k: the bias is tied to other.bias")
 
 
 # In-place changes of the input between the two calls.

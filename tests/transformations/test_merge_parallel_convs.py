@@ -159,9 +159,9 @@ def test_kernels_with_the_same_center(options: dict[str, Any]) -> None:
             {"kernel_size": [(1, 7), (7, 1)], "padding": [(0, 3), (3, 0)]},
             "7x7 would need 49 multiplications instead of",
         ),
-        ({"groups": [1, 4]}, "they differ in channels, groups or stride"),
-        ({"padding_mode": ["reflect", "zeros"]}, "not all of them pad with zeros"),
-        ({"padding_mode": "circular"}, "not all of them pad with zeros"),
+        ({"groups": [1, 4]}, "the convolutions differ in channels, groups or stride"),
+        ({"padding_mode": ["reflect", "zeros"]}, "not all convolutions pad with zeros"),
+        ({"padding_mode": "circular"}, "not all convolutions pad with zeros"),
         ({"kernel_size": [4, 2], "padding": "same"}, "a and a differ in dilation, or in the centre"),
     ],
     ids=str,
@@ -192,12 +192,12 @@ def test_input_that_cannot_be_a_kernel(conv: nn.Conv2d, reason: str) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "used elsewhere": (lambda m, x: (y := m.a(x)) + m.b(x) * 1 + y, ""),
     "a term used elsewhere": (lambda m, x: ((y := m.a(x)) + m.b(x), y), "the result of a has other users"),
-    "called twice": (lambda m, x: (m.a(x) + m.b(x)) * m.a(x * 2), "a: it is called more than once"),
-    "twice in one sum": (lambda m, x: m.a(x) + m.a(x), "a: it is called more than once"),
+    "called twice": (lambda m, x: (m.a(x) + m.b(x)) * m.a(x * 2), "a: the module is called more than once"),
+    "twice in one sum": (lambda m, x: m.a(x) + m.a(x), "a: the module is called more than once"),
     "added to itself": (lambda m, x: (y := m.a(x)) + y, "the result of a is added to itself"),
     "reads the weight": (
         lambda m, x: m.a(x) + m.b(x) + m.b.weight.sum() * 0,
-        "the graph also reads its weight directly",
+        "the graph also reads the weight directly",
     ),
     "another input": (lambda m, x: m.a(x) + m.b(x * 2), ""),
     "another term": (lambda m, x: m.a(x) + x.tanh() + m.b(x), ""),
@@ -250,14 +250,14 @@ def _replaced(conv: nn.Conv2d) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (_hooked, "b: it has hooks"),
-        (_replaced, "b: its forward was replaced"),
+        (_hooked, "b: the module has hooks"),
+        (_replaced, "b: the forward method was replaced"),
         (lambda conv: nn.utils.parametrizations.weight_norm(conv), "b: ParametrizedConv2d is a subclass"),
-        (lambda conv: nn.utils.weight_norm(conv), "b: it has hooks"),
-        (lambda conv: conv.requires_grad_(False), "they differ in requires_grad"),
-        (lambda conv: conv.bias.requires_grad_(False), "they differ in requires_grad"),
-        (lambda conv: conv.train(), "they differ in mode"),
-        (lambda conv: conv.to(memory_format=torch.channels_last), "they differ in memory format"),
+        (lambda conv: nn.utils.weight_norm(conv), "b: the module has hooks"),
+        (lambda conv: conv.requires_grad_(False), "the layers differ in requires_grad"),
+        (lambda conv: conv.bias.requires_grad_(False), "the layers differ in requires_grad"),
+        (lambda conv: conv.train(), "the convolutions differ in mode"),
+        (lambda conv: conv.to(memory_format=torch.channels_last), "the convolutions differ in memory format"),
         (lambda conv: _transposed(conv), "a weight is neither contiguous nor channels_last"),
     ],
 )
@@ -285,7 +285,7 @@ def test_convolutions_in_channels_last_stay_so(sizes: list[int]) -> None:
 @pytest.mark.parametrize("body", [lambda m, x: m.a(x) + x, lambda m, x: x + m.a(x), lambda m, x: m.a(x) + m.norm(x)])
 def test_channels_last_with_other_terms_is_skipped(body: Any) -> None:
     graph_module = by_fx(body, a=nn.Conv2d(4, 4, 3, padding=1), norm=nn.BatchNorm2d(4))
-    check_refused(RULE, graph_module.eval().to(memory_format=torch.channels_last), _x(), "or other terms may")
+    check_refused(RULE, graph_module.eval().to(memory_format=torch.channels_last), _x(), "or from other terms")
 
 
 def test_subclassed_shared_and_tied_convolutions_are_skipped() -> None:
@@ -295,4 +295,4 @@ def test_subclassed_shared_and_tied_convolutions_are_skipped() -> None:
     assert not run(RULE, sharing(known_twice))[1].changes
     tied = _pair(kernel_size=[3, 3], padding=1)
     tied["b"].weight = tied["a"].weight
-    check_refused(RULE, by_fx(_two, **tied), _x(), "a: its weight is tied to b.weight")
+    check_refused(RULE, by_fx(_two, **tied), _x(), "a: the weight is tied to b.weight")

@@ -24,9 +24,9 @@ from tests.transformations.test_merge_parallel_convs import RULE, _pair, _two, _
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
-        (nn.BatchNorm2d(4, track_running_stats=False), "norm: no running statistics"),
-        (nn.BatchNorm2d(4).double(), "they differ in dtype or device"),
-        (nn.BatchNorm2d(4).requires_grad_(False), "they differ in requires_grad"),
+        (nn.BatchNorm2d(4, track_running_stats=False), "norm: the norm has no running statistics"),
+        (nn.BatchNorm2d(4).double(), "the layers differ in dtype or device"),
+        (nn.BatchNorm2d(4).requires_grad_(False), "the layers differ in requires_grad"),
     ],
 )
 def test_norm_that_cannot_be_a_kernel_is_skipped(norm: nn.BatchNorm2d, reason: str) -> None:
@@ -36,7 +36,7 @@ def test_norm_that_cannot_be_a_kernel_is_skipped(norm: nn.BatchNorm2d, reason: s
 def test_a_norm_in_train_mode_is_skipped() -> None:
     graph_module = by_fx(lambda m, x: m.a(x) + m.norm(x), **_pair(), norm=nn.BatchNorm2d(4))
     graph_module.get_submodule("norm").train()
-    check_refused(RULE, graph_module, None, "norm: in train mode")
+    check_refused(RULE, graph_module, None, "norm: the norm is in train mode")
 
 
 @pytest.mark.sample(1)
@@ -65,7 +65,7 @@ def test_single_image_without_a_batch_axis() -> None:
 
 def test_convolutions_with_a_broadcast_sum_are_skipped() -> None:
     graph_module = by_fx(_two, **_pair(out_channels=[4, 1]))
-    check_refused(RULE, graph_module, _x(), "they differ in channels, groups or stride")
+    check_refused(RULE, graph_module, _x(), "the convolutions differ in channels, groups or stride")
 
 
 @pytest.mark.sample(1)

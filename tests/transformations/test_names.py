@@ -80,9 +80,9 @@ def test_a_write_through_a_view_of_a_merged_result_is_not_lost(name: str) -> Non
 def test_a_write_through_a_view_of_attention_is_not_lost() -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         t = x.transpose(1, 2)
-        found = torch.softmax(t @ (t * 2.0).mT * 0.5, -1) @ (t * 3.0)
-        found.ravel().add_(1.0)
-        return found * 1
+        attended = torch.softmax(t @ (t * 2.0).mT * 0.5, -1) @ (t * 3.0)
+        attended.ravel().add_(1.0)
+        return attended * 1
 
     x = torch.linspace(-1, 1, 256).reshape(1, 2, 8, 16)
     graph_module = symbolic_trace(Program(body), example_inputs=(x,), dynamic={})

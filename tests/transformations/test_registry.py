@@ -165,7 +165,7 @@ def test_an_unusable_plugin_is_explained(tmp_path: Path) -> None:
     assert "not a Transformation" in refusal(f"{name}:dataclass", tmp_path)
     message = refusal("not_there:Mine", tmp_path)
     assert "not_there cannot be imported" in message
-    assert message.endswith("Install it, or put not_there.py beside the config.")
+    assert message.endswith("Install it, or put not_there.py into the folder of the config.")
 
 
 @pytest.mark.parametrize("value", ["number", "made"])
@@ -183,7 +183,7 @@ def test_a_module_that_fails_to_import_is_explained(text: str, tmp_path: Path) -
     before = list(sys.path)
     message = refusal(f"{name}:Mine", tmp_path)
     assert f"{name} cannot be imported" in message
-    assert "beside the config" not in message  # it exists already
+    assert "folder of the config" not in message  # it exists already
     assert message.endswith("Install not_there." if "not_there" in text else f"run python -c 'import {name}'.")
     assert sys.path == before
 

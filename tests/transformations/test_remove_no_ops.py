@@ -81,9 +81,9 @@ def test_no_ops_are_removed_at_unknown_sizes() -> None:
     graph_module = symbolic_trace(Program(body), example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "length"}})
     check_laws(RemoveNoOps(), graph_module, X, exact=True)
     assert not {"view.default", "reshape.default", "slice.Tensor", "expand.default"} & set(_left(graph_module))
-    other = torch.ones(5, 7, 4)
+    larger = torch.ones(5, 7, 4)
     changed, _ = run(RemoveNoOps(), sharing(graph_module))
-    assert_same(outputs(changed, other), outputs(graph_module, other), "another size")
+    assert_same(outputs(changed, larger), outputs(graph_module, larger), "another size")
 
 
 @pytest.mark.sample(5)
@@ -136,9 +136,9 @@ def test_a_module_with_two_calls_or_two_names() -> None:
 def test_dropout_in_train_mode_stays() -> None:
     graph_module = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Dropout(0.5))
     graph_module.get_submodule("drop").train()
-    check_refused(RemoveNoOps(), graph_module, X, "drop: it is in train mode")
+    check_refused(RemoveNoOps(), graph_module, X, "drop: the dropout is in train mode")
     raised = by_export(X, lambda m, x: F.dropout(x, 0.5, training=True) * 1)
-    check_refused(RemoveNoOps(), raised, X, "it is in train mode")
+    check_refused(RemoveNoOps(), raised, X, "the dropout is in train mode")
 
 
 def test_subclassed_or_hooked_dropout_stays() -> None:
@@ -151,7 +151,7 @@ def test_subclassed_or_hooked_dropout_stays() -> None:
     check_refused(RemoveNoOps(), graph_module, X, "drop: Louder is a subclass")
     hooked = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Identity())
     hooked.get_submodule("drop").register_forward_hook(lambda module, args, result: result * 2)
-    check_refused(RemoveNoOps(), hooked, X, "drop: it has hooks")
+    check_refused(RemoveNoOps(), hooked, X, "drop: the module has hooks")
 
 
 @pytest.mark.slow

@@ -55,8 +55,8 @@ def test_result_is_the_new_activation(functions: Any, old: str, new: str) -> Non
     changed, report = run(rule, sharing(graph_module))
     assert len(report.changes) == 1
     assert_same(outputs(changed, X), outputs(want, X), new)
-    calls, wanted = ([(str(node.target), node.kwargs) for node in g.graph.nodes] for g in (changed, want))
-    assert calls == wanted
+    calls, expected = ([(str(node.target), node.kwargs) for node in g.graph.nodes] for g in (changed, want))
+    assert calls == expected
     check_laws(rule, graph_module, X)
     check_refused(rule, want, X)
 
@@ -72,9 +72,11 @@ def test_explicit_and_omitted_defaults_match() -> None:
 
 
 def test_integers_and_unknown_dtypes_are_skipped() -> None:
-    whole = torch.arange(6).reshape(2, 3)
+    integers = torch.arange(6).reshape(2, 3)
     rule = ReplaceActivation(old="sigmoid", new="hardsigmoid")  # it does not support integers
-    check_refused(rule, by_export(whole, lambda m, x: torch.sigmoid(x)), whole, "x is not known to be floating-point")
+    check_refused(
+        rule, by_export(integers, lambda m, x: torch.sigmoid(x)), integers, "x is not known to be floating-point"
+    )
     unknown = by_fx(lambda m, x: torch.ops.aten.sigmoid.default(x))
     check_refused(rule, unknown, X, "x is not known to be floating-point")
 
@@ -106,9 +108,9 @@ def test_unknown_names_are_refused(old: str, new: str) -> None:
 
 
 def test_the_registry_knows_the_activations_without_torch() -> None:
-    known = importlib.import_module("optexport.transformations.replace_activation")._ACTIVATIONS
+    activations = importlib.import_module("optexport.transformations.replace_activation")._ACTIVATIONS
     options = registry.RULES["replace-activation"].options
-    assert options["old"].choices == options["new"].choices == tuple(known)
+    assert options["old"].choices == options["new"].choices == tuple(activations)
     with pytest.raises(ConfigError, match='here.new: unknown value "gelu-tan"\n.*Did you mean "gelu-tanh"'):
         registry.check("replace-activation", {"new": "gelu-tan"}, "here")
 

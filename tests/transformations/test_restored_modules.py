@@ -100,8 +100,8 @@ def test_undo_of_both_rules_restores_everything(order: tuple[ReversibleRule, ...
 
 def test_undo_restores_linears_with_two_inputs() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
-        other = x.neg()
-        return m.q(x) - m.k(x) + m.q(other) * m.k(other)
+        negative = x.neg()
+        return m.q(x) - m.k(x) + m.q(negative) * m.k(negative)
 
     program = Program(body, q=nn.Linear(4, 3), k=nn.Linear(4, 3)).eval()
     _tagged(program.q)
@@ -110,6 +110,7 @@ def test_undo_restores_linears_with_two_inputs() -> None:
 
 
 def test_a_merge_keeps_no_second_copy_of_the_weights() -> None:
+    gc.freeze()  # so that a collection visits only what is new
     graph_module = _graph(_tagged)
     before = [weakref.ref(parameter) for parameter in graph_module.parameters()]
     MergeLinears()(graph_module)
@@ -118,6 +119,7 @@ def test_a_merge_keeps_no_second_copy_of_the_weights() -> None:
     assert [ref() for ref in before] == [None] * 4
     MergeLinears()(graph_module, reverse=True)
     gc.collect()
+    gc.unfreeze()
     assert [ref() for ref in merged] == [None] * 2
 
 
@@ -158,9 +160,9 @@ def test_weight_with_strides_that_undo_would_lose_is_skipped(rule: ReversibleRul
     for linear in (program.q, program.k):
         linear.weight = nn.Parameter(torch.randn(3).as_strided((3, 1), (1, 5)))
         assert linear.weight.is_contiguous()
-    reasons = ["q: its weight or bias is not contiguous"]
+    reasons = ["q: the weight or bias is not contiguous"]
     if rule == MergeLinears():
-        reasons = [f"{reasons[0]}; k: its weight or bias is not contiguous"]
+        reasons = [f"{reasons[0]}; k: the weight or bias is not contiguous"]
     else:
-        reasons.append("k: its weight or bias is not contiguous")
+        reasons.append("k: the weight or bias is not contiguous")
     check_refused(rule, graph_of(program), X[:, :1], *reasons)

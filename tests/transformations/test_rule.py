@@ -181,7 +181,7 @@ def test_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
             self.mark_as_transformed(next(iter(graph_module.graph.nodes)))
             return graph_module
 
-    with pytest.raises(TransformationError, match="Locks: its attributes cannot be compared across processes"):
+    with pytest.raises(TransformationError, match="Locks: the attributes cannot be compared across processes"):
         Locks()(_sums())
 
 

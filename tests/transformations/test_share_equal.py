@@ -117,7 +117,7 @@ def test_results_that_are_changed_in_place_stay_apart() -> None:
         y.add_(1.0)
         return y * 2 - z
 
-    check_refused(ShareEqual(), by_export(X, body), X, "tanh and tanh_1: their results are changed in place")
+    check_refused(ShareEqual(), by_export(X, body), X, "tanh and tanh_1: the results are changed in place")
 
 
 def test_a_result_with_a_view_changed_in_place_is_skipped() -> None:
@@ -126,7 +126,7 @@ def test_a_result_with_a_view_changed_in_place_is_skipped() -> None:
         y[0].add_(1.0)
         return y * 2 - z
 
-    check_refused(ShareEqual(), by_export(X, body), X, "their results are changed in place")
+    check_refused(ShareEqual(), by_export(X, body), X, "the results are changed in place")
 
 
 def test_input_changed_in_between_gives_another_result() -> None:
@@ -137,7 +137,7 @@ def test_input_changed_in_between_gives_another_result() -> None:
         return y - aten.tanh.default(x)
 
     check_refused(ShareEqual(), by_export(X, body), X)  # this reads the result of add_
-    check_refused(ShareEqual(), by_fx(body), X, "mul is changed in place by add_ between them")
+    check_refused(ShareEqual(), by_fx(body), X, "mul is changed in place by add_ between the two")
 
 
 def test_weights_changed_in_between_give_another_result() -> None:
@@ -146,15 +146,15 @@ def test_weights_changed_in_between_give_another_result() -> None:
         m.layer.weight.detach().add_(1.0)
         return y - m.layer(x)
 
-    check_refused(ShareEqual(), by_fx(body, layer=nn.Linear(4, 4)), X, "their weights are changed in place")
+    check_refused(ShareEqual(), by_fx(body, layer=nn.Linear(4, 4)), X, "the weights are changed in place")
 
 
 @pytest.mark.slow
 def test_two_outputs_stay_two_tensors() -> None:
     graph_module = by_export(X, lambda m, x: (x.tanh(), x.tanh()))
-    check_refused(ShareEqual(), graph_module, X, "they are outputs, or share memory with outputs")
+    check_refused(ShareEqual(), graph_module, X, "both are outputs, or share memory with outputs")
     views = by_export(X, lambda m, x: (x.tanh()[0], x.tanh()[1]))
-    check_refused(ShareEqual(), views, X, "they are outputs, or share memory with outputs")
+    check_refused(ShareEqual(), views, X, "both are outputs, or share memory with outputs")
     one = by_export(X, lambda m, x: (x.tanh(), x.tanh() * 2))
     check_applied(ShareEqual(), one, X, exact=True)
 

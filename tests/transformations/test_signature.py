@@ -32,9 +32,9 @@ from optexport.transformations import (
 class Does(Transformation):
     """A transformation with one attribute of any kind."""
 
-    def __init__(self, value: Any = None, **others: Any) -> None:
+    def __init__(self, value: Any = None, **attributes: Any) -> None:
         self.value = value
-        vars(self).update(others)
+        vars(self).update(attributes)
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         return graph_module
@@ -105,21 +105,21 @@ def _described(transformation: Transformation) -> str:
 
 
 def test_equal_transformations_have_equal_signatures() -> None:
-    for one, other in zip(examples(), examples(), strict=True):
-        assert one.signature == other.signature, _described(one)
+    for first, second in zip(examples(), examples(), strict=True):
+        assert first.signature == second.signature, _described(first)
 
 
 def test_different_transformations_have_different_signatures() -> None:
     signatures = [(transformation.signature, transformation) for transformation in examples()]
-    for (one, a), (other, b) in itertools.combinations(signatures, 2):
-        assert one != other, f"{_described(a)} and {_described(b)}"
+    for (first, a), (second, b) in itertools.combinations(signatures, 2):
+        assert first != second, f"{_described(a)} and {_described(b)}"
 
 
-@pytest.mark.parametrize(("one", "other"), [(-1, -2), (1, True), (0, False), (1, 1.0), (0.0, -0.0), (2**61 - 1, 0)])
-def test_values_with_equal_hashes_are_distinct(one: Any, other: Any) -> None:
-    assert Does(one).signature != Does(other).signature
-    assert Does([one]).signature != Does([other]).signature
-    assert Does({"k": one}).signature != Does({"k": other}).signature
+@pytest.mark.parametrize(("first", "second"), [(-1, -2), (1, True), (0, False), (1, 1.0), (0.0, -0.0), (2**61 - 1, 0)])
+def test_values_with_equal_hashes_are_distinct(first: Any, second: Any) -> None:
+    assert Does(first).signature != Does(second).signature
+    assert Does([first]).signature != Does([second]).signature
+    assert Does({"k": first}).signature != Does({"k": second}).signature
 
 
 def test_two_functions_without_a_name_are_distinct() -> None:

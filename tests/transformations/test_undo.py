@@ -48,16 +48,16 @@ def _graph(dead: bool = False) -> GraphModule:
     return by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 2), v=nn.Linear(4, 2))
 
 
-def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, why: str) -> None:
+def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, message: str) -> None:
     before = written(graph_module)
-    with pytest.raises(TransformationError, match=f"{type(rule).__name__}: {why}"):
+    with pytest.raises(TransformationError, match=f"{type(rule).__name__}: {message}"):
         rule(graph_module, reverse=True)
     assert written(graph_module) == before
 
 
 @each_reversible
 def test_undo_without_application_is_refused(rule: ReversibleRule) -> None:
-    _refuses_to_undo(rule, _graph(), "it was not applied to this graph")
+    _refuses_to_undo(rule, _graph(), "the rule was not applied to this graph")
 
 
 @each_reversible
@@ -73,7 +73,7 @@ def test_undo_of_a_mark_set_by_hand_is_refused(rule: ReversibleRule) -> None:
     graph_module = _graph()
     for node in graph_module.graph.nodes:
         rule.mark_as_transformed(node)
-    _refuses_to_undo(rule, graph_module, "it was not applied to this graph")
+    _refuses_to_undo(rule, graph_module, "the rule was not applied to this graph")
 
 
 @each_reversible
@@ -129,7 +129,9 @@ def test_undo_without_marks_and_journal_fails(
     rule: ReversibleRule, through: Callable[[GraphModule], GraphModule]
 ) -> None:
     pickled = _pickled(rule(_graph()))
-    _refuses_to_undo(rule, through(pickled), r"(it was not applied to this graph|the number of marked nodes changed)")
+    _refuses_to_undo(
+        rule, through(pickled), r"(the rule was not applied to this graph|the number of marked nodes changed)"
+    )
 
 
 def test_undo_of_a_composition_after_pickling_fails() -> None:
@@ -209,7 +211,7 @@ def test_undo_of_a_merge_with_a_reader_of_the_whole_fails() -> None:
 
 def test_undo_with_another_option_of_a_rule_is_refused() -> None:
     graph_module = ChangeTrueDivToMulByInverse()(_graph())
-    _refuses_to_undo(ChangeTrueDivToMulByInverse(exact=True), graph_module, "it was not applied to this graph")
+    _refuses_to_undo(ChangeTrueDivToMulByInverse(exact=True), graph_module, "the rule was not applied to this graph")
 
 
 def test_rules_with_different_matches_are_undone_in_any_order() -> None:
@@ -263,7 +265,7 @@ def test_rule_that_fails_midway_leaves_nothing_to_undo() -> None:
     graph_module = _graph()
     with pytest.raises(RuntimeError, match="on purpose"):
         _FailsAtTheSecond()(graph_module)
-    _refuses_to_undo(_FailsAtTheSecond(), graph_module, "it was not applied to this graph")
+    _refuses_to_undo(_FailsAtTheSecond(), graph_module, "the rule was not applied to this graph")
     assert not _FailsAtTheSecond().get_transformed_nodes(graph_module)
 
 

@@ -31,9 +31,9 @@ def main() -> None:
         done = {name: record for name, record in done.items() if not table.only_built(record)}
     if arguments.failed:
         done = {name: record for name, record in done.items() if table.passed(record)}
-    wanted = [name for name in arguments.model_types or runner.spread(model_types()) if name not in done]
+    pending = [name for name in arguments.model_types or runner.spread(model_types()) if name not in done]
     runner.run(
-        wanted[: arguments.limit],
+        pending[: arguments.limit],
         arguments.results,
         jobs=arguments.jobs,
         timeout=arguments.timeout,
@@ -46,7 +46,7 @@ def main() -> None:
 
 def _tell(record: dict[str, Any]) -> None:
     seconds = sum(record["seconds"].values())
-    stages = " ".join(f"{name}={what}" for name, what in record["stages"].items() if what != "done")
+    stages = " ".join(f"{name}={outcome}" for name, outcome in record["stages"].items() if outcome != "done")
     print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'done'}", flush=True)
 
 

@@ -35,20 +35,19 @@ from transformers.exporters import utils as exporter_utils
 
 from optexport._utils.module_state import buffers_kept
 from optexport.errors import OptexportError, UntraceableError
-from optexport.signature.arguments import flat_inputs, taking_tensors
+from optexport.signature.arguments import flat_inputs, take_flat_tensors
 from optexport.signature.resizing import resize
 from optexport.tracing import (
+    graph_checks,
     model_lines,
     module_reconstruction,
-    randomness,
-    serializable,
     trace,
     transformers_exporter,
     value_checks,
 )
 from optexport.tracing.fallbacks import attempts, scalar_tensors
 from optexport.tracing.patches import expert_loops, functions
-from optexport.tracing.shapes.path_probe import OtherWays, _agree, outcome
+from optexport.tracing.shapes.path_probe import ProbeResult, _agree, outcome
 from tests._helpers import models
 from tests.tracing import test_any_module
 from tests.zoo import runner, shrinking, stages
@@ -117,7 +116,7 @@ class _Off(contextlib.nullcontext):  # type: ignore[type-arg]
 
     def __init__(self, *_: Any) -> None:
         super().__init__(self)
-        self.asked = set[str]()
+        self.used_buffers = set[str]()
 
     def note(self, program: Any) -> None:
         """Does nothing."""
@@ -175,17 +174,17 @@ def _is_moved_where_it_is(module: nn.Module, *_: Any, **__: Any) -> bool:
 
 
 def _watch_numbers(note: Note) -> Manager:
-    cls = scalar_tensors.NumbersKnown
+    cls = scalar_tensors.ScalarTracker
     function = cls.__torch_function__
 
     def watched(
         self: Any, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        given = args[:1] if name in scalar_tensors._READING else []
+        values = args[:1] if name in scalar_tensors._READING else []
         if name in scalar_tensors._OF_SIZES:
-            given = torch.utils._pytree.tree_leaves((args, kwargs))
-        if any(isinstance(value, torch.Tensor) and self._known_value(value) is not None for value in given):
+            values = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(value, torch.Tensor) and self._find_value(value) is not None for value in values):
             note()
         return function(self, func, types, args, kwargs)
 
@@ -206,18 +205,18 @@ def _watch_experts(note: Note) -> Manager:
 
 
 def _watch_ones(note: Note) -> Manager:
-    function = trace.OnesNoted.note
+    function = trace.SizeOneRecorder.store
 
     def watched(self: Any, program: Any) -> None:
         if self._symbols:
             note()
         function(self, program)
 
-    return patch.object(trace.OnesNoted, "note", watched)
+    return patch.object(trace.SizeOneRecorder, "store", watched)
 
 
 def _watch_swallowed(note: Note) -> Manager:
-    function = trace.none_swallowed
+    function = trace.refuse_caught_errors
 
     @contextlib.contextmanager
     def watched() -> Any:
@@ -229,7 +228,7 @@ def _watch_swallowed(note: Note) -> Manager:
                 note()
             raise
 
-    return patch.object(trace, "none_swallowed", watched)
+    return patch.object(trace, "refuse_caught_errors", watched)
 
 
 def _watch_switches(note: Note) -> Manager:
@@ -255,10 +254,10 @@ def _raise_error(_: Any, __: Any, error: Exception, ___: Any, **____: Any) -> An
 @contextlib.contextmanager
 def _watch_exclusive(note: Note) -> Any:
     """Reports a trace that succeeded with only the batch dynamic and without constant values."""
-    known = list[bool]()
+    traces_with_values = list[bool]()
     with (
-        _when(attempts, "_trace_with_values", lambda _: known.append(True))(note),
-        _when(trace, "trace_otherwise", lambda _: not known)(note),
+        _when(attempts, "_trace_with_values", lambda _: traces_with_values.append(True))(note),
+        _when(trace, "retry_trace", lambda _: not traces_with_values)(note),
     ):
         yield
 
@@ -267,44 +266,47 @@ RESCUES: dict[str, Rescue] = {
     "dataclass_outputs": Rescue(
         _when(trace, "register_dataclasses", bool), _replaced(trace, "register_dataclasses", lambda *_: False)
     ),
-    "draws": Rescue(_when_raised(randomness, "check_none"), _replaced(randomness, "check_none", lambda *_: None)),
+    "draws": Rescue(
+        _when_raised(graph_checks, "check_deterministic"),
+        _replaced(graph_checks, "check_deterministic", lambda *_: None),
+    ),
     "expert_loops": Rescue(_watch_experts, _replaced(transformers_exporter, "_expert_patches", lambda _: [])),
     "gradient_switches": Rescue(_watch_switches, _replaced(module_reconstruction, "inline_switches", lambda *_: None)),
     "known_values": Rescue(
         _when(attempts, "_trace_with_values", bool), _replaced(attempts, "_trace_with_values", _untraceable)
     ),
-    "long_sizes": Rescue(_when(trace, "_long_size_error", bool), _replaced(trace, "SizesWatched", _Off)),
-    "number_tensors": Rescue(_watch_numbers, _replaced(trace, "NumbersKnown", _Off)),
+    "long_sizes": Rescue(_when(trace, "_long_size_error", bool), _replaced(trace, "LongSizeDetector", _Off)),
+    "number_tensors": Rescue(_watch_numbers, _replaced(trace, "ScalarTracker", _Off)),
     "other_ways": Rescue(
-        _when(trace, "find_other_ways", lambda ways: ways.crossed or ways.held_to or ways.sizes),
-        _replaced(trace, "find_other_ways", lambda *_: OtherWays()),
+        _when(trace, "probe_paths", lambda ways: ways.removable or ways.fixed_dims or ways.sizes),
+        _replaced(trace, "probe_paths", lambda *_: ProbeResult()),
     ),
-    "otherwise": Rescue(_watch_exclusive, _replaced(trace, "trace_otherwise", _raise_error)),
-    "sizes_of_one": Rescue(_watch_ones, _replaced(trace, "OnesNoted", _Off)),
+    "otherwise": Rescue(_watch_exclusive, _replaced(trace, "retry_trace", _raise_error)),
+    "sizes_of_one": Rescue(_watch_ones, _replaced(trace, "SizeOneRecorder", _Off)),
     "skipped_checks": Rescue(
         _when(value_checks, "_passing_answer", lambda passes: passes is not None),
-        _replaced(trace, "skipping_checks", _Off),
+        _replaced(trace, "skip_value_checks", _Off),
     ),
-    "swallowed": Rescue(_watch_swallowed, _replaced(trace, "none_swallowed", _Off)),
+    "swallowed": Rescue(_watch_swallowed, _replaced(trace, "refuse_caught_errors", _Off)),
     "writable": Rescue(
-        _when_raised(serializable, "check_writable"), _replaced(serializable, "check_writable", lambda _: None)
+        _when_raised(graph_checks, "check_writable"), _replaced(graph_checks, "check_writable", lambda _: None)
     ),
-    "patches.unless_it_is": _patch_of_transformers(nn.Module, "to", _is_moved_where_it_is),
-    "patches.of_unknown_length": _patch_of_transformers(
+    "patches.skip_needless_moves": _patch_of_transformers(nn.Module, "to", _is_moved_where_it_is),
+    "patches.allow_unknown_length": _patch_of_transformers(
         AttentionInterface, "_global_mapping", _is_attention_changed, "sdpa"
     ),
-    "patches.that_know_their_padding": _patch_of_transformers(
+    "patches.remember_padding": _patch_of_transformers(
         masking_utils.AttentionMaskInterface,
         "_global_mapping",
         lambda *_, attention_mask=None, **__: attention_mask is not None,
         "sdpa",
     ),
-    "patches.none_that_hides_nothing": _patch_of_transformers(
+    "patches.omit_empty_mask": _patch_of_transformers(
         masking_utils,
         "_ignore_bidirectional_mask_sdpa",
         lambda padding, _, window=None: padding is None and window is None,
     ),
-    "patches.with_norms_of_heads": _patch_of_transformers(
+    "patches.apply_head_norms": _patch_of_transformers(
         exporter_dynamo,
         "_reshaped_vision_attention_forward",
         lambda module, *_, **__: all(hasattr(module, name) for name in ("qkv", "q_norm", "k_norm")),
@@ -352,52 +354,52 @@ def example(name: str) -> Example | None:
     make, make_inputs, *_ = test_any_module.TABLE[rest]
     model = make().eval() if rest.startswith("a graph") else models.randomise(make())
     tensors, arguments = flat_inputs(model, make_inputs(3))
-    return taking_tensors(model, arguments) if arguments else model, tensors, None
+    return take_flat_tensors(model, arguments) if arguments else model, tensors, None
 
 
-def traced(made: Example, sizes: Iterable[dict[str, int]] = ()) -> dict[str, Any]:
+def traced(built: Example, sizes: Iterable[dict[str, int]] = ()) -> dict[str, Any]:
     """Traces a model and compares the graph with it.
 
     Args:
         sizes: Where to compare, if these are sizes of the graph; besides the traced sizes and some near them.
     """
-    model, tensors, dynamic = made
+    model, tensors, dynamic = built
     try:
         result = trace.trace(model, tensors, dynamic)
-        serializable.check_writable(result.graph_module.graph)
+        graph_checks.check_writable(result.graph_module.graph)
         output_names = result.signature.output_names
-        randomness.check_none(result.graph_module, output_names, output_names)
+        graph_checks.check_deterministic(result.graph_module, output_names, output_names)
     except OptexportError as error:
         return {"outcome": "refused", "reason": str(error)[:300]}
     except Exception as error:  # a defect of the tracer, or of a library that it uses
         return {"outcome": "crash", "reason": f"{type(error).__name__}: {error}"[:300]}
-    dims, held = result.signature.dims, result.held
+    dims, constants = result.signature.dims, result.constants
     usual = result.signature.sizes(tensors)
     near = [{**usual, name: usual[name] + step} for name in dims for step in (1, usual[name])]
     compared = {}
-    for wanted in [usual, *near, *result.suspect_sizes, *sizes]:
-        every = {**usual, **wanted}
+    for sizes_to_compare in [usual, *near, *result.suspect_sizes, *sizes]:
+        every = {**usual, **sizes_to_compare}
         if every.keys() == dims.keys() and all(
             dims[name].min <= size <= (dims[name].max or size) for name, size in every.items()
         ):
-            compared[json.dumps(every)] = _compare(model, result, resize(tensors, result.signature, every), held)
+            compared[json.dumps(every)] = _compare(model, result, resize(tensors, result.signature, every), constants)
     return {
         "outcome": "traced",
         "fixed": sorted({axis.partition(";")[0].partition(" = ")[0] for axis in result.fixed}),
-        "held": sorted(held),
+        "held": sorted(constants),
         "dims": {name: [dim.min, dim.max] for name, dim in dims.items()},
         "doubtful": [dict(sizes) for sizes in result.suspect_sizes],
         "compared": compared,
     }
 
 
-def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.Tensor], held: Any) -> str:
-    inputs = {**batch, **held}
+def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.Tensor], constants: Any) -> str:
+    inputs = {**batch, **constants}
     want = outcome(model, inputs)
     if isinstance(want, Exception):
         return "the model fails"
     with buffers_kept(result.graph_module):
-        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in held})
+        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
     if isinstance(got, Exception):
         return "the graph fails"
     return "same" if _agree(got, want, 1e-3) else "differs"
@@ -426,11 +428,11 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
     warnings.simplefilter("ignore")
     with torch.random.fork_rng(devices=[]):
         try:
-            made = example(name)
+            built = example(name)
         except Exception as error:
             answer.send({"outcome": "not built", "reason": str(error)[:200]})
             return
-        if made is None:
+        if built is None:
             answer.send({"outcome": "not built"})
             return
         acted = Counter[str]()
@@ -443,7 +445,7 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
                     stack.enter_context(rescue.watch(lambda key=rescue_name: acted.update([key])))  # type: ignore[misc]
             else:
                 stack.enter_context(RESCUES[off].off())
-            record = traced(made, sizes)
+            record = traced(built, sizes)
     answer.send({**record, "acted": dict(acted)})
 
 

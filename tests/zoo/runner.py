@@ -37,14 +37,14 @@ class _Running:
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
     """Returns the results by model type, the last one of each. A truncated line is skipped."""
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:  # the runner was killed while it wrote
             continue
-        found[record["model_type"]] = record
-    return found
+        records[record["model_type"]] = record
+    return records
 
 
 def spread(model_types: Sequence[str]) -> list[str]:
@@ -76,11 +76,11 @@ def run(
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(_start(waiting.pop(), build_only))
-            multiprocessing.connection.wait([each.process.sentinel for each in running], timeout=1)
-            for each in list(running):
-                record = _result(each, timeout)
+            multiprocessing.connection.wait([model_type.process.sentinel for model_type in running], timeout=1)
+            for model_type in list(running):
+                record = _result(model_type, timeout)
                 if record is not None:
-                    running.remove(each)
+                    running.remove(model_type)
                     file.write(json.dumps(record, sort_keys=True) + "\n")
                     file.flush()
                     tell(record)

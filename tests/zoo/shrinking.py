@@ -83,10 +83,10 @@ def model_class(model_type: str) -> type[nn.Module]:
         if names is not None:
             name = names if isinstance(names, str) else names[0]
             try:
-                found: type[nn.Module] = getattr(transformers, name)
+                cls: type[nn.Module] = getattr(transformers, name)
             except Exception as error:  # a module of transformers that needs a missing package
                 raise NotBuiltError(f"{name} cannot be imported: {error}") from error
-            return found
+            return cls
     raise NotBuiltError("no class is mapped to it")
 
 
@@ -221,20 +221,20 @@ _BOOKKEEPING = (
 )
 
 
-def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink(config: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any]) -> dict[str, Any]:
     """Makes the numbers of a config small, and those in its nested configs."""
-    given = {str(key): value for key, value in given.items()}
-    layers = _layers_left(given, setting)
+    config = {str(key): value for key, value in config.items()}
+    layers = _layers_left(config, setting)
     small: dict[str, Any] = {}
-    if given.get("model_type") == "timm_backbone":
-        return _resnet(len(given.get("out_indices") or [1]))
-    for key, value in given.items():
+    if config.get("model_type") == "timm_backbone":
+        return _resnet(len(config.get("out_indices") or [1]))
+    for key, value in config.items():
         if key not in _BOOKKEEPING and not isinstance(value, dict):
-            small[key] = _shrunk_value(key, value, given, setting, layers)
+            small[key] = _shrunk_value(key, value, config, setting, layers)
             if value is None and setting.fill and key in _FILLS:
                 small[key] = _FILLS[key]
-    _fit(small, given, setting)
-    for key, value in given.items():
+    _fit(small, config, setting)
+    for key, value in config.items():
         if isinstance(value, dict) and key not in _BOOKKEEPING:
             small[key] = _shrink(value, setting, {**parent, **small})
             if key == "per_layer_config":  # of the remaining layers
@@ -261,23 +261,25 @@ def _resnet(count: int) -> dict[str, Any]:
     }
 
 
-def _layers_left(given: Mapping[str, Any], setting: Setting) -> dict[int, int]:
+def _layers_left(config: Mapping[str, Any], setting: Setting) -> dict[int, int]:
     """Returns how many layers of a stack remain, so that each kind has at least one."""
     if setting.layers is None:
         return {}
-    counts = {v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int) and not isinstance(v, bool)}
+    counts = {v for k, v in config.items() if _LAYERS.fullmatch(k) and isinstance(v, int) and not isinstance(v, bool)}
     left = {}
     for count in counts:
-        kinds = [len(dict.fromkeys(map(str, v))) for v in given.values() if isinstance(v, list) and 0 < len(v) == count]
+        kinds = [
+            len(dict.fromkeys(map(str, v))) for v in config.values() if isinstance(v, list) and 0 < len(v) == count
+        ]
         left[count] = min(count, max(setting.layers, min(max(kinds, default=1), 4)))
     return left
 
 
-def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setting, layers: Mapping[int, int]) -> Any:
+def _shrunk_value(key: str, value: Any, config: Mapping[str, Any], setting: Setting, layers: Mapping[int, int]) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str | float):
         return value
     if isinstance(value, list | tuple):
-        return _shrunk_list(key, list(value), given, setting, layers)
+        return _shrunk_list(key, list(value), config, setting, layers)
     if not isinstance(value, int):
         return value
     if _LAYERS.fullmatch(key):
@@ -291,7 +293,7 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
     if key == "context_length":  # length of a series, which some models process patch by patch
         return min(value, 512)
     if re.fullmatch(r"(.*_)?(image_size|input_size|img_size)", key) and value >= 32:
-        return _image_size(given)
+        return _image_size(config)
     if key == "patch_size" and value > 8 and setting.divisor is None:
         return 8
     if re.fullmatch(r"(.*_)?(image_seq_length|num_image_tokens|mm_tokens_per_image)", key):
@@ -304,7 +306,7 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
         return min(value, 2) if key != "first_k_dense_replace" else min(value, 1)
     if _LAYER_INDEXES.fullmatch(key) and value > 0 and layers:
         return min(value, min(layers.values()) - 1)
-    if setting.divisor is None and isinstance(given.get("num_heads"), list) and _WIDTHS.fullmatch(key):
+    if setting.divisor is None and isinstance(config.get("num_heads"), list) and _WIDTHS.fullmatch(key):
         return _divided(value, 4)  # heads of each stage: the width must be a multiple
     if setting.divisor is None:
         for pattern, size in _NAMED:
@@ -314,9 +316,9 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
     return _divided(value, setting.divisor) if _WIDTHS.fullmatch(key) else value
 
 
-def _image_size(given: Mapping[str, Any]) -> int:
-    patch = given.get("patch_size")
-    if "depths" in given and "window_size" in given:  # every stage needs at least one window
+def _image_size(config: Mapping[str, Any]) -> int:
+    patch = config.get("patch_size")
+    if "depths" in config and "window_size" in config:  # every stage needs at least one window
         return 224
     return 32 if isinstance(patch, int) and patch >= 8 else 64
 
@@ -326,16 +328,16 @@ def _divided(value: int, divisor: int) -> int:
 
 
 def _shrunk_list(
-    key: str, value: list[Any], given: Mapping[str, Any], setting: Setting, layers: Mapping[int, int]
+    key: str, value: list[Any], config: Mapping[str, Any], setting: Setting, layers: Mapping[int, int]
 ) -> list[Any]:
     numbers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     if re.fullmatch(r"(.*_)?(image_size|img_size)", key) and numbers and value and min(value) >= 32:
-        return [_image_size(given)] * len(value)
+        return [_image_size(config)] * len(value)
     if key == "depths" and setting.layers is not None:
         return [min(v, 1 if setting.layers == 2 else 2) for v in value]
     if len(value) in layers and len(value) > 4:
-        kept = _representatives(value, layers[len(value)])
-        return [_shrunk_value(key, v, given, setting, {}) for v in kept] if numbers else kept
+        shortened = _representatives(value, layers[len(value)])
+        return [_shrunk_value(key, v, config, setting, {}) for v in shortened] if numbers else shortened
     if numbers and value and layers and _LAYER_INDEXES.fullmatch(key) and max(value) >= 0:
         old, new = max(layers), layers[max(layers)]
         return list(dict.fromkeys(min(round(v * new / old), new - 1) if v >= 0 else v for v in value))
@@ -349,15 +351,15 @@ def _shrunk_list(
 def _representatives(value: list[Any], count: int) -> list[Any]:
     """Returns a number of entries of a list, in their order, with each kind represented first."""
     firsts = sorted({str(v): i for i, v in reversed(list(enumerate(value)))}.values())[:count]
-    others = [i for i in range(len(value)) if i not in firsts]
-    return [value[i] for i in sorted(firsts + others[: count - len(firsts)])]
+    alternatives = [i for i in range(len(value)) if i not in firsts]
+    return [value[i] for i in sorted(firsts + alternatives[: count - len(firsts)])]
 
 
-def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> None:
+def _fit(small: dict[str, Any], config: Mapping[str, Any], setting: Setting) -> None:
     """Makes sizes consistent that were shrunk separately."""
     heads, kv = small.get("num_attention_heads"), small.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv, int):
-        if given["num_key_value_heads"] == given["num_attention_heads"]:
+        if config["num_key_value_heads"] == config["num_attention_heads"]:
             small["num_key_value_heads"] = heads
         elif heads % kv:
             small["num_key_value_heads"] = 1
@@ -369,10 +371,10 @@ def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> N
             small[key] = 0.0
     if "upsample_groups" in small:
         small["upsample_groups"] = small["hidden_size"]
-    if "stage_names" in given:  # the config derives this value
+    if "stage_names" in config:  # the config derives this value
         del small["stage_names"]
-        if "depths" in given:
-            small["out_features"], small["out_indices"] = given.get("out_features"), None
+        if "depths" in config:
+            small["out_features"], small["out_indices"] = config.get("out_features"), None
         else:
             small.pop("out_features", None)
     if setting.divisor is not None:

@@ -138,10 +138,10 @@ def judge(
     """
     outcome = Outcome(model_type, announce=announce)
     announce(outcome, "built")
-    made = build(outcome)
-    if made is None:
+    built = build(outcome)
+    if built is None:
         return outcome
-    model, inputs = made
+    model, inputs = built
     outcome.inputs = {name: list(tensor.shape) for name, tensor in inputs.items()}
     with tempfile.TemporaryDirectory(prefix="optexport-zoo-") as folder, torch.random.fork_rng(devices=[]):
         _judge(outcome, _job(model, inputs, Path(folder), effort), Path(folder), formats)

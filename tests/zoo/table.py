@@ -43,17 +43,17 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
         results: Results by model type.
         model_types: All types, including those that did not run.
     """
-    known = [results[name] for name in model_types if name in results]
+    records = [results[name] for name in model_types if name in results]
     lines = [
         "# Coverage",
         "",
         _INTRODUCTION.format(**{name: version(name).partition("+")[0] for name in _LIBRARIES}),
         "",
-        *_summary(known, len(model_types)),
+        *_summary(records, len(model_types)),
         "",
         "## Why types did not get through",
         "",
-        *_reasons(known),
+        *_reasons(records),
         "",
         "## Each type",
         "",
@@ -61,15 +61,15 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
         "",
         "| model type | class | nodes | linears | rules | traced | graph | onnx | torchscript | pt2 | s |",
         "|---|---|---:|---:|---|---|---|---|---|---|---:|",
-        *[_row(record) for record in known if "traced" in record["stages"]],
+        *[_row(record) for record in records if "traced" in record["stages"]],
         "",
         "## Not built, or not run eagerly",
         "",
         "| model type | stage | reason |",
         "|---|---|---|",
-        *[_unbuilt(record) for record in known if record["stages"].get("eager") != "done"],
+        *[_unbuilt(record) for record in records if record["stages"].get("eager") != "done"],
     ]
-    left = [record["model_type"] for record in known if only_built(record)]
+    left = [record["model_type"] for record in records if only_built(record)]
     if left:
         lines += ["", f"## Built and run eagerly, not taken further yet: {len(left)}", "", ", ".join(left)]
     left = [name for name in model_types if name not in results]
@@ -78,11 +78,11 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(known: Sequence[Record], total: int) -> list[str]:
+def _summary(records: Sequence[Record], total: int) -> list[str]:
     def count(stage: str, *outcomes: str) -> int:
-        return sum(record["stages"].get(stage) in outcomes for record in known)
+        return sum(record["stages"].get(stage) in outcomes for record in records)
 
-    further = [record for record in known if "traced" in record["stages"]]
+    further = [record for record in records if "traced" in record["stages"]]
     ran = len(further)
     lines = [
         "| | model types | of those taken further |",
@@ -115,18 +115,18 @@ def _share(count: int, of: int) -> str:
     return f"{100 * count / of:.1f} %" if of else ""
 
 
-def _reasons(known: Sequence[Record]) -> list[str]:
+def _reasons(records: Sequence[Record]) -> list[str]:
     """Returns each reason with its stages and types, the most frequent first."""
     types: dict[tuple[str, str], list[str]] = {}
-    for record in known:
+    for record in records:
         if record["stages"].get("eager") == "done":
             for stage, reason in record["reasons"].items():
                 befell = types.setdefault((record["stages"][stage], _brief(reason)), [])
                 befell.append(f"{record['model_type']} ({stage})")
     order = Counter({key: len(names) for key, names in types.items()})
-    return [f"- {what}: {reason}: {', '.join(types[what, reason])}" for (what, reason), _ in order.most_common()] or [
-        "None."
-    ]
+    return [
+        f"- {stage}: {reason}: {', '.join(types[stage, reason])}" for (stage, reason), _ in order.most_common()
+    ] or ["None."]
 
 
 def _brief(reason: str) -> str:

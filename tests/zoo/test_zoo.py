@@ -53,9 +53,9 @@ def test_type_is_verified_in_every_format(model_type: str) -> None:
 
 
 def test_type_is_built_reproducibly_with_random_weights() -> None:
-    one, other = (next(shrinking.candidates("bert"))[1]() for _ in range(2))
+    one, second = (next(shrinking.candidates("bert"))[1]() for _ in range(2))
     assert not one.training
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), second.parameters(), strict=True))
     assert all(len(parameter.unique()) > 1 for parameter in one.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Traces a model again after a failure, with fewer dynamic axes or known values.
+"""Traces a model again after a failure, with fewer dynamic axes, known values or registered outputs.
 
 ``tests/zoo/rescues.py`` counts the models that need this. VideoLlama3's vision model is one
 (tests/tracing/fallbacks/test_attempts.py).
@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
-from optexport.signature.arguments import holding
+from optexport.signature.arguments import fix_inputs
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
 from optexport.tracing.model_lines import line_of_model
@@ -32,7 +35,7 @@ _MAX_CONSTANT_ELEMENTS = 256
 _MAX_SHOWN_CHARACTERS = 80
 
 
-def trace_otherwise(
+def retry_trace(
     model: nn.Module, example: Batch, error: UntraceableError, trace: Trace[T], *, is_declared: bool
 ) -> tuple[T, dict[str, torch.Tensor], tuple[str, ...]]:
     """Traces a model with only the batch dynamic, with known values, or with both.
@@ -69,12 +72,12 @@ def _trace_with_values(
     changing: frozenset[str] = frozenset()
     while True:
         inputs = {name: tensor for name, tensor in example.items() if name not in constants}
-        bound = holding(model, list(example), constants)
+        fixed_model = fix_inputs(model, list(example), constants)
         free = None if axes is None else dict.fromkeys(inputs, axes)
         values = KnownValues({as_argument(n): v for n, v in inputs.items() if _may_be_constant(n, v)}, changing)
         try:
-            with values.of(bound):
-                result = trace(bound, inputs, free, "" if free is None else reason)
+            with values.track(fixed_model):
+                result = trace(fixed_model, inputs, free, "" if free is None else reason)
             if values.changing == changing:
                 return result, constants, tuple(notes)
             changing = values.changing  # the values read from these buffers were valid for one call only
@@ -97,7 +100,7 @@ def _may_be_constant(name: str, tensor: torch.Tensor) -> bool:
 
 def _value_error(names: Sequence[str], example: Batch, line: str | None) -> TraceError:
     return TraceError(
-        f"the model reads the values{f' at {line}' if line else ''}, which a graph does not know",
+        f"the model reads the values of these inputs{f' at {line}' if line else ''}, which a graph does not know",
         location=f"inputs: {' and '.join(names)}",
         hint="If they are the same in every call, make them constants: [inputs.constants] "
         + ", ".join(_format(name, example) for name in names),
@@ -108,3 +111,34 @@ def _format(name: str, example: Batch) -> str:
     values = str(example[name].tolist())
     is_long = len(values) > _MAX_SHOWN_CHARACTERS
     return f"{name} = {f'{values[:_MAX_SHOWN_CHARACTERS]} ...' if is_long else values}"
+
+
+def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
+    """Registers the dataclasses in a model's outputs with torch.
+
+    A class that the model creates again in every call is not registered, since it would never be recognised. One of
+    50 hand-written models and none of 11 zoo models need this (tests/zoo/rescues.py).
+
+    Returns:
+        True if a class was registered. False if there is none, or if the model fails.
+    """
+    try:
+        unknown = set(_returned_dataclasses(model, arguments)) & set(_returned_dataclasses(model, arguments))
+    except Exception:  # the model's code may raise anything; the caller reports its error
+        return False
+    for cls in unknown:
+        torch.export.register_dataclass(cls)
+    return bool(unknown)
+
+
+def _returned_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> Iterator[type[Any]]:
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return _find_dataclasses(torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments))))
+
+
+def _find_dataclasses(value: Any) -> Iterator[type[Any]]:
+    for leaf in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield type(leaf)
+            yield from _find_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -32,7 +32,7 @@ _READING_METHODS = ("numpy", "data_ptr")
 
 
 @contextlib.contextmanager
-def none_swallowed() -> Iterator[None]:
+def refuse_caught_errors() -> Iterator[None]:
     """Checks at the end of the block that the model caught no such error; torch may.
 
     Raises:
@@ -57,7 +57,7 @@ def none_swallowed() -> Iterator[None]:
         if traceback is not None and _is_of_model(name := traceback.tb_frame.f_code.co_filename):
             line = linecache.getline(name, traceback.tb_lineno).strip()
             raise TraceError(
-                "the model reads a value, which a trace does not know, and catches the error, at "
+                "the model reads a value that a trace does not know, and catches the error at "
                 f"{Path(name).name}:{traceback.tb_lineno}: {line}",
                 location="trace",
                 hint="Compute both branches and choose with torch.where, or do not catch the error.",

@@ -54,7 +54,7 @@ _WRITING_STATISTICS = {torch.nn.functional.batch_norm: False, torch.nn.functiona
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Value:
     """The values of a tensor.
 
     Attributes:
@@ -88,7 +88,7 @@ class KnownValues(TorchFunctionMode):
         self._known: Any = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
+    def track(self, model: nn.Module) -> Iterator[None]:
         """Enters this mode for every call of the model that is traced within the block."""
         buffers = {name: buffer.detach().clone() for name, buffer in _state(model).items() if _is_small(buffer)}
         state_before: dict[str, torch.Tensor] = {}
@@ -102,11 +102,11 @@ class KnownValues(TorchFunctionMode):
             with outside_of_traces():
                 for name, buffer in state_before.items():
                     is_known = name not in self.changing
-                    self._known[buffer] = _Known(buffers[name].clone(), buffer._version) if is_known else None
+                    self._known[buffer] = _Value(buffers[name].clone(), buffer._version) if is_known else None
                 for name, value in kwargs.items():
                     if isinstance(value, torch.Tensor) and name in self._inputs:
                         inputs = frozenset({name})
-                        self._known[value] = _Known(self._inputs[name].clone(), value._version, inputs)
+                        self._known[value] = _Value(self._inputs[name].clone(), value._version, inputs)
             self.__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: nn.Module, *_: Any) -> None:
@@ -147,7 +147,7 @@ class KnownValues(TorchFunctionMode):
             computed = self._compute(func, args, kwargs)
         if computed is None:
             return func(*args, **kwargs)
-        inputs = frozenset[str]().union(*(known.inputs for known in tensors if known is not None))
+        inputs = frozenset[str]().union(*(value.inputs for value in tensors if value is not None))
         if func in _READS:
             _check_read(inputs)
             return computed
@@ -160,13 +160,13 @@ class KnownValues(TorchFunctionMode):
         self._remember(result, computed, inputs)
         return result
 
-    def _look_up(self, tensor: torch.Tensor) -> _Known | None:
-        known: _Known | None = self._known.get(tensor)
+    def _look_up(self, tensor: torch.Tensor) -> _Value | None:
+        value: _Value | None = self._known.get(tensor)
         is_new = tensor not in self._known
         if is_new and type(tensor) is torch.Tensor and _is_small(tensor) and not _is_traced(tensor):
             with outside_of_traces():
-                known = self._known[tensor] = _Known(tensor.detach().clone(), tensor._version)
-        return known if known is not None and known.version == tensor._version else None
+                value = self._known[tensor] = _Value(tensor.detach().clone(), tensor._version)
+        return value if value is not None and value.version == tensor._version else None
 
     def _with_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Replaces known tensors that stand for sizes by numbers."""
@@ -176,11 +176,11 @@ class KnownValues(TorchFunctionMode):
                 return slice(*map(as_size, (value.start, value.stop, value.step)))
             if isinstance(value, tuple | list):
                 return type(value)(map(as_size, value)) if type(value) in (tuple, list) else value
-            known = self._look_up(value) if isinstance(value, torch.Tensor) and not value.dim() else None
-            if known is None or known.values.dtype.is_floating_point or known.values.dtype.is_complex:
+            size = self._look_up(value) if isinstance(value, torch.Tensor) and not value.dim() else None
+            if size is None or size.values.dtype.is_floating_point or size.values.dtype.is_complex:
                 return value
-            _check_read(known.inputs)
-            return known.values.item()
+            _check_read(size.inputs)
+            return size.values.item()
 
         first = () if func in _FACTORIES else args[:1]
         return (*first, *map(as_size, args[len(first) :])), {name: as_size(v) for name, v in kwargs.items()}
@@ -203,13 +203,13 @@ class KnownValues(TorchFunctionMode):
         traced, values = pytree.tree_leaves(result), pytree.tree_leaves(computed)
         for leaf, value in zip(traced, values, strict=len(traced) == len(values)):
             if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor):
-                self._known[leaf] = _Known(value, leaf._version, inputs)
+                self._known[leaf] = _Value(value, leaf._version, inputs)
 
     def _forget(self, targets: Sequence[torch.Tensor]) -> None:
         """Removes the values of overwritten tensors, and of all tensors that share their memory."""
         for tensor in targets:
-            if (known := self._known.get(tensor)) is not None:
-                storage = known.values.untyped_storage().data_ptr()
+            if (value := self._known.get(tensor)) is not None:
+                storage = value.values.untyped_storage().data_ptr()
                 for alias, values in list(self._known.items()):
                     if values is not None and values.values.untyped_storage().data_ptr() == storage:
                         self._known[alias] = None

@@ -26,46 +26,49 @@ Integer = int | torch.SymInt
 class _Ratio:
     """A fraction, with which a divided and rounded size stays an expression of integers."""
 
-    over: Integer
-    under: int = 1
+    numerator: Integer
+    denominator: int = 1
 
-    def plus(self, other: _Ratio) -> _Ratio | None:
-        if not (self.under == 1 or other.under == 1 or (self.is_exact() and other.is_exact())):
+    def plus(self, addend: _Ratio) -> _Ratio | None:
+        if not (self.denominator == 1 or addend.denominator == 1 or (self.is_exact() and addend.is_exact())):
             return None
-        return _Ratio(self.over * other.under + other.over * self.under, self.under * other.under)
+        return _Ratio(
+            self.numerator * addend.denominator + addend.numerator * self.denominator,
+            self.denominator * addend.denominator,
+        )
 
-    def times(self, other: _Ratio) -> _Ratio | None:
-        if not (self.is_exact() and other.is_exact()):
+    def times(self, factor: _Ratio) -> _Ratio | None:
+        if not (self.is_exact() and factor.is_exact()):
             return None
-        return _Ratio(self.over * other.over, self.under * other.under)
+        return _Ratio(self.numerator * factor.numerator, self.denominator * factor.denominator)
 
     def divided_by(self, number: int) -> _Ratio:
-        return _Ratio(self.over, self.under * number)
+        return _Ratio(self.numerator, self.denominator * number)
 
     def is_exact(self) -> bool:
         """Returns True if a float represents the fraction exactly; 41 * (3 / 41) may be below 3."""
-        return self.under & (self.under - 1) == 0
+        return self.denominator & (self.denominator - 1) == 0
 
     def negative(self) -> _Ratio:
-        return _Ratio(-self.over, self.under)
+        return _Ratio(-self.numerator, self.denominator)
 
     def floor(self) -> _Ratio:
-        return _Ratio(self.over // self.under)
+        return _Ratio(self.numerator // self.denominator)
 
     def ceil(self) -> _Ratio:
-        return _Ratio(-(-self.over // self.under))
+        return _Ratio(-(-self.numerator // self.denominator))
 
     def trunc(self) -> _Ratio | None:
-        return self.floor() if statically_known_true(self.over >= 0) else None
+        return self.floor() if statically_known_true(self.numerator >= 0) else None
 
-    def whole(self) -> _Ratio | None:
-        return self if self.under == 1 else None
+    def as_integer(self) -> _Ratio | None:
+        return self if self.denominator == 1 else None
 
 
 def _divided(a: _Ratio, b: _Ratio, rounding_mode: str | None = None) -> _Ratio | None:
-    if not isinstance(b.over, int) or b.over <= 0 or b.under != 1:
+    if not isinstance(b.numerator, int) or b.numerator <= 0 or b.denominator != 1:
         return None
-    ratio = a.divided_by(b.over)
+    ratio = a.divided_by(b.numerator)
     if rounding_mode is None:
         return ratio
     return ratio.floor() if rounding_mode == "floor" else ratio.trunc()
@@ -80,11 +83,13 @@ def _reversed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Ratio]:
-    return lambda a, b: _Ratio(compare(a.over * b.under, b.over * a.under))
+    return lambda a, b: _Ratio(compare(a.numerator * b.denominator, b.numerator * a.denominator))
 
 
 def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Ratio]:
-    return lambda a, b: _Ratio(pick(a.over * b.under, b.over * a.under), a.under * b.under)
+    return lambda a, b: _Ratio(
+        pick(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator
+    )
 
 
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -107,14 +112,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "minimum": _extreme(torch.sym_min),
     "ceil": _Ratio.ceil,
     "floor": _Ratio.floor,
-    **dict.fromkeys(("int", "long", "tensor", "as_tensor", "scalar_tensor", "clone", "detach"), _Ratio.whole),
+    **dict.fromkeys(("int", "long", "tensor", "as_tensor", "scalar_tensor", "clone", "detach"), _Ratio.as_integer),
 }
 _READING = ("item", "__int__", "__index__", "__bool__")
 # Functions that accept a tensor with one element where they expect an integer.
-_OF_SIZES = ("view", "reshape", "expand", "repeat", "pad", "narrow", "as_strided", "new_zeros", "new_ones", "arange")
+_SIZED = ("view", "reshape", "expand", "repeat", "pad", "narrow", "as_strided", "new_zeros", "new_ones", "arange")
 
 
-class NumbersKnown(TorchFunctionMode):
+class ScalarTracker(TorchFunctionMode):
     """Replaces numbers that are read from tensors by expressions of sizes and constants.
 
     Constants are Python numbers and integer buffers without dimensions.
@@ -123,12 +128,12 @@ class NumbersKnown(TorchFunctionMode):
         changing: Buffers whose values change between calls.
 
     Attributes:
-        asked: Buffers whose values were used.
+        used_buffers: Buffers whose values were used.
     """
 
     def __init__(self, model: nn.Module, changing: Collection[str] = ()) -> None:
         super().__init__()
-        self.asked: set[str] = set()
+        self.used_buffers: set[str] = set()
         self._values = WeakTensorKeyDictionary()
         self._buffers = [
             (f"{path}.{name}".lstrip("."), module, name, int(buffer))
@@ -145,56 +150,56 @@ class NumbersKnown(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and (value := self._known_value(args[0])) is not None and value.under == 1:
-            return bool(value.over) if name == "__bool__" else value.over
-        if name in _OF_SIZES:
-            args, kwargs = tuple(map(self._size, args)), {key: self._size(value) for key, value in kwargs.items()}
+        if name in _READING and (value := self._find_value(args[0])) is not None and value.denominator == 1:
+            return bool(value.numerator) if name == "__bool__" else value.numerator
+        if name in _SIZED:
+            args, kwargs = tuple(map(self._as_size, args)), {key: self._as_size(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         for tensor in overwritten(func, args, kwargs):
             self._values[tensor] = (None, tensor._version)
         if isinstance(result, torch.Tensor) and result.dim() == 0 and all(result is not arg for arg in args):
             # Unknown results are stored as well: a model may assign one to the attribute of a known number.
-            self._values[result] = (self._computed(name, args, kwargs, result.dtype), result._version)
+            self._values[result] = (self._compute(name, args, kwargs, result.dtype), result._version)
         return result
 
-    def _computed(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> _Ratio | None:
+    def _compute(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> _Ratio | None:
         """Returns the value of a function's result; None if it depends on anything unknown."""
         if dtype not in (_COMPARED if name.strip("_") in _COMPARISONS else _EXACT):
             return None
         if name == "to":
-            value = self._known_value(args[0])
-            return None if value is None else value.whole()
+            value = self._find_value(args[0])
+            return None if value is None else value.as_integer()
         if name not in _ARITHMETIC or not set(kwargs) <= {"rounding_mode", "dtype", "device"}:
             return None
         if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.bool for arg in args):
             return None
-        operands = [self._known_value(arg) for arg in args]
+        operands = [self._find_value(arg) for arg in args]
         if None in operands:
             return None
         options = {key: value for key, value in kwargs.items() if key == "rounding_mode"}
         return _ARITHMETIC[name](*operands, **options)  # type: ignore[no-any-return]
 
-    def _known_value(self, value: Any) -> _Ratio | None:
+    def _find_value(self, value: Any) -> _Ratio | None:
         if isinstance(value, int | torch.SymInt):
             return _Ratio(value)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             return None
-        ratio, version = self._values.get(value) or (self._buffer_value(value), 0)
+        ratio, version = self._values.get(value) or (self._find_buffer_value(value), 0)
         return ratio if version == value._version else None  # the tensor may have been changed in place
 
-    def _buffer_value(self, buffer: torch.Tensor) -> _Ratio | None:
+    def _find_buffer_value(self, buffer: torch.Tensor) -> _Ratio | None:
         for path, module, name, number in self._buffers:
             if getattr(module, name) is buffer:
-                self.asked.add(path)
+                self.used_buffers.add(path)
                 return _Ratio(number)
         return None
 
-    def _size(self, value: Any) -> Any:
+    def _as_size(self, value: Any) -> Any:
         """Returns an argument, with numbers in place of known tensors."""
         if isinstance(value, list | tuple):
-            return type(value)(map(self._size, value))
-        ratio = self._known_value(value) if isinstance(value, torch.Tensor) and _is_integer(value) else None
-        return value if ratio is None else ratio.over
+            return type(value)(map(self._as_size, value))
+        ratio = self._find_value(value) if isinstance(value, torch.Tensor) and _is_integer(value) else None
+        return value if ratio is None else ratio.numerator
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

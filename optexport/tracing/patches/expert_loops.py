@@ -20,7 +20,7 @@ _UNBIND = (torch.unbind, torch.Tensor.unbind)
 _NUMEL = (torch.numel, torch.Tensor.numel)
 
 
-def over_all_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+def loop_over_all_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a ``forward``: loops over the experts with tokens become loops over all experts."""
 
     @functools.wraps(forward)

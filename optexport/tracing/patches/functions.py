@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from transformers.integrations import sdpa_attention
 
 
-def unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+def skip_needless_moves(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     """Replaces ``Module.to``: modules that need no change are not touched in a trace.
 
     Needed by the router of Switch Transformers, which calls ``self.classifier.to(self.dtype)``.
@@ -38,7 +38,7 @@ def unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
 _PADDING = "padding"
 
 
-def that_know_their_padding(masks: dict[str, Any]) -> dict[str, Any]:
+def remember_padding(masks: dict[str, Any]) -> dict[str, Any]:
     """Replaces the functions that make masks: causal masks remember their padding mask.
 
     Without a trace, a model makes no causal mask if nothing is padded, and attention that is not causal in itself then
@@ -61,7 +61,7 @@ def that_know_their_padding(masks: dict[str, Any]) -> dict[str, Any]:
     return {**masks, "sdpa": patched}
 
 
-def of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
+def allow_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
     """Replaces attention: allows unknown numbers of queries, ignores masks without padding.
 
     The function of transformers checks whether there is more than one query, which is irrelevant for attention that is
@@ -93,7 +93,7 @@ def of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
     return {**functions, "sdpa": patched}
 
 
-def none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bool]:
+def omit_empty_mask(is_ignored: Callable[..., bool]) -> Callable[..., bool]:
     """Replaces the test whether a mask can be omitted, which is always False in an export.
 
     Without a padding mask and a window, no mask is needed at any size, and some models accept none.
@@ -108,7 +108,7 @@ def none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bo
     return patched
 
 
-def with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
+def apply_head_norms(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces the exporter's attention within segments, which lacks norms.
 
     The norms of queries and keys are missing if one layer computes queries, keys and values. Here that layer returns

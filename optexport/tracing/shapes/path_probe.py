@@ -28,10 +28,10 @@ from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_b
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
     assertions,
-    drop_doubts,
-    find_doubts,
+    drop_assertions,
+    find_suspect_sizes,
+    iter_size_assumptions,
     renaming,
-    said_of_sizes,
 )
 
 # A batch of another size has at most this many times the traced number of elements, or this many elements.
@@ -50,17 +50,17 @@ _REPEAT_TOLERANCE = 1e-6
 
 
 @dataclass
-class OtherWays:
+class ProbeResult:
     """Sizes at which the graph's assertions fail but the model runs.
 
     Attributes:
-        held_to: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
-        crossed: Assertions that the graph does not need: it computes the same as the model where they fail.
+        fixed_dims: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
+        removable: Assertions that the graph does not need: it computes the same as the model where they fail.
         sizes: One set of sizes for each other branch, for the parity check.
     """
 
-    held_to: dict[str, str] = field(default_factory=dict)
-    crossed: list[SuspectSize] = field(default_factory=list)
+    fixed_dims: dict[str, str] = field(default_factory=dict)
+    removable: list[SuspectSize] = field(default_factory=list)
     sizes: list[dict[str, int]] = field(default_factory=list)
 
 
@@ -90,20 +90,20 @@ def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
         if symbol in limits:  # torch.export assumes at least 2 for every dynamic size
             conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
             conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _UNBOUNDED else []
-    asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
+    asserted = (expression for expression, is_false in iter_size_assumptions(program) if is_false is is_broken)
     conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
     allowed = set(symbols.values())
     return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= allowed]
 
 
-def find_other_ways(
+def probe_paths(
     model: nn.Module,
     example: Batch,
     program: ExportedProgram,
     signature: Signature,
-    doubts: Sequence[SuspectSize],
+    suspects: Sequence[SuspectSize],
     export: Callable[[Batch], ExportedProgram],
-) -> OtherWays:
+) -> ProbeResult:
     """Runs the model, and the graph without assertions, at sizes at which an assertion fails.
 
     If both agree, the model is also traced there. That trace says for which sizes the model takes the same branch, so
@@ -113,24 +113,24 @@ def find_other_ways(
     Args:
         export: Traces the model with a batch.
     """
-    result, traced = OtherWays(), signature.sizes(example)
-    result.crossed = [doubt for doubt in doubts if doubt.is_asserted]
-    if not result.crossed:
+    result, traced = ProbeResult(), signature.sizes(example)
+    result.removable = [suspect for suspect in suspects if suspect.is_asserted]
+    if not result.removable:
         return result
     search = _Search(signature.dims, traced)
-    search.add([doubt.expression for doubt in result.crossed], traced)
+    search.add([suspect.expression for suspect in result.removable], traced)
     probe = _Probe(model, example, _without_assertions(program), signature, export)
     remaining = list[SuspectSize]()
-    while (sizes := search.next_sizes(result.crossed, remaining)) is not None:
-        broken = _broken_at(result.crossed, sizes)
-        is_exclusion = all(doubt.is_exclusion for doubt in broken)
+    while (sizes := search.next_sizes(result.removable, remaining)) is not None:
+        broken = _broken_at(result.removable, sizes)
+        is_exclusion = all(suspect.is_exclusion for suspect in broken)
         conditions = None
         if len(search.variants) < _MAX_BRANCHES:
             probed = probe.run(sizes, is_exclusion=is_exclusion)
             if probed.differs:
                 asserted = broken[0].expression
                 names = [name for name in sorted(map(str, asserted.free_symbols)) if sizes[name] != traced[name]]
-                return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
+                return ProbeResult(fixed_dims=dict.fromkeys(names, str(asserted)))
             conditions = probed.conditions
         if conditions is not None:
             search.variants.append(conditions)
@@ -138,12 +138,12 @@ def find_other_ways(
             result.sizes.append(sizes)
         else:
             remaining += broken
-            result.crossed = [doubt for doubt in result.crossed if doubt not in broken]
+            result.removable = [suspect for suspect in result.removable if suspect not in broken]
     return result
 
 
 @dataclass(frozen=True)
-class _Probed:
+class _ProbeOutcome:
     """The result of a run at other sizes.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Probe:
     signature: Signature
     export: Callable[[Batch], ExportedProgram]
 
-    def run(self, sizes: Mapping[str, int], *, is_exclusion: bool) -> _Probed:
+    def run(self, sizes: Mapping[str, int], *, is_exclusion: bool) -> _ProbeOutcome:
         """Compares the graph with the model at some sizes, and traces the model there.
 
         Args:
@@ -176,19 +176,19 @@ class _Probe:
         growth = _growth(sizes, self.signature.sizes(self.example))
         is_small = growth <= _max_growth(elements)
         if not (is_small or (is_exclusion and growth * elements <= _MAX_TRACED_ELEMENTS)):
-            return _Probed()
+            return _ProbeOutcome()
         batch = resize(self.example, self.signature, sizes)
         expected = outcome(self.model, batch) if is_small else None
         if isinstance(expected, list) and not is_exclusion and not _agree(outcome(self.graph, batch), expected):
-            return _Probed(differs=True)
+            return _ProbeOutcome(differs=True)
         # Assertions stay if the model itself fails there, or if its results are random.
         if expected is None or (isinstance(expected, list) and _is_repeatable(self.model, batch, expected)):
             with contextlib.suppress(TraceError):
-                return _Probed(conditions=_conditions(self.export(batch), self.signature))
-        return _Probed()
+                return _ProbeOutcome(conditions=_conditions(self.export(batch), self.signature))
+        return _ProbeOutcome()
 
 
-def drop_unfounded(
+def drop_needless_assertions(
     program: ExportedProgram, graph_module: fx.GraphModule, signature: Signature, example: Batch
 ) -> None:
     """Removes assertions of a graph's second export that do not change the results.
@@ -205,8 +205,10 @@ def drop_unfounded(
         if isinstance(size, str) and isinstance(traced_size, torch.SymInt)
     }
     traced = signature.sizes(example)
-    doubts = [doubt for doubt in find_doubts(program, names, signature.dims, traced) if doubt.is_asserted]
-    if not doubts:
+    suspects = [
+        suspect for suspect in find_suspect_sizes(program, names, signature.dims, traced) if suspect.is_asserted
+    ]
+    if not suspects:
         return
     unasserted, elements = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
 
@@ -217,7 +219,7 @@ def drop_unfounded(
         expected = outcome(graph_module, batch)
         return isinstance(expected, list) and _agree(outcome(unasserted, batch), expected, _REPEAT_TOLERANCE)
 
-    drop_doubts(program, names, signature.dims, [d for d in doubts if all(is_same(sizes) for sizes in d.sizes)])
+    drop_assertions(program, names, signature.dims, [d for d in suspects if all(is_same(sizes) for sizes in d.sizes)])
 
 
 def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
@@ -285,17 +287,17 @@ class _Search:
                     self._seen.add(key)
                     self._open.append(all_sizes)
 
-    def next_sizes(self, doubts: Sequence[SuspectSize], remaining: Sequence[SuspectSize]) -> dict[str, int] | None:
+    def next_sizes(self, suspects: Sequence[SuspectSize], remaining: Sequence[SuspectSize]) -> dict[str, int] | None:
         """Returns sizes that break an assertion on no traced branch; None if there are none left.
 
         Args:
-            doubts: The assertions to check; at each call a subset of those at the call before.
+            suspects: The assertions to check; at each call a subset of those at the call before.
             remaining: Assertions that stay in the graph. Sizes at which these fail are skipped.
         """
         self._open = [
             sizes
             for sizes in self._open
-            if _broken_at(doubts, sizes)
+            if _broken_at(suspects, sizes)
             and not _broken_at(remaining, sizes)
             and all(any(is_broken_at(condition, sizes) for condition in branch) for branch in self.variants)
         ]
@@ -304,11 +306,11 @@ class _Search:
             # Prefer sizes that break a single assertion by a single dimension, since the cause is clear then, and
             # sizes near the traced ones, since models run there.
             steps = [abs(size - self._traced[name]) for name, size in sizes.items()]
-            return len(_broken_at(doubts, sizes)), sum(map(bool, steps)), sum(steps)
+            return len(_broken_at(suspects, sizes)), sum(map(bool, steps)), sum(steps)
 
         return min(self._open, key=rank, default=None)
 
 
-def _broken_at(doubts: Sequence[SuspectSize], sizes: Mapping[str, int]) -> list[SuspectSize]:
+def _broken_at(suspects: Sequence[SuspectSize], sizes: Mapping[str, int]) -> list[SuspectSize]:
     """Returns the assertions that fail at some sizes."""
-    return [doubt for doubt in doubts if is_broken_at(doubt.expression, sizes)]
+    return [suspect for suspect in suspects if is_broken_at(suspect.expression, sizes)]

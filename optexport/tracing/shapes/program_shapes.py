@@ -103,7 +103,7 @@ class _SignatureReader:
             raise TraceError(
                 f"the model fixes {dim.name if isinstance(dim, Dim) else dim} to {hint}",
                 location=f"input {name}, axis {axis}",
-                hint="Remove that dimension from inputs.dynamic, or trace with another size.",
+                hint="Remove the dimension from inputs.dynamic, or trace with another size.",
             )
         if self._dynamic is None:
             self.fixed.append(f"{name}[{axis}] = {hint}")

@@ -115,21 +115,21 @@ def candidates(
         generator = random.Random(0)  # noqa: S311
         drawn = ([generator.choice(size) for size in sizes.values()] for _ in range(_RANDOM_COMBINATIONS))
         combinations = [*itertools.islice(corners, _MAX_COMBINATIONS), *drawn]
-        yield from (dict(zip(free, each, strict=True)) for each in sorted(combinations, key=math.prod))
+        yield from (dict(zip(free, combination, strict=True)) for combination in sorted(combinations, key=math.prod))
 
 
 def _split(
     product: int, names: list[str], sizes: Mapping[str, list[int]], dims: Mapping[str, Dim]
 ) -> Iterator[dict[str, int]]:
     """Yields sizes of several dimensions with a given product."""
-    first, *others = names
-    if not others:
+    first, *other_names = names
+    if not other_names:
         if dims[first].min <= product <= (dims[first].max or product):
             yield {first: product}
         return
     for size in sizes[first]:
         if product % size == 0:
-            yield from ({first: size, **rest} for rest in _split(product // size, others, sizes, dims))
+            yield from ({first: size, **rest} for rest in _split(product // size, other_names, sizes, dims))
 
 
 def _products(expression: Any) -> list[int]:
@@ -137,7 +137,7 @@ def _products(expression: Any) -> list[int]:
     numbers = {abs(int(number)) for number in expression.atoms(sympy.Integer)} - {0}
     counts = (1, 2, 3) if len(numbers) <= _MAX_NUMBERS_FOR_PRODUCTS else (1,)
     groups = (itertools.combinations_with_replacement(sorted(numbers), count) for count in counts)
-    return sorted({product for group in groups for each in group if (product := math.prod(each)) <= LARGEST})
+    return sorted({product for group in groups for factors in group if (product := math.prod(factors)) <= LARGEST})
 
 
 def sizes_to_try(dim: Dim, expression: Any) -> list[int]:

@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 # Swin reaches this after one minute, and did not finish in four. Ten other models that finish have 18 at most.
-MOST_OPERATIONS = 100
+MAX_OPERATIONS = 100
 
 
 class LongSizeError(Exception):
     """A size is an expression with too many operations."""
 
 
-class SizesWatched(TorchFunctionMode):
+class LongSizeDetector(TorchFunctionMode):
     """Raises `LongSizeError` if a function returns a tensor with a very long size expression."""
 
     def __torch_function__(
@@ -32,6 +32,6 @@ class SizesWatched(TorchFunctionMode):
             for size in value.shape if isinstance(value, torch.Tensor) else ():
                 if isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
                     operations = int(size.node.expr.count_ops())
-                    if operations > MOST_OPERATIONS:
+                    if operations > MAX_OPERATIONS:
                         raise LongSizeError(f"a size is an expression of other sizes with {operations} operations")
         return result

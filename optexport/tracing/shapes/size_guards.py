@@ -24,10 +24,10 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature.signature import Dim
 from optexport.tracing.shapes.size_conditions import LARGEST, candidates, is_broken, sizes_to_try
-from optexport.tracing.shapes.size_one import asked_at_one
+from optexport.tracing.shapes.size_one import find_size_one_conditions
 
 
-def within_assertions(
+def narrow_ranges(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, Dim]:
     """Narrows ranges to exclude sizes that break an assertion about a single dimension.
@@ -41,8 +41,8 @@ def within_assertions(
         traced: The traced size of each dimension.
     """
     narrowed = dict(dims)
-    for expression, in_doubt, free in _doubts(program, names, dims):
-        if in_doubt is is_broken and len(free) == 1:
+    for expression, is_false, free in _assumptions(program, names, dims):
+        if is_false is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
                 continue  # torch.export never traces a dynamic size of 1, so this does not limit the range
@@ -75,7 +75,7 @@ def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int) -> i
     return valid
 
 
-def held_sizes(
+def find_fixed_dims(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, str]:
     """Returns dimensions that an equation in the graph fixes to the traced size.
@@ -90,8 +90,8 @@ def held_sizes(
         traced: The traced size of each dimension.
     """
     equations: dict[str, str] = {}
-    for expression, in_doubt, free in _doubts(program, names, dims):
-        if in_doubt is not is_broken or not isinstance(expression, sympy.Equality):
+    for expression, is_false, free in _assumptions(program, names, dims):
+        if is_false is not is_broken or not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
         larger = [
@@ -125,7 +125,7 @@ class SuspectSize:
     is_exclusion: bool
 
 
-def find_doubts(
+def find_suspect_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> list[SuspectSize]:
     """Returns the assumptions that some sizes break.
@@ -134,9 +134,9 @@ def find_doubts(
         names: The dimension of each symbol of the program.
         traced: The traced size of each dimension.
     """
-    doubts: list[SuspectSize] = []
-    for expression, is_false, free in _doubts(program, names, dims):
-        earlier = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
+    suspects: list[SuspectSize] = []
+    for expression, is_false, free in _assumptions(program, names, dims):
+        earlier = ({name: sizes[name] for name in free} for suspect in suspects for sizes in suspect.sizes)
         # Models run at sizes near the traced ones more often than at the smallest sizes.
         near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
         searches = [itertools.chain(near, earlier, candidates(expression, list(free), dims, traced))]
@@ -151,20 +151,20 @@ def find_doubts(
             )
         ]
         if suspect_sizes:
-            doubts.append(
+            suspects.append(
                 SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, _is_exclusion(expression))
             )
-    return doubts
+    return suspects
 
 
-def own_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
+def list_suspect_sizes(suspects: Iterable[SuspectSize]) -> list[dict[str, int]]:
     """Returns the suspect sizes, each with only the dimensions in its expression."""
-    names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
-    return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
+    names = [(suspect, {str(symbol) for symbol in suspect.expression.free_symbols}) for suspect in suspects]
+    return [{name: sizes[name] for name in sizes if name in own} for suspect, own in names for sizes in suspect.sizes]
 
 
-def drop_doubts(
-    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[SuspectSize]
+def drop_assertions(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], suspects: Collection[SuspectSize]
 ) -> None:
     """Removes assertions, in place; the parity check must cover the sizes that break them.
 
@@ -172,7 +172,7 @@ def drop_doubts(
         names: The dimension of each symbol of the program.
     """
     _, renamed = renaming(program, names, dims)
-    conditions = {doubt.expression for doubt in doubts}
+    conditions = {suspect.expression for suspect in suspects}
     if conditions:
         _drop(program, lambda expression: expression.xreplace(renamed) in conditions)
 
@@ -189,8 +189,8 @@ def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) 
     shapes = _shapes(graph_module.graph)  # the program's placeholders begin with its parameters
     renamed = {
         before.node.expr: after.node.expr
-        for one, other in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
-        for before, after in zip(one, other, strict=True)
+        for old_shape, new_shape in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
+        for before, after in zip(old_shape, new_shape, strict=True)
         if isinstance(before, torch.SymInt) and isinstance(after, torch.SymInt)
     }
     own_conditions = {value.node.expr.xreplace(renamed) for value in own}
@@ -247,12 +247,12 @@ def renaming(
 _IsFalse = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
-def _doubts(
+def _assumptions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> Iterator[tuple[Any, _IsFalse, dict[str, sympy.Symbol]]]:
     """Yields each assumption about sizes, with its evaluation and its dimensions."""
     symbols, renamed = renaming(program, names, dims)
-    for assumption, is_false in said_of_sizes(program):
+    for assumption, is_false in iter_size_assumptions(program):
         expression = assumption.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
         # Assumptions without dimensions are always true; others depend on values that are unknown before the run.
@@ -260,13 +260,15 @@ def _doubts(
             yield expression, is_false, free
 
 
-def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
+def iter_size_assumptions(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
     """Yields a program's assertions about sizes, and sizes that are computed with floats."""
     fractions: dict[Any, None] = {}
     for asserted, _ in _asserted(program.graph):
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr, is_broken
-    yield from ((expression, is_broken) for expression in [*_missing_assertions(program), *asked_at_one(program)])
+    yield from (
+        (expression, is_broken) for expression in [*_missing_assertions(program), *find_size_one_conditions(program)]
+    )
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
@@ -317,4 +319,4 @@ def _neighbours(free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, i
     for name, step in itertools.product(free, (1, -1)):
         size = traced[name] + step
         if dims[name].min <= size <= (dims[name].max or size):
-            yield {**{other: traced[other] for other in free}, name: size}
+            yield {**{dim_name: traced[dim_name] for dim_name in free}, name: size}

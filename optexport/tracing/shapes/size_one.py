@@ -23,20 +23,20 @@ from optexport.tracing import value_checks
 from optexport.tracing.model_lines import is_of_model
 
 _SQUEEZE_FUNCTIONS = ("squeeze", "squeeze_")
-_KEY = "optexport_sizes_of_one"
+_META_KEY = "optexport_sizes_of_one"
 _NN_FOLDER = str(Path(torch.nn.__file__).parent)
 # Files whose frames lie between the model's line and the evaluation of its condition.
 _FILES_BETWEEN = {torch.__file__, sym_node.__file__, value_checks.__file__, __file__}
 
 
-class OnesNoted(TorchFunctionMode):
+class SizeOneRecorder(TorchFunctionMode):
     """Evaluates every condition on sizes that a model checks, as if one of the sizes were 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self._symbols: dict[sympy.Symbol, Any] = {}
 
-    def __enter__(self) -> OnesNoted:
+    def __enter__(self) -> SizeOneRecorder:
         self._guard_bool = SymNode.guard_bool
 
         def recording_guard_bool(node: SymNode, *args: Any) -> bool:
@@ -68,15 +68,17 @@ class OnesNoted(TorchFunctionMode):
             if at_one == (sympy.false if answer else sympy.true):
                 self._symbols[symbol] = shape_env
 
-    def note(self, program: ExportedProgram) -> None:
+    def store(self, program: ExportedProgram) -> None:
         """Stores the recorded sizes in a program's metadata."""
         sizes = (shape_env.replace(symbol) for symbol, shape_env in self._symbols.items())
-        program.graph_module.meta[_KEY] = list(dict.fromkeys(sizes))  # torch.export may have found some to be equal
+        program.graph_module.meta[_META_KEY] = list(
+            dict.fromkeys(sizes)
+        )  # torch.export may have found some to be equal
 
 
-def asked_at_one(program: ExportedProgram) -> list[Any]:
+def find_size_one_conditions(program: ExportedProgram) -> list[Any]:
     """Returns conditions in torch's symbols that are false if a size of 1 changes the branch."""
-    return [sympy.Ne(size, 1) for size in program.graph_module.meta.get(_KEY, ()) if size.free_symbols]
+    return [sympy.Ne(size, 1) for size in program.graph_module.meta.get(_META_KEY, ()) if size.free_symbols]
 
 
 def _is_called_by_model(frame: FrameType | None) -> bool:

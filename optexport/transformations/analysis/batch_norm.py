@@ -30,9 +30,9 @@ def scale_and_shift(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
 def find_affine_problem(norm: _BatchNorm) -> str | None:
     """Returns why a norm is not a constant scale and shift, or None if it is."""
     if norm.training:
-        return "in train mode, it normalizes by the statistics of the batch"
+        return "the norm is in train mode and uses the statistics of the batch"
     if norm.running_mean is None or norm.running_var is None:
-        return "no running statistics"
+        return "the norm has no running statistics"
     return None
 
 

@@ -31,26 +31,26 @@ def _find_code_problem(module: nn.Module, cls: type[nn.Module]) -> str | None:
     if type(module) is not cls:
         return f"{type(module).__name__} is a subclass of {cls.__name__}"
     if modules.has_hooks(module):
-        return "it has hooks"
+        return "the module has hooks"
     if "forward" in vars(module):
-        return "its forward was replaced"
+        return "the forward method was replaced"
     if module._modules:
-        return "its weight is computed by a parametrization"
+        return "the weight is computed by a parametrization"
     attributes = vars(module)
     if "running_var" in attributes or any(n in attributes or n in module._buffers for n in ("weight", "bias")):
-        return "its weight or bias is not a parameter"
+        return "the weight or bias is not a parameter"
     if module._state_dict_hooks or module._state_dict_pre_hooks:
-        return "it has hooks on its state_dict"
+        return "the module has hooks on its state_dict"
     return None
 
 
 def _find_tensor_problem(module: nn.Module, cls: type[nn.Module]) -> str | None:
     buffers = ("running_mean", "running_var", "num_batches_tracked") if isinstance(module, _NormBase) else ()
     for name in (*module._parameters.keys() - {"weight", "bias"}, *module._buffers.keys() - {*buffers}):
-        return f"its tensor {name} does not belong to {cls.__name__}"
+        return f"the tensor {name} does not belong to {cls.__name__}"
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) is not nn.Parameter:
-            return f"its {name} is a {type(parameter).__name__}, a subclass of Parameter"
+            return f"the {name} is a {type(parameter).__name__}, a subclass of Parameter"
     return None
 
 
@@ -60,7 +60,7 @@ def _find_shape_problem(module: nn.Module) -> str | None:
     for name, shape in shapes.items():
         tensor = getattr(module, name, None)
         if shape is not None and tensor is not None and tensor.shape != shape:
-            return f"the shape of its {name} does not fit its sizes"
+            return f"the shape of the {name} does not fit the sizes of the module"
     return None
 
 
@@ -88,7 +88,7 @@ def find_sharing_problem(graph_module: GraphModule, target: str, module: nn.Modu
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         changes = [] if tensor is None else memory.find_constant_changes(graph_module, [tensor])
         if change := next((change for change in changes if change.target != target), None):
-            return f"its {name} is changed in place by {change.name}"
+            return f"the {name} is changed in place by {change.name}"
     return None
 
 
@@ -107,15 +107,15 @@ def find_replacement_problem(graph_module: GraphModule, call: Node) -> str | Non
 
 def _find_call_problem(graph_module: GraphModule, call: Node, module: nn.Module) -> str | None:
     if len(usage.uses(graph_module).calls_of(str(call.target))) > 1:
-        return "it is called more than once"
+        return "the module is called more than once"
     if modules.sole_input(call) is None:
-        return "it is not called with a single tensor"
+        return "the module is not called with a single tensor"
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return "its weights are on the meta device"
+        return "the weights are on the meta device"
     if modes.casts(graph_module, call):
-        return "it is called under autocast, so its results and weights differ in dtype"
+        return "the module is called under autocast, so results and weights differ in dtype"
     if not all(parameter.is_floating_point() for parameter in module.parameters()):
-        return "its weights are not real floating-point numbers"
+        return "the weights are not real floating-point numbers"
     return None
 
 
@@ -127,7 +127,7 @@ def find_layout_problem(layer: nn.Module) -> str | None:
     for name, parameter in layer.named_parameters():
         dense = parameter.layout is torch.strided
         if not dense or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            return f"the strides of its {name} have gaps or overlap"
+            return f"the strides of the {name} have gaps or overlap"
     return None
 
 
@@ -138,7 +138,7 @@ def find_training_problem(layer: nn.Module, tensors: Iterable[torch.Tensor | Non
     """
     flags = {tensor.requires_grad for tensor in tensors if isinstance(tensor, nn.Parameter)}
     if flags and len(flags | {parameter.requires_grad for parameter in layer.parameters()}) > 1:
-        return "they differ in requires_grad"
+        return "the tensors differ in requires_grad"
     return None
 
 
@@ -156,7 +156,7 @@ def find_range_problem(target: object, layer: Any, weight: torch.Tensor, bias: t
     error = (value.to(dtype).double() - value).abs().reshape(by_feature)
     precise = all(bool((error.sum(axes) <= limit.sum(axes)).all()) for axes in ((1, 3), (2, 3)))
     if not precise or (bias is not None and not bool(bias.detach().to(dtype).isfinite().all())):
-        return f"{target}: its weights would overflow or become subnormal"
+        return f"{target}: the weights would overflow or become subnormal"
     return None
 
 

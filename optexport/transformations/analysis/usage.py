@@ -73,13 +73,13 @@ class Uses:
         prefix = target
         while prefix := prefix.rpartition(".")[0]:
             if prefix in self.calls:
-                return f"it is part of {prefix}, which the graph calls as a whole"
+                return f"the module is part of {prefix}, which the graph calls as a whole"
         for name, parameter in module.named_parameters(recurse=False):
             if len(owners := self._parameter_names.get(parameter, [])) > 1:
-                return f"its {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
+                return f"the {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
         for name in (*module._parameters, *module._buffers):
             if f"{target}.{name}" in self._reads:
-                return f"the graph also reads its {name} directly"
+                return f"the graph also reads the {name} directly"
         return None
 
 

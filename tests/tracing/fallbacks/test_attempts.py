@@ -20,7 +20,7 @@ def test_constant_input_is_not_recomputed_from_other_inputs() -> None:
     model = AutoModel.from_config(config).eval()
     example = dummy_inputs(model)
     traced = trace.trace(model, example)
-    assert set(traced.held) == {"cu_seqlens", "grid_thw", "merge_sizes"}
+    assert set(traced.constants) == {"cu_seqlens", "grid_thw", "merge_sizes"}
     taken = {name: torch.randn_like(v) if v.is_floating_point() else v for name, v in example.items()}
     want = model(**taken).last_hidden_state
     inputs = [taken[spec.name] for spec in traced.signature.inputs]
@@ -35,5 +35,5 @@ def test_input_too_long_to_be_a_constant_is_refused() -> None:
             return torch.cat([x[:length] for length in lengths.tolist() if length > 1])
 
     example = {"x": torch.randn(9, 3), "lengths": torch.randint(2, 9, (300,))}
-    with pytest.raises(TraceError, match="could not trace it"):
+    with pytest.raises(TraceError, match="could not trace the model"):
         trace.trace(Cut(), example)

@@ -85,7 +85,7 @@ def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
     "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )
 def test_caught_trace_error_is_refused_with_the_line(body: Body) -> None:
-    with pytest.raises(TraceError, match=r"catches the error, at test_caught_trace_errors\.py:\d+: \w+") as raised:
+    with pytest.raises(TraceError, match=r"catches the error at test_caught_trace_errors\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.hint
@@ -98,7 +98,7 @@ def test_code_without_a_file_belongs_to_the_model() -> None:
         "    return x / 1000 if big else x\n",
         body,
     )
-    with pytest.raises(TraceError, match="catches the error, at <string>:3"):
+    with pytest.raises(TraceError, match="catches the error at <string>:3"):
         trace(Program(body["body"]), {"x": X})
 
 

@@ -60,7 +60,7 @@ def _grids() -> dict[str, torch.Tensor]:
 def test_model_that_reads_a_buffer_needs_no_constant_input():
     model = Switched().eval()
     traced = trace.trace(model, {"x": torch.randn(3, 4)})
-    assert traced.held == {}
+    assert traced.constants == {}
     assert set(traced.fixed) == {"x[1] = 4"}
     x = torch.randn(7, 4)
     assert torch.equal(traced.graph_module(x), model(x))
@@ -70,7 +70,7 @@ def test_model_that_reads_a_buffer_needs_no_constant_input():
 def test_input_with_sizes_is_constant_and_text_stays_dynamic():
     model = Grids().eval()
     traced = trace.trace(model, _grids())
-    assert list(traced.held) == ["grid"]
+    assert list(traced.constants) == ["grid"]
     assert [spec.name for spec in traced.signature.inputs] == ["pixels", "text"]
     assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_constants.py:")
     pixels, text = torch.randn(14, 4), torch.randn(9, 4)
@@ -81,7 +81,7 @@ def test_input_with_sizes_is_constant_and_text_stays_dynamic():
 
 def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
     model = Grids().eval()
-    result = optexport.export(model, _grids(), tmp_path / "bundle")
+    result = optexport.export(model, _grids(), tmp_path / "bundle", formats=("torchscript",), effort="quick")
     assert result.manifest.constants == {"grid": GRID.tolist()}
     bundle = optexport.Bundle.load(tmp_path / "bundle")
     pixels, text = torch.randn(14, 4), torch.randn(5, 4)
@@ -95,7 +95,9 @@ def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
 
 @pytest.mark.slow
 def test_declared_sizes_error_explains_how_to_fix_the_input():
-    with pytest.raises(TraceError, match=r"inputs: grid: the model reads the values at test_constants.py") as error:
+    with pytest.raises(
+        TraceError, match=r"inputs: grid: the model reads the values of these inputs at test_constants.py"
+    ) as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
 
@@ -147,7 +149,7 @@ def test_overwritten_values_are_not_constants():
     model, n = Overwritten(), torch.tensor(2)
     traced = trace.trace(model, {"x": torch.randn(4, 3), "n": n})
     x = torch.randn(6, 3)
-    assert list(traced.held) == ["n"]
+    assert list(traced.constants) == ["n"]
     torch.testing.assert_close(traced.graph_module(x), model(x, n))
 
 
@@ -207,6 +209,24 @@ WRITES = [
 ]
 
 
+class Flags(nn.Module):
+    """Reads numbers after an operator whose name does not say that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags = nn.Buffer(torch.tensor([3, 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flags = self.flags.clone()
+        flags &= x.long().sum()
+        return x * 2 if flags[0] > 0 else x
+
+
+def test_numbers_of_an_earlier_version_are_not_constants() -> None:
+    with pytest.raises(TraceError, match="could not trace the model"):
+        trace.trace(Flags(), {"x": torch.randn(4, 3)})
+
+
 class Counting(nn.Module):
     """Takes another branch from the eleventh call on."""
 
@@ -259,7 +279,7 @@ class DrawnInPython(nn.Module):
     ],
 )
 def test_values_that_depend_on_variable_inputs_are_refused(model, example):
-    with pytest.raises(TraceError, match="could not trace it"):
+    with pytest.raises(TraceError, match="could not trace the model"):
         trace.trace(model, example)
 
 
@@ -276,12 +296,12 @@ def test_nested_input_may_be_constant_with_other_constants():
     example, arguments = flat_inputs(model, {"x": torch.randn(6, 3), "sizes": {"rows": torch.tensor(4)}, "twice": True})
     loaded = Loaded(model).with_example(example, arguments)
     traced = trace.trace(loaded.model, example)
-    assert list(traced.held) == ["sizes.rows"]
+    assert list(traced.constants) == ["sizes.rows"]
     x = torch.randn(6, 3)
     assert torch.equal(traced.graph_module(x), x[:4] * 2)
-    held = loaded.with_constants(list(example), traced.held)
-    assert torch.equal(held.model(x=x), x[:4] * 2)
-    assert held.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
+    fixed = loaded.with_constants(list(example), traced.constants)
+    assert torch.equal(fixed.model(x=x), x[:4] * 2)
+    assert fixed.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
 
 
 class WritesToHeld(nn.Module):
@@ -297,7 +317,7 @@ def test_constant_input_is_the_same_in_every_call_despite_writes():
     example = {"x": torch.randn(4, 3), "n": torch.tensor(2)}
     traced = trace.trace(WritesToHeld(), example)
     assert torch.equal(example["n"], torch.tensor(2))
-    assert torch.equal(traced.held["n"], torch.tensor(2))
+    assert torch.equal(traced.constants["n"], torch.tensor(2))
     assert torch.equal(traced.graph_module(example["x"]), example["x"][:2])
 
 
@@ -313,6 +333,6 @@ class Interrupted(nn.Module):
 def test_interrupted_call_leaves_no_mode_active() -> None:
     model = Interrupted()
     before = torch._C._len_torch_function_stack()
-    with pytest.raises(KeyboardInterrupt), KnownValues({}).of(model):
+    with pytest.raises(KeyboardInterrupt), KnownValues({}).track(model):
         torch.export.export(model, (), {"x": torch.randn(3, 2)}, strict=False)
     assert torch._C._len_torch_function_stack() == before

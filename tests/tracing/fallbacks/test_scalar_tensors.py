@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from optexport.errors import TraceError
 from optexport.tracing.trace import trace
+from tests._helpers.graphs import Program
 
 
 class Chunks(nn.Module):
@@ -44,8 +48,8 @@ def test_size_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None
         n for n in traced.graph_module.graph.nodes if "_local_scalar_dense" in str(n.target) or "item" in n.name
     ]
     for length in (8, 13, 15, 16, 17, 40):
-        given = torch.randn(2, length)
-        assert torch.equal(traced.graph_module(given), model(given)), length
+        batch = torch.randn(2, length)
+        assert torch.equal(traced.graph_module(batch), model(batch)), length
 
 
 def test_buffer_changed_by_the_model_is_not_a_constant() -> None:
@@ -128,3 +132,26 @@ class Later(nn.Module):
 def test_number_changed_after_it_was_read_is_not_a_constant() -> None:
     with pytest.raises(TraceError, match=r"test_scalar_tensors\.py:\d+: x = x \* 2 if self\.count"):
         trace(Later(), {"x": torch.randn(3, 4)})
+
+
+def _write_through_an_alias(count: torch.Tensor) -> None:
+    count.detach().add_(1)
+
+
+def _write_an_element(count: torch.Tensor) -> None:
+    count[...] = 3
+
+
+@pytest.mark.parametrize("write", [_write_through_an_alias, _write_an_element, lambda count: count.add_(1)])
+def test_number_that_was_overwritten_is_read_again(write: Callable[[torch.Tensor], object]) -> None:
+    """The stored value belongs to a version of the tensor, which a write through an alias changes too."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        count = torch.div(x.shape[1], 2, rounding_mode="trunc")
+        write(count)
+        return x[:, : count.item()]
+
+    model = Program(forward).eval()
+    traced = trace(model, {"x": torch.randn(3, 8)})
+    x = torch.randn(2, 14)
+    assert torch.equal(traced.graph_module(x), model(x))

@@ -26,8 +26,8 @@ class LoopExperts(nn.ModuleDict):
             (tokens,) = torch.where(mask[expert[0]])
             if tokens.numel() == 0 or expert[0] == EXPERTS:
                 continue
-            given = self[f"expert_{expert[0]}"](x[tokens]) * (int(expert.item()) + 1)
-            result.index_add_(0, tokens, given)
+            has_tokens = self[f"expert_{expert[0]}"](x[tokens]) * (int(expert.item()) + 1)
+            result.index_add_(0, tokens, has_tokens)
         return result
 
 
@@ -48,9 +48,9 @@ def test_loop_over_chosen_experts_holds_for_every_choice() -> None:
     model = Mixture(LoopExperts()).eval()
     traced = trace(model, {"x": torch.randn(5, WIDTH), "chosen": torch.tensor([0, 1, 1, 3, 0])})
     for chosen in ([2, 2], [3, 1, 2, 0, 1, 2, 3], [0]):
-        given = {"x": torch.randn(len(chosen), WIDTH), "chosen": torch.tensor(chosen)}
+        batch = {"x": torch.randn(len(chosen), WIDTH), "chosen": torch.tensor(chosen)}
         with torch.no_grad():
-            torch.testing.assert_close(traced.graph_module(**given), model(**given))
+            torch.testing.assert_close(traced.graph_module(**batch), model(**batch))
 
 
 @pytest.mark.slow

@@ -43,12 +43,12 @@ def _traced(model: nn.Module, *inputs: torch.Tensor) -> Traced:
 def test_causal_mask_left_out_by_the_model_is_left_out(masked: bool) -> None:
     model: Any = randomise(Attends(masking_utils.create_causal_mask))
     x = torch.linspace(-1, 2, 40).reshape(2, 5, 4)
-    whole = torch.ones(2, 5, dtype=torch.int64)
-    padded = whole.clone()
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    padded = mask.clone()
     padded[1, 3:] = 0
-    given = (whole,) if masked else ()
-    graph_module = _traced(model, x, *given).graph_module
-    for masks in ((whole,), (padded,)) if masked else ((),):
+    batch = (mask,) if masked else ()
+    graph_module = _traced(model, x, *batch).graph_module
+    for masks in ((mask,), (padded,)) if masked else ((),):
         with torch.no_grad():
             assert torch.allclose(graph_module(x, *masks), model(x, *masks), atol=1e-6)
 

@@ -32,13 +32,13 @@ def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
 
 def test_export_holds_at_sizes_that_only_it_excludes() -> None:
     model = Program(whole_parts, down=nn.Conv1d(1, 1, 4, 4), up=nn.ConvTranspose1d(1, 1, 4, 4))
-    made = flat_graph(model, torch.randn(2, 1, 10))
-    program = exported_program.to_program(made.flat, made.signature, made.example)
-    whole = torch.randn(2, 1, 16)
+    written = flat_graph(model, torch.randn(2, 1, 10))
+    program = exported_program.to_program(written.flat, written.signature, written.example)
+    excluded = torch.randn(2, 1, 16)
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
-        program.module()(x=whole)
-    for x in (whole, torch.randn(3, 1, 19)):
-        torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
+        program.module()(x=excluded)
+    for x in (excluded, torch.randn(3, 1, 19)):
+        torch.testing.assert_close(written.program.module()(x=x)[0], model(x))
 
 
 def test_assertions_of_the_graph_stay() -> None:
@@ -52,9 +52,9 @@ def test_assertions_of_the_graph_stay() -> None:
 @pytest.mark.slow
 def test_padding_to_a_multiple_is_exported_again() -> None:
     model = Program(lambda m, x: nn.functional.pad(x, (0, -x.shape[1] % 4)).reshape(x.shape[0], -1, 4).sum(1))
-    made = flat_graph(model, torch.randn(2, 10))
+    written = flat_graph(model, torch.randn(2, 10))
     for x in (torch.randn(3, 11), torch.randn(1, 8)):
-        torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
+        torch.testing.assert_close(written.program.module()(x=x)[0], model(x))
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def in_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
     windows = padded.view(batch, rows, 4, columns, 4, channels).transpose(2, 3).reshape(-1, 16, channels)
     query, key, value = m.qkv(windows).chunk(3, -1)
     made = (query @ key.mT / channels**0.5).softmax(-1) @ value
-    whole = made.view(batch, rows, columns, 4, 4, channels).transpose(2, 3).reshape(padded.shape)
-    return x + whole[:, :height, :width]
+    image = made.view(batch, rows, columns, 4, 4, channels).transpose(2, 3).reshape(padded.shape)
+    return x + image[:, :height, :width]
 
 
 @pytest.mark.nightly

@@ -31,8 +31,8 @@ def test_undeclared_axes_except_the_first_are_fixed() -> None:
     assert list(traced.signature.dims) == ["batch"]
     assert [axis.partition(";")[0] for axis in traced.fixed] == ["x[1] = 2", "x[2] = 40"]
     assert all("; if that were dynamic, a size is an expression of other sizes with " in axis for axis in traced.fixed)
-    given = torch.randn(5, 2, 40)
-    assert torch.equal(traced.graph_module(given), model(given))
+    batch = torch.randn(5, 2, 40)
+    assert torch.equal(traced.graph_module(batch), model(batch))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from optexport import export
 from optexport.errors import ParityError, TraceError
 from optexport.parity.cases import untraced_sizes
 from optexport.signature.signature import Dim
-from optexport.tracing.shapes import path_probe, size_conditions
+from optexport.tracing.shapes import path_probe, size_conditions, size_guards
 from optexport.tracing.trace import trace
 from tests._helpers.exports import quick, run
 from tests._helpers.graphs import Program
@@ -205,9 +205,39 @@ def test_undeclared_range_ends_at_another_branch(traced_at: int, ends: tuple[int
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[1] <= 40 else x * 3 if x.shape[1] <= 90 else x * 4
 
-    found = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
-    (length,) = (dim for name, dim in found.signature.dims.items() if name != "batch")
+    traced = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
+    (length,) = (dim for name, dim in traced.signature.dims.items() if name != "batch")
     assert (length.min, length.max) == ends
+
+
+def test_bisection_finds_the_exact_end_of_a_range() -> None:
+    for end in range(1, 40):
+        assert size_guards._bisect(sympy.Le(ROWS, end), ROWS, 1, 40) == end
+        assert size_guards._bisect(sympy.Gt(ROWS, end), ROWS, 41, 1) == max(end + 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("condition", "dim", "traced", "ends"),
+    [
+        (ROWS <= 5000, Dim("rows", 2), 20, (2, 5000)),
+        (ROWS * 7 > 35_003, Dim("rows", 2), 6000, (5001, None)),
+        (ROWS <= 3, Dim("rows", 2), 2, (2, 3)),
+        (ROWS <= 2, Dim("rows", 2), 2, (2, None)),  # a single size is no range
+        (ROWS >= 9, Dim("rows", 1, 9), 9, (1, 9)),
+        (sympy.Eq(PythonMod(ROWS, 8), 0), Dim("rows", 2), 16, (2, None)),  # larger sizes are valid again
+    ],
+    ids=str,
+)
+def test_range_is_narrowed_to_connected_sizes(
+    condition: Any, dim: Dim, traced: int, ends: tuple[int, int | None]
+) -> None:
+    assert size_guards._narrow(dim, condition, ROWS, traced) == Dim("rows", *ends)
+
+
+@pytest.mark.parametrize(("traced", "sizes"), [(3, [4, 2]), (4, [3]), (2, [3])])
+def test_neighbours_of_a_size_are_in_its_range(traced: int, sizes: list[int]) -> None:
+    neighbours = size_guards._neighbours(["rows"], {"rows": Dim("rows", 2, 4)}, {"rows": traced})
+    assert list(neighbours) == [{"rows": size} for size in sizes]
 
 
 @pytest.mark.slow
@@ -215,8 +245,8 @@ def test_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
 
-    found = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
-    (rows,) = found.signature.dims.values()
+    traced = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
+    (rows,) = traced.signature.dims.values()
     assert rows.min <= 16
     assert rows.max is None
 
@@ -230,8 +260,8 @@ def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_size_without_padding_is_fixed_if_others_are_padded() -> None:
-    found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
-    assert found.signature.inputs[0].shape == ("batch", 16)
+    traced = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
+    assert traced.signature.inputs[0].shape == ("batch", 16)
     with pytest.raises(TraceError, match=r"takes at width 16 .* only if"):
         trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})
 
@@ -296,11 +326,11 @@ def test_assertion_stays_or_is_refused_if_a_branch_is_unknown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
+    "convert", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
 )
-def test_another_kind_of_result_at_other_sizes_is_another_branch(other: Callable[[torch.Tensor], Any]) -> None:
+def test_another_kind_of_result_at_other_sizes_is_another_branch(convert: Callable[[torch.Tensor], Any]) -> None:
     model = randomise(
-        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
+        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else convert(m.norm(x)), norm=nn.LayerNorm(4))
     )
     with pytest.raises(TraceError, match="the branch that the model takes at rows 8 is valid only if"):
         trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})

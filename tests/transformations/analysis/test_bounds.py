@@ -37,7 +37,7 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.sample(25)
 @pytest.mark.parametrize(
-    ("body", "whole", "first"),
+    ("body", "everywhere", "first"),
     [
         (lambda m, x: x * 2, None, None),
         (lambda m, x: x > 0, (0, 1), (0, 1)),
@@ -72,8 +72,8 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
         (lambda m, x: _ones(x).float().view(torch.int32), (-(2**31), 2**31 - 1), (-(2**31), 2**31 - 1)),
     ],
 )
-def test_bounds_of_operations(body: Any, whole: Any, first: Any) -> None:
-    assert _found(body) == (whole, first)
+def test_bounds_of_operations(body: Any, everywhere: Any, first: Any) -> None:
+    assert _found(body) == (everywhere, first)
 
 
 @pytest.mark.slow

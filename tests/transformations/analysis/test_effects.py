@@ -83,9 +83,9 @@ def test_all_functions_that_draw_random_numbers_are_recognized() -> None:
     # In a separate process, because some functions set a default dtype or disable gradients.
     program = "from tests.transformations.analysis import test_effects; test_effects.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    known = dict(json.loads(done.stdout))
-    assert {"torch.normal", "torch.svd_lowrank", "torch.nn.functional.dropout2d"} < known.keys()
-    assert [name for name, drawing in known.items() if not drawing] == []
+    answers = dict(json.loads(done.stdout))
+    assert {"torch.normal", "torch.svd_lowrank", "torch.nn.functional.dropout2d"} < answers.keys()
+    assert [name for name, drawing in answers.items() if not drawing] == []
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "rrelu"])

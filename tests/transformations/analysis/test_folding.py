@@ -59,10 +59,10 @@ _FOLDING = [rule for rule in _PLACES if not isinstance(rule, (MergeLinears, Fuse
 
 
 def _graph(rule: Rule, change: Callable[[Any], Any]) -> tuple[GraphModule, torch.Tensor]:
-    make, x, body, others = _PLACES[rule]
+    make, x, body, parts = _PLACES[rule]
     layer = make()
     change(layer)
-    return graph_of(Program(body, layer=layer, **others).eval()), x
+    return graph_of(Program(body, layer=layer, **parts).eval()), x
 
 
 def _name(rule: Rule) -> str:
@@ -89,7 +89,7 @@ def test_rule_applies_in_each_program(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
 def test_weight_or_bias_that_is_not_a_parameter_is_skipped(rule: Rule, name: str, buffer: bool) -> None:
     graph_module, x = _graph(rule, lambda own: _instead(own, name, getattr(own, name).detach(), buffer=buffer))
-    check_refused(rule, graph_module, x, "its weight or bias is not a parameter")
+    check_refused(rule, graph_module, x, "the weight or bias is not a parameter")
 
 
 def _pruned(layer: Any) -> None:
@@ -101,7 +101,9 @@ def _pruned(layer: Any) -> None:
 def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, _pruned)
     runs = not isinstance(rule, FuseBatchNorm)
-    check_refused(rule, graph_module, x if runs else None, "the shape of its weight does not fit its sizes")
+    check_refused(
+        rule, graph_module, x if runs else None, "the shape of the weight does not fit the sizes of the module"
+    )
 
 
 @pytest.mark.sample(4)
@@ -109,43 +111,43 @@ def test_a_pruned_layer_with_its_old_sizes_is_skipped(rule: Rule) -> None:
 def test_a_bias_of_one_number_for_all_features_is_skipped(rule: Rule) -> None:
     graph_module, x = _graph(rule, lambda own: setattr(own, "bias", nn.Parameter(own.bias.detach()[:1])))
     runs = not isinstance(_PLACES[rule][0](), nn.Conv2d)
-    check_refused(rule, graph_module, x if runs else None, "the shape of its bias does not fit its sizes")
+    check_refused(rule, graph_module, x if runs else None, "the shape of the bias does not fit the sizes of the module")
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)
 def test_weights_without_numbers_are_skipped(rule: Rule) -> None:
-    _, _, body, others = _PLACES[rule]
-    program = Program(body, layer=_PLACES[rule][0](), **others).eval()
+    _, _, body, parts = _PLACES[rule]
+    program = Program(body, layer=_PLACES[rule][0](), **parts).eval()
     text = str(graph_of(program).graph)
     with torch.device("meta"):
-        meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(other) for name, other in others.items()})
+        meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(part) for name, part in parts.items()})
     changed, report = run(rule, graph_of(meta.eval()))
     assert str(changed.graph) == text
-    assert "its weights are on the meta device" in report.near_misses[0].reason
+    assert "the weights are on the meta device" in report.near_misses[0].reason
 
 
 def _copy(module: Any) -> nn.Module:
-    made: nn.Module = type(module)(*{"Conv2d": (4, 4, 1), "Linear": (4, 4)}.get(type(module).__name__, (4,)))
-    return made
+    copied: nn.Module = type(module)(*{"Conv2d": (4, 4, 1), "Linear": (4, 4)}.get(type(module).__name__, (4,)))
+    return copied
 
 
 def _whole(layer: Any) -> None:
     for name in ("weight", "bias"):
-        whole = torch.ones(getattr(layer, name).shape, dtype=torch.int64)
-        setattr(layer, name, nn.Parameter(whole, requires_grad=False))
+        integers = torch.ones(getattr(layer, name).shape, dtype=torch.int64)
+        setattr(layer, name, nn.Parameter(integers, requires_grad=False))
 
 
 @pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
 def test_integer_weights_are_skipped(rule: Rule) -> None:
-    check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights are not real floating-point numbers")
+    check_refused(rule, _graph(rule, _whole)[0], X.long(), "the weights are not real floating-point numbers")
 
 
 def test_complex_weights_are_skipped() -> None:
     layer = nn.Linear(4, 4, dtype=torch.complex64)
     for rule in (FuseBias(), FoldScale()):
         graph_module = graph_of(Program(_PLACES[rule][2], layer=layer).eval())
-        check_refused(rule, graph_module, X.to(torch.complex64), "its weights are not real floating-point numbers")
+        check_refused(rule, graph_module, X.to(torch.complex64), "the weights are not real floating-point numbers")
 
 
 def _holding_more(module: Any) -> None:
@@ -177,12 +179,12 @@ def _tagged(module: Any) -> None:
 
 
 _MORE = {
-    _holding_more: "its tensor more does not belong to",
-    _holding_more_that_is_not_saved: "its tensor more does not belong to",
-    _learning_more: "its tensor more does not belong to",
-    _saving_more: "it has hooks on its state_dict",
-    _saving_more_before: "it has hooks on its state_dict",
-    _tagged: "its weight is a _Tagged, a subclass of Parameter",
+    _holding_more: "the tensor more does not belong to",
+    _holding_more_that_is_not_saved: "the tensor more does not belong to",
+    _learning_more: "the tensor more does not belong to",
+    _saving_more: "the module has hooks on its state_dict",
+    _saving_more_before: "the module has hooks on its state_dict",
+    _tagged: "the weight is a _Tagged, a subclass of Parameter",
 }
 
 
@@ -198,18 +200,18 @@ def test_a_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[
 @pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
 @pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
 def test_a_second_layer_with_additional_tensors_is_skipped(rule: Rule, more: Callable[[Any], None]) -> None:
-    make, x, body, others = _PLACES[rule]
-    ((name, other),) = others.items()
-    other = _copy(other)
-    more(other)
-    check_refused(rule, graph_of(Program(body, layer=make(), **{name: other}).eval()), x, _MORE[more])
+    make, x, body, parts = _PLACES[rule]
+    ((name, part),) = parts.items()
+    part = _copy(part)
+    more(part)
+    check_refused(rule, graph_of(Program(body, layer=make(), **{name: part}).eval()), x, _MORE[more])
 
 
 def test_a_dropout_with_additional_tensors_is_skipped() -> None:
     dropout = nn.Dropout()
     _holding_more(dropout)
     graph_module = graph_of(Program(lambda m, x: m.drop(x) + 1, drop=dropout).eval())
-    check_refused(RemoveNoOps(), graph_module, X, "drop: its tensor more does not belong to Dropout")
+    check_refused(RemoveNoOps(), graph_module, X, "drop: the tensor more does not belong to Dropout")
 
 
 def test_layer_norm_keeps_everything_except_gain_and_shift() -> None:
@@ -234,36 +236,36 @@ _TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["layer", "other"])
-@pytest.mark.parametrize("what", _TRAINED)
-def test_trained_and_frozen_tensors_are_not_combined(what: str, frozen: str) -> None:
-    rule, x, make, body, other = _TRAINED[what]
-    program = Program(body, layer=make(), other=other()).eval()
+@pytest.mark.parametrize("case", _TRAINED)
+def test_trained_and_frozen_tensors_are_not_combined(case: str, frozen: str) -> None:
+    rule, x, make, body, make_other = _TRAINED[case]
+    program = Program(body, layer=make(), other=make_other()).eval()
     applied = symbolic_trace(program, example_inputs={"x": x})
     assert len(run(rule, sharing(applied))[1].changes) == 1
     getattr(program, frozen).requires_grad_(False)
     graph_module = symbolic_trace(program, example_inputs={"x": x})
-    check_refused(rule, graph_module, x, "they differ in requires_grad")
+    check_refused(rule, graph_module, x, "the tensors differ in requires_grad")
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
-def test_a_buffer_is_folded_into_trained_and_frozen_layers(what: str) -> None:
+@pytest.mark.parametrize("case", ["bias", "factor after", "gain"])
+def test_a_buffer_is_folded_into_trained_and_frozen_layers(case: str) -> None:
     for frozen in (False, True):
-        rule, x, make, body, other = _TRAINED[what]
+        rule, x, make, body, make_other = _TRAINED[case]
         program = Program(body, layer=make().requires_grad_(not frozen)).eval()
-        program.register_buffer("other", other().detach() * 3)
+        program.register_buffer("other", make_other().detach() * 3)
         check_applied(rule, symbolic_trace(program, example_inputs={"x": x}), x)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("what", [what for what in _TRAINED if what != "norm beside"])
-def test_a_weight_keeps_its_strides(what: str) -> None:
-    rule, x, make, body, other = _TRAINED[what]
+@pytest.mark.parametrize("case", [case for case in _TRAINED if case != "norm beside"])
+def test_a_weight_keeps_its_strides(case: str) -> None:
+    rule, x, make, body, make_other = _TRAINED[case]
     for order in [(0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0)] if make is _conv else [(1, 0)]:
         layer = nn.Conv2d(4, 4, (2, 3)) if make is _conv else nn.Linear(4, 4)
         weight = layer.weight.detach().permute(order).contiguous()
         layer.weight = nn.Parameter(weight.permute([order.index(axis) for axis in range(len(order))]))
-        graph_module = symbolic_trace(Program(body, layer=layer, other=other()).eval(), example_inputs={"x": x})
+        graph_module = symbolic_trace(Program(body, layer=layer, other=make_other()).eval(), example_inputs={"x": x})
         report = check_applied(rule, graph_module, x)
         assert report.changes
         assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
@@ -281,14 +283,14 @@ def test_weight_keeps_its_stride_along_an_axis_of_one_element() -> None:
 @pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
 def test_weight_with_strides_that_cannot_be_kept_is_skipped(rule: Rule, weight: torch.Tensor) -> None:
     graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
-    check_refused(rule, graph_module, x, "the strides of its weight have gaps or overlap")
+    check_refused(rule, graph_module, x, "the strides of the weight have gaps or overlap")
 
 
 def test_a_weight_with_gaps_in_memory_is_not_cast() -> None:
     program = Program(lambda m, x: m.layer(x), layer=_linear()).eval()
     program.layer.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     graph_module = symbolic_trace(program, example_inputs={"x": X})
-    check_refused(CastPrecision(), graph_module, X, "layer: the strides of its weight have gaps or overlap")
+    check_refused(CastPrecision(), graph_module, X, "layer: the strides of the weight have gaps or overlap")
 
 
 # Weights whose sums of products, or products, overflow.
@@ -319,22 +321,22 @@ def _norm(m: Any, mean: float, variance: float, weight: float) -> None:
 
 
 def _extreme(rule: Rule, dtype: torch.dtype, change: Callable[[Any], None]) -> GraphModule:
-    make, _, body, others = _PLACES[rule]
-    kept = {name: _copy(other) for name, other in others.items()}
-    program = Program(body, layer=make(), **kept).to(dtype).eval()
+    make, _, body, parts = _PLACES[rule]
+    copies = {name: _copy(part) for name, part in parts.items()}
+    program = Program(body, layer=make(), **copies).to(dtype).eval()
     with torch.no_grad():
         change(program)
     return graph_of(program)
 
 
-@pytest.mark.parametrize("what", _GREAT)
-def test_weights_that_would_overflow_are_skipped(what: str) -> None:
-    check_refused(_GREAT[what][0], _extreme(*_GREAT[what]), None, "its weights would overflow or become subnormal")
+@pytest.mark.parametrize("case", _GREAT)
+def test_weights_that_would_overflow_are_skipped(case: str) -> None:
+    check_refused(_GREAT[case][0], _extreme(*_GREAT[case]), None, "the weights would overflow or become subnormal")
 
 
-@pytest.mark.parametrize("what", _SMALL)
-def test_weights_that_would_become_subnormal_are_skipped(what: str) -> None:
-    check_refused(_SMALL[what][0], _extreme(*_SMALL[what]), None, "its weights would overflow or become subnormal")
+@pytest.mark.parametrize("case", _SMALL)
+def test_weights_that_would_become_subnormal_are_skipped(case: str) -> None:
+    check_refused(_SMALL[case][0], _extreme(*_SMALL[case]), None, "the weights would overflow or become subnormal")
 
 
 @pytest.mark.parametrize("rule", _FOLDING, ids=_name)

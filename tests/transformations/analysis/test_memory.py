@@ -34,10 +34,10 @@ def _reasons(rule: Rule, original: GraphModule) -> list[str]:
 
 
 def _statistics() -> nn.Module:
-    held = nn.Module()
-    held.register_buffer("mean", torch.randn(4))
-    held.register_buffer("var", torch.rand(4))
-    return held
+    holder = nn.Module()
+    holder.register_buffer("mean", torch.randn(4))
+    holder.register_buffer("var", torch.rand(4))
+    return holder
 
 
 @pytest.mark.sample(5)
@@ -81,7 +81,7 @@ def test_weight_changed_under_another_name_stays(trace: str) -> None:
     model, alias = randomise(Program(body, one=nn.Linear(4, 4), two=nn.Linear(4, 4))), nn.Module()
     alias.register_buffer("w", model.one.weight.data)
     model.alias = alias
-    assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: its weight is changed in place by mul_"]
+    assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: the weight is changed in place by mul_"]
 
 
 @pytest.mark.slow
@@ -94,18 +94,18 @@ def test_statistic_changed_under_another_name_stays() -> None:
     alias.register_buffer("w", model.norm.running_mean.data)
     model.alias = alias
     (reason,) = _reasons(FuseBatchNorm2dInConv2d(), graph_of(model))
-    assert reason == "norm: its running_mean is changed in place by mul_"
+    assert reason == "norm: the running_mean is changed in place by mul_"
 
 
 def test_a_nested_layer_changes_its_own_state() -> None:
-    whole = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Embedding(3, 4, max_norm=1.0), nn.BatchNorm1d(4).eval())
+    layers = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Embedding(3, 4, max_norm=1.0), nn.BatchNorm1d(4).eval())
     graph = fx.Graph()
     graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
     (call,) = graph.find_nodes(op="call_module")
     holder = nn.Module()
-    holder.whole = whole
+    holder.whole = layers
     changed = effects.mutated_state(GraphModule(holder, graph), call)
-    assert [id(tensor) for tensor in changed] == [id(t) for t in (*whole[0][0].buffers(), whole[1].weight)]
+    assert [id(tensor) for tensor in changed] == [id(t) for t in (*layers[0][0].buffers(), layers[1].weight)]
 
 
 @pytest.mark.parametrize("trace", ["fx", "export"])

@@ -103,7 +103,7 @@ def _inner(graph_module: fx.GraphModule, name: str) -> fx.Node:
     names = {"fuse-attention": "softmax", "remove-no-ops": "reshape", "share-equal": "tanh_1"}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     if name in names:
-        return next(by_name[each] for each in by_name if each.startswith((names[name], "view")))
+        return next(by_name[name] for name in by_name if name.startswith((names[name], "view")))
     return next(node for node in by_name.values() if node.op == "call_module" and node.target == "b")
 
 
@@ -119,7 +119,7 @@ def test_no_work_is_moved_into_or_out_of_autocast(name: str) -> None:
     rule, graph_module, x = _graph(name)
     inner = _inner(graph_module, name)
     _around(graph_module, inner, inner)
-    reason = "it is called under autocast" if name in FOLDING else APART
+    reason = "the module is called under autocast" if name in FOLDING else APART
     check_refused(rule, graph_module, x, reason)
 
 
@@ -129,7 +129,7 @@ def test_a_layer_under_autocast_keeps_its_weights(name: str) -> None:
     rule, graph_module, x = _graph(name)
     first = next(node for node in graph_module.graph.nodes if node.op not in ("placeholder", "get_attr"))
     _around(graph_module, first, graph_module.graph.output_node().prev)
-    check_refused(rule, graph_module, x, "it is called under autocast")
+    check_refused(rule, graph_module, x, "the module is called under autocast")
 
 
 def test_linears_are_merged_within_and_around_a_region() -> None:
@@ -199,9 +199,9 @@ def test_overridden_and_nested_states() -> None:
     switch(_exit_autocast, outer)
     graph.output(tuple(nodes))
     graph_module = fx.GraphModule(nn.Module(), graph)
-    equal = [[find_mode_problem(graph_module, (one, other)) is None for other in nodes] for one in nodes]
+    equal = [[find_mode_problem(graph_module, (first, second)) is None for second in nodes] for first in nodes]
     states = "ABACDCA"  # without gradients, with, without; then in one region, in two, in one, in none
-    assert equal == [[one == other for other in states] for one in states]
+    assert equal == [[first == second for second in states] for first in states]
 
 
 def test_states_of_two_devices_are_independent() -> None:

@@ -1,4 +1,4 @@
-"""A model is refused if its outputs depend on random numbers, even rarely."""
+"""A model is refused if its outputs depend on random numbers, even rarely, or if no file can store it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from optexport.errors import TraceError
-from optexport.tracing import randomness
+from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import trace
 from tests._helpers.graphs import Program
 
 Function = Callable[[nn.Module, torch.Tensor], object]
 
 
-def check(function: Function, *kept: str) -> None:
+def check(function: Function, *outputs: str) -> None:
     traced = trace(Program(function).eval(), {"x": torch.randn(3, 6)})
     names = traced.signature.output_names
-    randomness.check_none(traced.graph_module, names, kept or names)
+    check_deterministic(traced.graph_module, names, outputs or names)
 
 
 def written_to_a_view(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,8 @@ def on_one_way(_: nn.Module, x: torch.Tensor) -> object:
 )
 def test_random_outputs_are_refused_with_the_line(function: Function) -> None:
     with pytest.raises(
-        TraceError, match=r"outputs depend on random numbers, which \S+ draws, at (graphs|test_randomness).py:\d+: \w+"
+        TraceError,
+        match=r"outputs depend on random numbers, which \S+ draws, at (graphs|test_graph_checks).py:\d+: \w+",
     ):
         check(function)
 
@@ -74,3 +75,10 @@ def test_model_without_random_outputs_is_accepted(function: Function) -> None:
 
 def test_outputs_that_are_left_out_may_be_random() -> None:
     check(lambda m, x: {"mean": x * 2, "sample": torch.randn_like(x)}, "mean")
+
+
+def test_choice_among_sizes_that_files_cannot_express_is_refused() -> None:
+    model = Program(lambda m, x: x[:, torch.sym_ite(x.shape[0] == 1, 1, 0) :]).eval()
+    traced = trace(model, {"x": torch.randn(3, 5)})
+    with pytest.raises(TraceError, match="torch.sym_ite"):
+        check_writable(traced.graph_module.graph)

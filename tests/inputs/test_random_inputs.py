@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from optexport.cli.main import cli
-from optexport.inputs.dummy_of_program import program_inputs
+from optexport.inputs.random_inputs import program_inputs
 from optexport.runtime.untrusted.archives import load_pt2
 from tests._helpers.models import randomise
 
@@ -25,25 +25,25 @@ class Looks(nn.Module):
         self.words, self.kinds, self.linear = nn.Embedding(30, 4), nn.Embedding(1, 4), nn.Linear(4, 4)
 
     def forward(self, ids: torch.Tensor, kinds: torch.Tensor, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        found = (self.words(ids) + self.kinds(kinds)) * mask[..., None]
-        return self.linear(found.sum(1) / mask.sum(1, keepdim=True)) + x
+        total = (self.words(ids) + self.kinds(kinds)) * mask[..., None]
+        return self.linear(total.sum(1) / mask.sum(1, keepdim=True)) + x
 
 
 def batch(size: int, sequence: int = 7) -> dict[str, torch.Tensor]:
-    whole = torch.ones(size, sequence, dtype=torch.int64)
-    return {"ids": 3 * whole, "kinds": 0 * whole, "mask": whole, "x": torch.full((size, 4), 0.5)}
+    ones = torch.ones(size, sequence, dtype=torch.int64)
+    return {"ids": 3 * ones, "kinds": 0 * ones, "mask": ones, "x": torch.full((size, 4), 0.5)}
 
 
 def saved(
     path: Path, size: int = 3, *, dynamic: bool = True, by_name: bool = True, examples: bool = False
 ) -> nn.Module:
     """Saves a program, with or without its example inputs, and returns its model."""
-    model, given = randomise(Looks()), batch(size)
+    model, inputs = randomise(Looks()), batch(size)
     axes: Any = {"x": {0: torch.export.Dim("rows", max=9)}} if dynamic else {"x": None}
     first = axes["x"] and {**axes["x"], 1: torch.export.Dim("words", min=2, max=40)}
     shapes = {**dict.fromkeys(("ids", "kinds", "mask"), first), **axes}
-    way = {"args": (), "kwargs": given} if by_name else {"args": tuple(given.values())}
-    program = torch.export.export(model, dynamic_shapes=shapes, **way)
+    arguments = {"args": (), "kwargs": inputs} if by_name else {"args": tuple(inputs.values())}
+    program = torch.export.export(model, dynamic_shapes=shapes, **arguments)
     if not examples:
         program._example_inputs = None
     torch.export.save(program, path)
@@ -55,24 +55,24 @@ def saved(
 @pytest.mark.parametrize("examples", [False, True])
 def test_inputs_match_the_program_and_fit_its_embeddings(by_name: bool, examples: bool, tmp_path: Path) -> None:
     model = saved(tmp_path / "model.pt2", by_name=by_name, examples=examples)
-    made = program_inputs(load_pt2(tmp_path / "model.pt2"), 0)
-    want = batch(3)
-    assert {k: (v.dtype, v.shape) for k, v in made.items()} == {k: (v.dtype, v.shape) for k, v in want.items()}
-    assert all(torch.equal(made[name], want[name]) for name in want) is examples
-    assert model(**made).isfinite().all()
+    inputs = program_inputs(load_pt2(tmp_path / "model.pt2"), 0)
+    expected = batch(3)
+    assert {k: (v.dtype, v.shape) for k, v in inputs.items()} == {k: (v.dtype, v.shape) for k, v in expected.items()}
+    assert all(torch.equal(inputs[name], expected[name]) for name in expected) is examples
+    assert model(**inputs).isfinite().all()
     if not examples:
-        assert 1 < made["ids"].max() < 30
-        assert not made["kinds"].any()
-        assert set(made["mask"].unique().tolist()) == {0, 1}
-        assert made["mask"].any(1).all()
+        assert 1 < inputs["ids"].max() < 30
+        assert not inputs["kinds"].any()
+        assert set(inputs["mask"].unique().tolist()) == {0, 1}
+        assert inputs["mask"].any(1).all()
 
 
 def test_seed_determines_the_inputs(tmp_path: Path) -> None:
     saved(tmp_path / "model.pt2")
     program = load_pt2(tmp_path / "model.pt2")
-    one, same, other = (program_inputs(program, seed) for seed in (0, 0, 1))
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["ids"], other["ids"])
+    first, same, other_seed = (program_inputs(program, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["ids"], other_seed["ids"])
 
 
 @pytest.mark.slow
