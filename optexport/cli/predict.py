@@ -128,7 +128,7 @@ def read_file(bundle: Bundle, path: Path) -> list[Query]:
     Raises:
         ConfigError: The file cannot be read, is empty, or contains an invalid line.
     """
-    from optexport.inputs.data_lines import read_lines, texts_of
+    from optexport.inputs.data_lines import find_texts, read_lines
 
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -137,7 +137,7 @@ def read_file(bundle: Bundle, path: Path) -> list[Query]:
     records = read_lines(content, f"--data {path}")
     if not records:
         raise ConfigError("the file is empty", location=f"--data {path}")
-    texts = texts_of(records, f"--data {path}")
+    texts = find_texts(records, f"--data {path}")
     locations = {number: f"--data {path}, line {number}" for number in records}
     if texts is not None:
         pairs = zip(texts, locations.values(), strict=True)

@@ -143,7 +143,7 @@ def trace_model(job: Job) -> TracedJob:
         ExportError: The layout of the bundle does not support the inputs or outputs of the model.
     """
     traced, call = trace_original(job)
-    job = job.with_fixed_inputs(traced.held)
+    job = job.with_fixed_inputs(traced.constants)
     if job.config.export.layout is not None:
         triton.check(traced.signature, job.config.export.formats)
     ids = vocabularies(traced.graph_module, traced.signature)
