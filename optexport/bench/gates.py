@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.measure import PairwiseComparison, Report
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.config.benchmarks import BarConfig, GateConfig
 from optexport.errors import GateError
 

@@ -21,10 +21,10 @@ from optexport.bundle.manifest import (
     Manifest,
     ModelRecord,
     NearMissRecord,
-    ParityRecord,
     TensorRecord,
     TransformationRecord,
 )
+from optexport.bundle.parity_records import ParityRecord
 from optexport.config.schema import Config
 from optexport.errors import printable
 from optexport.job import VariantResult

@@ -12,8 +12,9 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature
-from optexport.bundle.manifest import ArtifactRecord, ParityRecord
+from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.outcomes import LEAST_ROUNDS
+from optexport.bundle.parity_records import ParityRecord
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.signature.signature import Signature

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, OptexportError
 from optexport.report.parity_text import explain, list_decisions, list_outputs, metric_title
 

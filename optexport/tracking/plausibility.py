@@ -9,8 +9,9 @@ from pydantic import BaseModel
 
 from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
-from optexport.bundle.manifest import Manifest, TargetRecord
+from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord, FigureRecord
+from optexport.bundle.parity_records import TargetRecord
 from optexport.config.metrics import MEASURES
 from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
 from optexport.report import github, junit
 from optexport.report.parity_text import case_names

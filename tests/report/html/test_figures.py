@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measurements import BenchRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.report.html import figures
 from optexport.report.html.figures import Interval
 from tests._helpers import exports
