@@ -40,13 +40,13 @@ class VariantResult:
 
     Attributes:
         artifacts: The files, in the draft of the bundle.
-        kept: The formats whose files are from the cache.
+        cache_hits: The formats whose files are from the cache.
     """
 
     branch: Variant
     transformed: Transformed
     artifacts: tuple[ArtifactRecord, ...]
-    kept: tuple[str, ...]
+    cache_hits: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
             with signals.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
-                error.hint = f"{error.hint or ''}\n{output} still holds an earlier bundle.".lstrip()
+                earlier = f"The earlier bundle in {output} is unchanged."
+                error.details = earlier if error.details is None else f"{error.details}\n{earlier}"
             raise
 
 

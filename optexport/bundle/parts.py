@@ -42,7 +42,7 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
     return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}
 
 
-def whole(bundle: Path) -> Path:
+def outermost(bundle: Path) -> Path:
     """Returns the folder that is written and replaced together with a bundle.
 
     That is the folder of the generative model if the bundle is a part of one, and otherwise the bundle.

@@ -36,6 +36,11 @@ class Failure:
     message: str
     cause: OptexportError | None = None
 
+    @property
+    def text(self) -> str:
+        """The message with its label, for a terminal."""
+        return f"Error: {self.message}" if self.cause is None else self.cause.labelled
+
 
 _NO_MEMORY = "there is no more memory"
 OUT_OF_MEMORY = Failure(1, with_hint(_NO_MEMORY, _MORE_MEMORY))

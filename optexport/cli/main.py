@@ -284,9 +284,9 @@ def diagnose(path: Path) -> None:
     from optexport.config.load import load_config
 
     if path.is_dir():
-        from optexport.diagnosis.bundle import blame_bundle
+        from optexport.diagnosis.bundle import diagnose_bundle
 
-        echo(f"{path}: {blame_bundle(path)}")
+        echo(f"{path}: {diagnose_bundle(path)}")
         return
     load_config(path)
     with show_progress(quiet=False) as progress:
@@ -295,7 +295,7 @@ def diagnose(path: Path) -> None:
 
         with prints_aside():
             result = pipeline_run.run(path, progress=progress, keep=False)
-    echo(f"{path}: nothing to blame: {reproduction.standing(result.parity)}")
+    echo(f"{path}: {reproduction.describe_margin(result.parity)}")
 
 
 def main() -> None:

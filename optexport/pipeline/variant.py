@@ -16,8 +16,8 @@ from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.cache import exports
 from optexport.config.schema import Format
 from optexport.diagnosis import reproduction
-from optexport.diagnosis.bisect_artifacts import blame_files
-from optexport.diagnosis.bisect_rules import blame_rules
+from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
+from optexport.diagnosis.bisect_rules import diagnose_rules
 from optexport.errors import ExportError
 from optexport.exporters.writer import Writer
 from optexport.job import Job, Variant, VariantResult
@@ -75,7 +75,7 @@ def produce(
     with progress.step(f"check graph{formats}"):
         target, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
         if not candidate_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:
-            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
+            find = partial(diagnose_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
             raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
     lowered: PrecisionRecord | None = None
     if branch.precision is not None:
@@ -140,7 +140,7 @@ def _write(
                     if memory.is_large(job.loaded.model):
                         memory.collect()
         if not proof.passed:
-            find = partial(blame_files, writer.flat, files, proof, writer.device)
+            find = partial(diagnose_artifacts, writer.flat, files, proof, writer.device)
             raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
         if precision is not None:
             with progress.step("lower onnx"):

@@ -111,7 +111,7 @@ def check_passed(target: TargetParity, proof: ParityChecker) -> None:
             f"in {target.precision} it fails a gate that it passed when the layers were chosen{told}",
             location=target.target,
             hint="Name more layers in precision.keep_float32, or leave its format out of [precision].",
-            proof=parity_record(proof),
+            parity=parity_record(proof),
         )
 
 

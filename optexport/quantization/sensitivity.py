@@ -214,7 +214,7 @@ def _nothing_passes(target: str, choice: Choice, least: str, proof: ParityChecke
         f"{choice.precision} passes the gates with no choice of layers\n  " + "\n  ".join(lines),
         location=target,
         hint=f"Lower the gates in parity.metrics, or leave {choice.precision} out of [precision].",
-        proof=parity_record(proof),
+        parity=parity_record(proof),
     )
 
 

@@ -102,7 +102,7 @@ def write(path: Path | None, parity: ParityRecord | None, error: OptexportError 
         OSError: The disk is full.
     """
     if parity is None and error is not None:
-        parity = error.proof
+        parity = error.parity
     if path is None or (parity is None and error is None):
         return
     text = render(parity) if parity is not None else render_error(error) if error is not None else ""

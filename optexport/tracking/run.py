@@ -175,9 +175,9 @@ def end_left(client: Any, experiment: str, bundle: Path) -> None:
     with (
         contextlib.suppress(Exception),
         store.hastily(),
-        atomic_dir.locked(parts.whole(bundle), wait=False) as free,
+        atomic_dir.locked(parts.outermost(bundle), wait=False) as free,
         # A second lock succeeds only on a file system without locks. Then another process may be sending the bundle.
-        atomic_dir.locked(parts.whole(bundle), wait=False) as again,
+        atomic_dir.locked(parts.outermost(bundle), wait=False) as again,
     ):
         if not free or again:
             return

@@ -35,7 +35,7 @@ class NamedRule:
     formats: tuple[str, ...] | None = None
 
     @property
-    def leaving_it_out(self) -> str:
+    def exclusion_hint(self) -> str:
         """Hint how to exclude this rule from a run."""
         if self.in_python:
             return f"leave {type(self.transformation).__name__} out of transformations"
@@ -156,7 +156,7 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
         raise TransformationError(
             f"it raised {type(error).__name__}: {first_line(error)}",
             location=rule.name,
-            hint=f"To exclude it, {rule.leaving_it_out}. For the traceback, run with --debug.",
+            hint=f"To exclude it, {rule.exclusion_hint}. For the traceback, run with --debug.",
         ) from error
 
 

@@ -24,7 +24,7 @@ from optexport.bench.artifact import find_bundle
 from optexport.bundle import digest_json, digests
 from optexport.bundle.external_data import check_locations
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
-from optexport.diagnosis.bundle import blame_bundle
+from optexport.diagnosis.bundle import diagnose_bundle
 from optexport.errors import BundleError, OptexportError
 from optexport.parity.verify import unchecked_gates, verify
 from tests._helpers import exports
@@ -102,7 +102,7 @@ def test_two_files_of_one_format_are_refused(small: Path, tmp_path: Path) -> Non
         document["artifacts"].append(onnx | {"path": "good.onnx"})
 
     exports.edit_json(bundle / MANIFEST, twice)
-    for command in (verify, blame_bundle):
+    for command in (verify, diagnose_bundle):
         with pytest.raises(BundleError, match="two files are of one format"):
             command(bundle)
 
@@ -117,7 +117,7 @@ def test_file_with_the_extension_of_another_format_is_refused(small: Path, tmp_p
         ]
 
     exports.edit_json(bundle / MANIFEST, renamed)
-    for command in (verify, blame_bundle):
+    for command in (verify, diagnose_bundle):
         with pytest.raises(BundleError, match=r"a file of onnx is not called 'model\.pt2'"):
             command(bundle)
 
@@ -174,7 +174,7 @@ def test_commands_refuse_pipes_and_links(small: Path, tmp_path: Path, name: str)
         bundle = Path(shutil.copytree(small, tmp_path / "bundle", dirs_exist_ok=True))
         (bundle / name).unlink()
         made(bundle / name)
-        for command in (verify, blame_bundle):
+        for command in (verify, diagnose_bundle):
             with pytest.raises(BundleError, match="it is a link or no file"):
                 command(bundle)
         (bundle / name).unlink()
@@ -197,7 +197,7 @@ def test_blame_reads_no_file_outside_the_bundle(small: Path, tmp_path: Path) -> 
 
     exports.edit_json(bundle / MANIFEST, elsewhere)
     with pytest.raises(BundleError, match=r"private\.onnx', which is no file of the bundle"):
-        blame_bundle(bundle)
+        diagnose_bundle(bundle)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st
     save_file(tensors, path)
     exports.reseal(small, REFERENCE)
     try:
-        for command in (verify, blame_bundle):
+        for command in (verify, diagnose_bundle):
             with contextlib.suppress(OptexportError):
                 command(small)
     finally:

@@ -218,5 +218,5 @@ def test_exhaustive_effort_finds_faults_missed_by_fixed_cases(tmp_path: Path) ->
             transformations=rule, effort="exhaustive",
         )  # fmt: skip
     assert "WrongAtSomeLengths is to blame" in str(failed.value)
-    assert failed.value.proof is not None
+    assert failed.value.parity is not None
     assert (tmp_path / "bundle-failure" / "case.safetensors").is_file()

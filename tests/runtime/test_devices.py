@@ -18,7 +18,7 @@ import torch
 from optexport import Bundle, DeviceError, verify
 from optexport._utils import packages
 from optexport.bench.worker import bind_session
-from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.runtime import devices, runners
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.model import onnx_model
@@ -146,7 +146,7 @@ def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.bounds))
     run = pt2[1]()
     proof.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
-    found = blame_files(None, result.files, proof, "cuda")
+    found = diagnose_artifacts(None, result.files, proof, "cuda")
     assert found.explanation.startswith("model.pt2 fails on cuda, at ")
     assert found.reproductions == ()
 
