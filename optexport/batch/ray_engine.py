@@ -238,7 +238,7 @@ def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
         logs = Path(temporary)
         with supervising(limits, logs, threading.Event()) as supervisor:
             ended = supervisor.run(task)
-        folders = [folder for folder in layout.kept(task.output) if folder.is_dir()]
+        folders = [folder for folder in layout.output_folders(task.output) if folder.is_dir()]
         files = {
             path.relative_to(task.output.parent).as_posix(): path.read_bytes()
             for folder in folders
@@ -272,7 +272,7 @@ def collect(task: Task, folder: Path, result: RemoteResult) -> TaskResult:
             (received / name).parent.mkdir(parents=True, exist_ok=True)
             (received / name).write_bytes(content)
         try:
-            for place in layout.kept(task.output):
+            for place in layout.output_folders(task.output):
                 if place != task.output and (received / place.name).is_dir():
                     shutil.copytree(received / place.name, place, dirs_exist_ok=True)
             bundle = received / task.output.name

@@ -149,9 +149,9 @@ class PrecisionRecord(_Record):
     chosen: list[GateValueRecord]
 
     @property
-    def but_asked_for(self) -> str:
-        """Returns the words between "all" and "lowered" that describe the layers of `lowered`."""
-        return "but those asked for " if any(layer.kept == "asked for" for layer in self.layers) else ""
+    def exception_text(self) -> str:
+        """Returns the exception, in words, to "all layers" of `lowered`, or an empty text."""
+        return "except those in keep_float32 " if any(layer.kept == "asked for" for layer in self.layers) else ""
 
 
 class ArtifactRecord(_Record):
@@ -174,10 +174,11 @@ class ArtifactRecord(_Record):
     precision: PrecisionRecord | None = None
 
     @model_validator(mode="after")
-    def _opened_as_what_it_is(self) -> ArtifactRecord:
+    def _check_suffix(self) -> ArtifactRecord:
         """Checks the suffix, because other programs select the format by it."""
         if not self.path.endswith(SUFFIXES[self.format]):
-            raise ValueError(f"a file of {self.format} is not called {PurePosixPath(self.path).name!r}")
+            name, suffix = PurePosixPath(self.path).name, SUFFIXES[self.format]
+            raise ValueError(f"the name of a file of {self.format} must end with {suffix} (found {name!r})")
         return self
 
 
@@ -269,17 +270,17 @@ class Manifest(_Record):
 
     @field_validator("artifacts")
     @classmethod
-    def _one_of_a_format(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
+    def _check_formats(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
         """Checks that formats are unique, because a second file could be used without a check."""
         if len({artifact.format for artifact in artifacts}) < len(artifacts):
-            raise ValueError("two files are of one format")
+            raise ValueError("two artifacts have the same format")
         return artifacts
 
     @model_validator(mode="after")
-    def _tells_of_every_dimension(self) -> Manifest:
+    def _check_dimensions(self) -> Manifest:
         sizes = [size for spec in self.inputs for size in spec.shape if isinstance(size, str)]
         if unknown := {name for size in sizes for name in size.split(" + ")} - self.dims.keys():
-            raise ValueError(f"dims lacks {', '.join(sorted(unknown))}")
+            raise ValueError(f"dims lacks the dimensions {', '.join(sorted(unknown))}")
         return self
 
     @property
@@ -288,12 +289,12 @@ class Manifest(_Record):
 
         Each entry contains the noise floor and the largest value.
         """
-        found = []
+        descriptions = []
         for output in self.outputs:
             bound, epsilon = self.parity.bounds[output.name], _EPSILONS.get(output.dtype)
             if epsilon and bound.largest and not bound.fixed and bound.floor > epsilon**0.5 * bound.largest:
-                found.append(f"{output.name} by {bound.floor:.2g}, of {bound.largest:.2g} at the most")
-        return found
+                descriptions.append(f"{output.name} (noise floor {bound.floor:.2g}, largest value {bound.largest:.2g})")
+        return descriptions
 
     @property
     def only_zeros(self) -> list[str]:
@@ -307,9 +308,9 @@ class Manifest(_Record):
     def ungated(self) -> list[str]:
         """Returns the float outputs without a gate or a tolerance, for files of lower precision."""
         gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds
-        real = [output.name for output in self.outputs if "float" in output.dtype]
-        free = [name for name in real if not bounds[name].fixed]
-        return [] if None in gated else [name for name in free if name not in gated]
+        floats = [output.name for output in self.outputs if "float" in output.dtype]
+        measured = [name for name in floats if not bounds[name].fixed]
+        return [] if None in gated else [name for name in measured if name not in gated]
 
 
 def json_schema() -> dict[str, Any]:

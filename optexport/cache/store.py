@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.layout import cache
+from optexport.bundle.layout import find_cache_folder
 from optexport.cache.environment import surroundings
 
 # Limits in bytes for one entry and for all entries together.
@@ -35,7 +35,7 @@ _off = 0
 
 def enabled() -> bool:
     """Returns True if the cache is on."""
-    return not _off and cache() is not None
+    return not _off and find_cache_folder() is not None
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def name(kind: str, *parts: Any) -> str:
 
 def read(entry: str) -> tuple[Path, Any] | None:
     """Returns the folder and the notes of an intact entry, or None."""
-    place = cache()
+    place = find_cache_folder()
     if place is None or _off:
         return None
     folder = place / entry
@@ -83,7 +83,7 @@ def write(entry: str, notes: Any = None, *, size: int = 0, fill: Callable[[Path]
         size: The approximate size of the files, in bytes.
         fill: Writes the files into a folder.
     """
-    place = cache()
+    place = find_cache_folder()
     if place is None or _off or size > _ENTRY_BYTES:
         return
     with contextlib.suppress(OSError):  # without write access everything is computed each time

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from optexport._utils import packages, signals
-from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
+from optexport.bundle.layout import NO_ROOM, TOO_MANY, find_cache_folder
 from optexport.errors import ConfigError, OptexportError, with_hint
 from optexport.redaction import redact_error
 
@@ -132,7 +132,9 @@ def _number(error: BaseException) -> int | None:
 def _free_space_hint(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return f"Free some space for {os.path.dirname(os.path.abspath(error.filename))}, and run again."
-    places = ", ".join(str(location) for location in (cache(), tempfile.gettempdir()) if location is not None)
+    places = ", ".join(
+        str(location) for location in (find_cache_folder(), tempfile.gettempdir()) if location is not None
+    )
     return f"Free some space for standard output, the output folder, {places}, and run again."
 
 

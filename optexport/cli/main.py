@@ -84,7 +84,7 @@ def run(
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
     from optexport._utils import packages
-    from optexport.bundle.layout import kept
+    from optexport.bundle.layout import output_folders
     from optexport.config.load import load_config
     from optexport.pipeline import lockfile
     from optexport.report import github
@@ -100,7 +100,7 @@ def run(
         github.publish(config.name, None, error)
         report_junit.write(junit, None, error)
         raise
-    report_junit.start(junit, [config, *kept(read.output_path(config.parent))])
+    report_junit.start(junit, [config, *output_folders(read.output_path(config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
         given |= {"--junit": junit is not None}

@@ -52,12 +52,12 @@ def report(bundle: Path, output: Path | None) -> None:
     A bundle of an earlier version gets one so.
     """
     from optexport.bundle.digests import read_manifest
-    from optexport.bundle.layout import MEASUREMENTS, REPORT, SIGNATURE, check_outside, check_written_over
+    from optexport.bundle.layout import MEASUREMENTS, REPORT, SIGNATURE, check_outside, check_overwritable
     from optexport.report.html import page
 
     if output is not None:
         check_outside("--output", output, [bundle])
-        check_written_over("--output", output, _HTML, "HTML file")
+        check_overwritable("--output", output, _HTML, "HTML file")
     manifest = read_manifest(bundle, report=False)
     ended = False
     if output is not None:
@@ -88,12 +88,12 @@ def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
 
     First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
     """
-    from optexport.bundle.layout import check_outside, check_written_over
+    from optexport.bundle.layout import check_outside, check_overwritable
     from optexport.report.html import difference, page
 
     if html is not None:
         check_outside("--html", html, [one, other])
-        check_written_over("--html", html, _HTML, "HTML file")
+        check_overwritable("--html", html, _HTML, "HTML file")
     found = difference.compare(difference.read_side(one), difference.read_side(other))
     if html is not None:
         _write(html, page.render_difference(found), "--html")

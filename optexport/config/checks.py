@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from optexport._utils import packages
 from optexport._utils.extras import check_extra
-from optexport.bundle.layout import check_place
+from optexport.bundle.layout import check_output_path
 from optexport.config import format_passes
 from optexport.config.source import check_module, is_template, missing_model, source_folder
 from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
@@ -180,7 +180,7 @@ def check_here(config: Config, path: Path) -> None:
     mistakes.of(_check_model_folder, config, path)
     for key, extra, otherwise in _extras(config, path.parent):
         mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
-    mistakes.of(check_place, config.output_path(path.parent))
+    mistakes.of(check_output_path, config.output_path(path.parent))
     mistakes.of(packages.check)
     mistakes.tell()
 

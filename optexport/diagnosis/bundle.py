@@ -33,7 +33,7 @@ def diagnose_bundle(folder: Path) -> str:
         ParityError: A file does not reproduce the stored outputs. ``<folder>-failure`` contains the reproduction.
     """
     folder = folder.resolve()
-    manifest = digests.manifest_of_files(folder)
+    manifest = digests.read_structure(folder)
     damage: BundleError | None = None
     try:
         digests.check_unchanged(folder, manifest)

@@ -14,7 +14,7 @@ from torch import nn
 from optexport._utils import atomic_dir
 from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
-from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
+from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_output_path, check_replaceable
 from optexport.bundle.parts import PARTS
 from optexport.config.load import checked_settings
 from optexport.config.schema import FORMATS, Effort
@@ -268,4 +268,4 @@ def check_output(output: Path) -> None:
         for part in names - {GENERATION, *SIGNED}:
             check_replaceable(output / part)
     else:
-        check_place(output)
+        check_output_path(output)

@@ -105,9 +105,9 @@ def run(  # noqa: PLR0913 - options of the public API
         config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = config.output_path(folder)
-    plain = layout.beside(output, "baseline")
+    plain = layout.sibling(output, "baseline")
     if dump is not None:
-        layout.check_outside("--dump", dump, layout.kept(output), is_file=False)
+        layout.check_outside("--dump", dump, layout.output_folders(output), is_file=False)
     for target in ((output, plain) if baseline else (output,)) if keep else ():
         contents.check_output(target)
     if dump is not None:

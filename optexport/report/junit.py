@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
+from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
 from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, OptexportError
 from optexport.report.parity_text import explain, list_decisions, list_outputs, metric_title
@@ -78,7 +78,7 @@ def start(path: Path | None, protected: Iterable[Path]) -> None:
     if path is None:
         return
     check_outside("--junit", path, protected)
-    check_written_over("--junit", path, _JUNIT_START, "JUnit file")
+    check_overwritable("--junit", path, _JUNIT_START, "JUnit file")
     if path.is_fifo() or path.is_char_device():  # its reader would take this text for the result
         return
     try:

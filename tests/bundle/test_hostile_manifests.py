@@ -261,7 +261,7 @@ def test_unexpected_location_of_external_weights_is_refused(
     set_external_data(put_in(model), location)
     (bundle / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(BundleError, match="it keeps weights in .*, and no bundle does"):
-        digests.manifest_of_files(bundle)
+        digests.read_structure(bundle)
     for tensor in tensors(model):
         for entry in tensor.external_data:
             entry.value = "model.onnx.data"

@@ -22,7 +22,7 @@ def test_diagnose_runs_a_config_without_writing_a_bundle(tmp_path: Path) -> None
     assert "all targets pass (original, graph, pt2); worst output: " in result.stdout
     assert not (tmp_path / "build" / "model").exists()
     text = message(call("diagnose", config(more='transformations = [{ use = "python:halves:Doubles" }]')), 4)
-    assert "The rule python:halves:Doubles caused the difference. It did not mark" in text
+    assert "The rule python:halves:Doubles caused the difference. It changed " in text
     folder = tmp_path / "build" / "model-failure"
     assert [path.name for path in (tmp_path / "build").iterdir()] == ["model-failure"]
     assert "python:halves:Doubles" in (folder / "config.toml").read_text()
