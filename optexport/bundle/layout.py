@@ -106,10 +106,14 @@ def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file
     resolved = path.resolve()
     if is_file and resolved.is_dir():
         raise ConfigError("the path is a folder, not a file", location=f"{option} {path}", hint="Name a file.")
-    for other in protected:
-        if resolved.is_relative_to(other.resolve()) or (is_file and resolved in other.resolve().parents):
+    for protected_path in protected:
+        if resolved.is_relative_to(protected_path.resolve()) or (
+            is_file and resolved in protected_path.resolve().parents
+        ):
             raise ConfigError(
-                f"writing this path would change {other}", location=f"{option} {path}", hint="Choose another path."
+                f"writing this path would change {protected_path}",
+                location=f"{option} {path}",
+                hint="Choose another path.",
             )
     if (bundle := _find_bundle_around(resolved)) is not None:
         raise ConfigError(

@@ -104,7 +104,7 @@ def _diagnose_optimizations(path: Path, parity_checker: ParityChecker, case: int
             break
         level_below = level
     return (
-        f"The file passes without optimizations, so those of ONNX Runtime changed the numbers, from level {level}.",
+        f"The file passes without optimizations, so ONNX Runtime's optimizations of level {level} changed the numbers.",
         f"Set session_options.graph_optimization_level = GraphOptimizationLevel.{level_below} when you run the file.",
     )
 

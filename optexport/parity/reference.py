@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from optexport._utils.module_state import buffers_kept
+from optexport._utils.module_state import restoring_buffers
 from optexport.parity import distances
 from optexport.parity.cases import Case
 from optexport.parity.memmap import spilled
@@ -124,7 +124,7 @@ def graph_runner(graph_module: nn.Module, call: Call) -> Run:
     """
 
     def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with buffers_kept(graph_module):
+        with restoring_buffers(graph_module):
             return call(graph_module, dict(batch))
 
     return run

@@ -122,7 +122,7 @@ def _in_order(config: Config, manifest: Manifest) -> Config:
 
 def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
     """Yields differences of versions and weights, which may explain other differences."""
-    yield from packages.changed(was.versions, now.versions)
+    yield from packages.describe_changes(was.versions, now.versions)
     if was.model.revision != now.model.revision:
         yield f"the model's revision was {was.model.revision}, and is {now.model.revision} now"
     if was.model.weights_sha256 != now.model.weights_sha256:

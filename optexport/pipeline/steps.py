@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport._utils.module_state import apart
+from optexport._utils.module_state import copy_shared_outputs
 from optexport.cache import model_key
 from optexport.job import Job
 from optexport.parity import data_batches, size_probe
@@ -47,7 +47,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with one_pass(model):
-            outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
+            outputs = copy_shared_outputs(model, flatten_outputs(model(**as_arguments(copied))).values())
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))
         return {name: named[name].detach() for name in kept.output_names}  # a model may turn gradients on
