@@ -33,7 +33,7 @@ from tests._helpers.models import randomise
 
 @pytest.mark.slow
 def test_train_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="it is in train mode") as caught:
+    with pytest.raises(TraceError, match="the model is in train mode") as caught:
         export(exports.block().train(), exports.batch(), tmp_path / "bundle")
     assert "model.eval()" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -339,6 +339,6 @@ class Masking(nn.Module):
 def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(tmp_path: Path) -> None:
     given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
     given["mask"][1, 3:] = 0
-    with pytest.raises(ParityError, match=r"build it with enable_nested_tensor=False"):
+    with pytest.raises(ParityError, match=r"Build the torch.nn.TransformerEncoder with enable_nested_tensor=False"):
         export(randomise(Masking(nested=True)).eval(), given, tmp_path / "nested", formats=["pt2"])
     assert export(randomise(Masking(nested=False)).eval(), given, tmp_path / "plain", formats=["pt2"]).passed

@@ -144,7 +144,7 @@ def check_overwritable(option: str, path: Path, pattern: re.Pattern[bytes], kind
         raise ConfigError(f"the file cannot be read: {error}", location=f"{option} {path}") from error
     if start and not pattern.match(start):
         raise ConfigError(
-            f"the file exists and is not {kind}, so it is not replaced",
+            f"the file has other content than an earlier {kind}, so it is not replaced",
             location=f"{option} {path}",
             hint="Name another file.",
         )

@@ -37,7 +37,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "unknown key of parity": (table("parity", "atoll = 1.0"), "parity.atoll", 'Did you mean "atol"?'),
     "unknown key of export": (table("export", "format = []"), "export.format", 'Did you mean "formats"?'),
     "unknown key of tracking": (table("tracking", 'url = "x"'), "tracking.url", 'Did you mean "uri"?'),
-    "unknown key far from any": (table("tracking", "zzz = 1"), "tracking.zzz", "Known are: enabled, uri"),
+    "unknown key far from any": (table("tracking", "zzz = 1"), "tracking.zzz", "Choose from: enabled, uri"),
     "key of another table": (model("atol = 1.0"), "model.atol", "there is no such key"),
     # missing keys and values
     "empty file": ("", "model", "it is required"),
@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "axes of no tensor": (
         table("inputs", "tensors.x.shape = [1]", 'axes.y = ["batch"]'),
         "inputs.axes.y",
-        "there is no such input\nHint: Known are: x.",
+        "there is no such input\nHint: Choose from: x.",
     ),
     # rules
     "activation that changes the numbers": (
@@ -238,7 +238,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "transformations[0].outputs",
         "expected a list of names",
     ),
-    "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Known are: keep-outputs"),
+    "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Choose from: keep-outputs"),
     "empty rule": (rule('use = ""'), "transformations[0].use", "not ''"),
     "unknown option": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exakt = true"),

@@ -29,8 +29,8 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
     content = bytearray((bundle / "model.onnx").read_bytes())
     content[len(content) // 2] ^= 1
     (bundle / "model.onnx").write_bytes(content)
-    assert "model.onnx: it was changed" in message(call(bundle), 4)
-    assert "model.onnx: it was changed" in message(call(bundle / "model.pt2"), 4)
+    assert "model.onnx: the file was changed" in message(call(bundle), 4)
+    assert "model.onnx: the file was changed" in message(call(bundle / "model.pt2"), 4)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
 def test_paths_without_exported_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     assert "not a bundle or an exported file" in message(call(tmp_path / "a.txt"), 2)
-    assert "it holds no manifest.json" in message(call(tmp_path), 2)
+    assert "the folder is not a bundle (manifest.json is missing)" in message(call(tmp_path), 2)
     (tmp_path / "a.onnx").write_text("x")
     assert "not a valid ONNX file" in message(call(tmp_path / "a.onnx"), 5)
     assert call(tmp_path / "nowhere.onnx").exit_code == 2

@@ -90,9 +90,9 @@ def test_graph_with_local_code_has_no_digest() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    for given in (_function, lambda x: x):
+    for function in (_function, lambda x: x):
         graph = fx.Graph()
-        graph.output(graph.call_function(given, (graph.placeholder("x"),)))
+        graph.output(graph.call_function(function, (graph.placeholder("x"),)))
         assert keys.of_graph(fx.GraphModule(nn.Module(), graph)) is None
     root, graph = nn.Module(), fx.Graph()
     root.own = Own()

@@ -39,9 +39,9 @@ def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None 
     return run_original(run, model, cases, batched=batched or [], computation=COMPUTATION), run.runs
 
 
-def assert_same(one: Reference, other: Reference) -> None:
-    assert (one.unguided, one.ways, one.noise) == (other.unguided, other.ways, other.noise)
-    for a, b in zip(one.exact, other.exact, strict=True):
+def assert_same(first: Reference, second: Reference) -> None:
+    assert (first.unguided, first.ways, first.noise) == (second.unguided, second.ways, second.noise)
+    for a, b in zip(first.exact, second.exact, strict=True):
         assert list(a) == list(b)
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 

@@ -110,8 +110,8 @@ def test_change_below_float32_precision_is_recomputed(config: Path, monkeypatch:
     monkeypatch.setattr(sys.modules["second_run"], "EPS", 1e-11)
     bundle = again(config).output
     after = load_file(bundle / REFERENCE)
-    other = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {name.split(".")[1] for name in other} == {"float64"}
+    differing = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[1] for name in differing} == {"float64"}
     assert reproduce.reproduce(bundle, config.parent, Progress()) == []
 
 
@@ -149,10 +149,10 @@ def test_cached_file_removed_by_another_run_is_exported_again(config: Path, monk
     read = store.read
 
     def removed(entry: str) -> tuple[Path, Any] | None:
-        kept = read(entry)
-        if kept is not None and (kept[0] / "model.onnx").exists():
-            shutil.rmtree(kept[0])
-        return kept
+        cached = read(entry)
+        if cached is not None and (cached[0] / "model.onnx").exists():
+            shutil.rmtree(cached[0])
+        return cached
 
     monkeypatch.setattr(store, "read", removed)
     result = again(config)

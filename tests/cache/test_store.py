@@ -29,9 +29,9 @@ def keep(*parts: object, value: float = 1.0) -> str:
 
 def test_entry_is_found_by_its_name_only() -> None:
     entry = keep("a")
-    found = results.read(entry)
-    assert found is not None
-    (first, second), notes = found
+    cached = results.read(entry)
+    assert cached is not None
+    (first, second), notes = cached
     assert torch.equal(first["y"], torch.ones(256))
     assert (second, notes) == ({}, {"note": [1, 2]})
     assert results.read(store.name("test", "b")) is None
@@ -39,18 +39,18 @@ def test_entry_is_found_by_its_name_only() -> None:
 
 def test_renamed_entry_is_ignored(place: Path) -> None:
     """Entries can be mixed up in a cache that was merged by hand. The results of another graph would be used."""
-    entry, other = keep("a"), keep("b", value=2.0)
+    entry, other_entry = keep("a"), keep("b", value=2.0)
     (place / entry).rename(place / "aside")
-    (place / other).rename(place / entry)
+    (place / other_entry).rename(place / entry)
     assert results.read(entry) is None
 
 
 def test_pipe_link_or_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
     """With Python 3.11, shutil.rmtree of a pipe waits forever."""
     (tmp_path / "elsewhere").mkdir()
-    for made in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+    for make in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
         shutil.rmtree(place / keep("a"))
-        made(place / store.name("test", "a"))
+        make(place / store.name("test", "a"))
         entry = keep("a")
         assert results.read(entry) is not None
         assert not (place / entry).is_symlink()

@@ -73,7 +73,7 @@ def test_debug_is_accepted_before_and_after_the_command(arguments: tuple[str, ..
     [
         (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (["run"], "Missing argument 'CONFIG'"),
-        (["verify", "nowhere"], "nowhere: there is no such folder"),
+        (["verify", "nowhere"], "nowhere: the folder does not exist"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
         (["run", "--unknown"], "No such option '--unknown'"),
         (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
@@ -106,8 +106,8 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (".", "it exists and is no bundle"),
-        ("halves.py", "it exists and is no bundle"),
+        (".", "the path exists and is not a bundle"),
+        ("halves.py", "the path exists and is not a bundle"),
         ("halves.py/x", "nothing can be written there"),
         ("n" * 3000, "nothing can be written there"),
         ("new/" + "n" * 250, "nothing can be written there"),
@@ -269,7 +269,7 @@ def test_missing_extra_is_reported_before_any_output(
     before = {*tmp_path.iterdir()}
     monkeypatch.setitem(sys.modules, {"adapters": "peft", "images": "PIL"}.get(extra, "sentence_transformers"), None)
     told = message(call(command, text), 2)
-    assert f": {key}: it needs the extra {extra}, of which " in told
+    assert f': {key}: the extra "{extra}" is not installed (' in told
     assert f"pip install -c constraints.txt -e '.[{extra}]'" in told
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 
@@ -282,7 +282,7 @@ def test_init_reports_the_extra_that_its_config_needs(tmp_path: Path, monkeypatc
     (tmp_path / "modules.json").write_text("[]")
     done = CliRunner().invoke(cli, ["init", str(tmp_path), "-o", str(tmp_path / "mine.toml")])
     assert done.exit_code == 0
-    assert "it needs the extra sentence-transformers, of which" in done.stdout
+    assert 'the extra "sentence-transformers" is not installed (' in done.stdout
 
 
 def test_cross_encoder_or_plain_transformer_needs_no_extra(

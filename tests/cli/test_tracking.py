@@ -93,7 +93,7 @@ def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
         (["rollback", "block"], "--uri: nothing says which MLflow is meant"),
         (["promote", "block", "1", "--uri", "URI"], "block: there is no such registered model"),
         (["rollback", "block", "--uri", "URI"], "block: there is no such registered model"),
-        (["upload", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
+        (["upload", "nowhere", "--uri", "URI"], "nowhere: the folder does not exist"),
         (["upload", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: there is no such file"),
     ],
     ids=" ".join,

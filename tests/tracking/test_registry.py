@@ -133,7 +133,7 @@ def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("manifest.json", "{}", "manifest.json: it does not match its own digest"),
+        ("manifest.json", "{}", "manifest.json: the content does not match its own digest"),
         ("measurements.json", "", "measurements.json: it cannot be read: "),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
         done = logged[0].result(60)
     assert result.failure is None
     assert len(refused) == 2
-    assert all("what is there is being sent to MLflow" in each for each in refused)
+    assert all("the bundle in this folder is being uploaded to MLflow" in each for each in refused)
     assert (done.run_id, done.before) == (result.run_id, True)
     client = mlflow.MlflowClient(uri)
     assert len(client.search_logged_models([only_run(uri).info.experiment_id])) == 1
@@ -124,7 +124,9 @@ def test_an_interrupted_upload_is_marked_failed_and_can_complete(
         patched.setattr(resume, "send", sends_first(resume.send, sent))
         ended = CliRunner().invoke(cli, ["upload", str(place), "--uri", uri])
     assert ended.exit_code == code
-    assert "Error: interrupted\nHint: The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
+    assert (
+        "Error: interrupted\nHint: The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
+    )
     (run,) = runs(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("FAILED", "interrupted")
     again = log_bundle(place, uri)

@@ -159,7 +159,7 @@ def test_a_plugin_is_loaded_from_the_folder_with_options(tmp_path: Path) -> None
 def test_an_unusable_plugin_is_explained(tmp_path: Path) -> None:
     name = plugin(tmp_path, PLUGIN)
     assert 'Did you mean "Mine"?' in refusal(f"{name}:Mien", tmp_path)
-    assert refusal(f"{name}:Nope", tmp_path).endswith("Known are: MergeLinears, Mine.")
+    assert refusal(f"{name}:Nope", tmp_path).endswith("Choose from: MergeLinears, Mine.")
     assert refusal(f"{name}:Half", tmp_path) == "here: Half must define match and rewrite"
     assert "depht" in refusal(f"{name}:Mine", tmp_path, depht=5)
     assert "not a Transformation" in refusal(f"{name}:dataclass", tmp_path)
