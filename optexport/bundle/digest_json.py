@@ -73,9 +73,9 @@ def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
         count = f" (and {len(more)} more errors)" if more else ""
-        key = ".".join(map(str, first["loc"]))
+        mistake = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
         raise BundleError(
-            f"the document does not match its schema: {key}: {first['msg']}{count}", location=str(path)
+            f"the document does not match its schema: {mistake}{count}", location=str(path)
         ) from error
 
 

@@ -124,7 +124,7 @@ def test_invalid_content_is_a_bundle_error(tmp_path: Path, content: bytes) -> No
 
 
 def test_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"document\.json: it is missing"):
+    with pytest.raises(BundleError, match=r"document\.json: the file is missing"):
         digest_json.read(tmp_path / "document.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -90,6 +91,39 @@ def test_damaged_entry_is_ignored_and_replaced(place: Path, file: str, damage: b
     assert results.read(entry) is None
     keep("a")
     assert results.read(entry) is not None
+
+
+def test_changed_byte_in_an_entry_is_detected(place: Path) -> None:
+    """The file can still be read, and its results would be used."""
+    entry = keep("a")
+    path = place / entry / FILE
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert results.read(entry) is None
+
+
+def test_digests_of_an_entry_cover_files_notes_and_key(place: Path) -> None:
+    entry = keep("a")
+    record = json.loads((place / entry / "entry.json").read_bytes())
+    files = {FILE: hashlib.sha256((place / entry / FILE).read_bytes()).hexdigest()}
+    signed = json.dumps([entry, files, [2, {"note": [1, 2]}]], sort_keys=True)
+    assert record == {
+        "files": files,
+        "notes": [2, {"note": [1, 2]}],
+        "sha256": hashlib.sha256(signed.encode()).hexdigest(),
+    }
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, hashlib.sha256(b"").hexdigest()])
+def test_wrong_digest_of_a_file_is_not_accepted(place: Path, digest: str) -> None:
+    """The digest of the entry itself is right, as if the entry had been written with a wrong digest of its file."""
+    entry = keep("a")
+    path = place / entry / "entry.json"
+    record = json.loads(path.read_bytes())
+    files = {FILE: digest}
+    forged = {**record, "files": files, "sha256": store._digest(entry, files, record["notes"])}
+    path.write_text(json.dumps(forged), encoding="utf-8")
+    assert results.read(entry) is None
 
 
 @pytest.mark.parametrize("change", [{"notes": [2, None]}, {"files": {}}, {"sha256": ""}])

@@ -108,9 +108,9 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     [
         (".", "the path exists and is not a bundle"),
         ("halves.py", "the path exists and is not a bundle"),
-        ("halves.py/x", "nothing can be written there"),
-        ("n" * 3000, "nothing can be written there"),
-        ("new/" + "n" * 250, "nothing can be written there"),
+        ("halves.py/x", "the output cannot be written"),
+        ("n" * 3000, "the output cannot be written"),
+        ("new/" + "n" * 250, "the output cannot be written"),
     ],
     ids=["full folder", "file", "below a file", "long name", "long draft"],
 )

@@ -60,14 +60,14 @@ def test_changed_report_is_detected_and_can_be_rewritten(copied: Path) -> None:
     ):
         read_manifest(copied)
     (copied / "report.html").unlink()
-    with pytest.raises(BundleError, match=r"report\.html: it is missing"):
+    with pytest.raises(BundleError, match=r"report\.html: the report is missing"):
         read_manifest(copied)
     assert report(copied).exit_code == 0
     assert read_manifest(copied)
     content = (copied / "report.html").read_bytes()
     without_report(copied)
     (copied / "report.html").write_bytes(content)
-    with pytest.raises(BundleError, match=r"report\.html: it is of no run"):
+    with pytest.raises(BundleError, match=r"report\.html: the measurements do not list the report"):
         read_manifest(copied)
 
 

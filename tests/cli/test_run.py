@@ -110,7 +110,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "output below a file": (
         config().replace("formats", 'output = "halves.py/x"\nformats'),
         2,
-        "nothing can be written",
+        "the output cannot be written",
     ),
     "output of too long a name": (config().replace("formats", f'output = "{"n" * 3000}"\nformats'), 2, "export.output"),
 }

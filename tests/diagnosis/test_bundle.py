@@ -41,4 +41,4 @@ def test_diagnose_explains_a_bundle(tmp_path: Path) -> None:
     assert "First difference: layer_norm" in text
     assert "norm.bias" in text
     assert (tmp_path / "bundle-failure" / "reproduce.py").is_file()
-    assert "no bundle" in message(CliRunner().invoke(cli, ["diagnose", str(tmp_path)]), 2)
+    assert "the folder is not a bundle" in message(CliRunner().invoke(cli, ["diagnose", str(tmp_path)]), 2)

@@ -18,7 +18,7 @@ from rich.console import Console
 from optexport import export_generation, verify
 from optexport.bundle import digest_json
 from optexport.errors import BundleError, ConfigError
-from optexport.generation import summary, tokens
+from optexport.generation import export, summary, tokens
 from optexport.generation.export import GenerationResult
 from optexport.generation.runtime import Generator
 from tests.generation import models
@@ -68,8 +68,17 @@ def test_summary_names_the_ignored_generation_settings(capsys: pytest.CaptureFix
     document = json.loads((exported().output / "generation.json").read_bytes())
     assert (exported().left_out, document["left_out"]) == ((), [])
     summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
+    assert summary.as_json(replace(exported(), left_out=("num_beams",)))["left_out"] == ["num_beams"]
     text = capsys.readouterr().out
     assert "ignored settings of the model's generation_config: repetition_penalty, num_beams" in text
+
+
+def test_document_names_ignored_settings_and_tokens() -> None:
+    model = models.make("gpt2")
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [7, 8], None
+    document = export._document(model, {}, [], None)
+    assert (document["left_out"], document["eos"], document["pad"]) == (["repetition_penalty"], [7, 8], 7)
 
 
 def test_one_decoder_file_is_checked_on_all_tokens() -> None:
@@ -90,7 +99,7 @@ def test_each_part_is_a_bundle_that_verifies() -> None:
 def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
-    with pytest.raises(ConfigError, match="is no bundle"):
+    with pytest.raises(ConfigError, match="is not a bundle"):
         export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "mine")
     shutil.copytree(exported().output, tmp_path / "old")
     (tmp_path / "old" / "decoder" / "notes.txt").write_text("kept")

@@ -31,6 +31,24 @@ def _counting(nearer: float = 0.0, at: int = 6) -> Parts:
 _EXPECTED = _counting(-1e-7).greedy(_PROMPT, 5)
 
 
+def test_next_token_of_a_padded_row_follows_its_mask() -> None:
+    """The decoder gives the number of real tokens, so a wrong mask of a new token gives another token."""
+
+    def decoder(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        count = inputs["attention_mask"].sum(1, keepdim=True).expand(inputs["input_ids"].shape)
+        return {"logits": torch.nn.functional.one_hot(count, 10).float()}
+
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    prompt = {"input_ids": torch.tensor([[0, 0, 5], [5, 6, 7]]), "attention_mask": mask}
+    assert Parts(decoder, ()).greedy(prompt, 4).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+
+
+def test_row_that_ended_continues_with_the_pad_token() -> None:
+    actual = _counting(-1.0).greedy(_PROMPT, 6, eos=(3,), pad=8)
+    assert actual.tolist() == [[2, 3, 8], [1, 2, 3]]
+    assert _counting(-1.0).greedy(_PROMPT, 2, eos=(9,), pad=8).tolist() == [[2, 3], [1, 2]]
+
+
 def test_equal_tokens_are_counted() -> None:
     actual = tokens.compare(_counting(-1e-7), _counting(-1e-7), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
     assert _EXPECTED.tolist() == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]

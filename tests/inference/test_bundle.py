@@ -135,7 +135,7 @@ def test_a_changed_tokenizer_or_file_is_refused(moved: Path, tmp_path: Path) -> 
         content = bytearray((copied / name).read_bytes())
         content[-10] ^= 1
         (copied / name).write_bytes(content)
-        with pytest.raises(BundleError, match="it was changed since the bundle was written"):
+        with pytest.raises(BundleError, match="the file was changed after the bundle was written"):
             Bundle.load(copied)
 
 

@@ -171,7 +171,7 @@ def test_changed_configuration_is_found(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("max_batch_size: 16", "max_batch_size: 64"))
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 4
-    assert "model_repository/rows_onnx/config.pbtxt: it was changed" in done.stderr
+    assert "model_repository/rows_onnx/config.pbtxt: the file was changed" in done.stderr
 
 
 def test_diagnose_finds_a_wrong_file_and_overwrites_its_output(tmp_path: Path) -> None:

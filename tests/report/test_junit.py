@@ -166,7 +166,7 @@ def test_verify_json_has_failures_in_one_document(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == {
         "passed": False,
         "exit_code": 4,
-        "error": f"{bundle}/model.onnx: it is missing",
+        "error": f"{bundle}/model.onnx: the file is missing",
         "parity": None,
     }
 

@@ -134,7 +134,7 @@ def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
     ("name", "content", "why"),
     [
         ("manifest.json", "{}", "manifest.json: the content does not match its own digest"),
-        ("measurements.json", "", "measurements.json: it cannot be read: "),
+        ("measurements.json", "", "measurements.json: the file cannot be read: "),
     ],
 )
 def test_a_champion_with_damaged_documents_keeps_the_alias(store: Registry, name: str, content: str, why: str) -> None:

@@ -34,7 +34,7 @@ def check_environment(manifest: Manifest) -> None:
             "the bundle was exported with other versions of packages, so an SBOM of this environment would be wrong",
             location="manifest.json: versions",
             details="\n".join(
-                f"{name}: exported with {manifest.versions[name]}, installed is {installed[name]}" for name in differing
+                f"{name}: exported with {manifest.versions[name]}, now {installed[name]}" for name in differing
             ),
             hint="Sign the bundle in the environment that exported it.",
         )

@@ -156,8 +156,8 @@ def test_sbom_with_other_versions_than_the_bundle_is_refused(folder: Path, tmp_p
     with pytest.raises(ConfigError) as caught:
         sign(bundle, signed.pair(tmp_path)[0])
     error = str(caught.value)
-    assert f"\n  onnx: 1.0 then, {importlib.metadata.version('onnx')} here" in error
-    assert "\n  absent: 2.0 then, absent here" in error
+    assert f"\n  onnx: exported with 1.0, now {importlib.metadata.version('onnx')}" in error
+    assert "\n  absent: exported with 2.0, now absent" in error
     assert error.endswith("\nHint: Sign the bundle in the environment that exported it.")
     assert not (bundle / "bundle.sig").exists()
 
