@@ -88,7 +88,7 @@ def test_a_changed_byte_exits_with_4_and_names_the_file(copied: Path) -> None:
     (copied / "model.onnx").write_bytes(content)
     done = verify_apart(copied)
     assert done.returncode == 4
-    assert "model.onnx: the file was changed since the bundle was written" in done.stderr
+    assert "model.onnx: the file was changed after the bundle was written" in done.stderr
     assert "Traceback" not in done.stderr
 
 
