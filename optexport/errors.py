@@ -187,14 +187,18 @@ class ValuesAskedError(UntraceableError):
 
 
 class CheckError(OptexportError):
-    """A check of results that failed. If targets were compared, the message has one line per failure."""
+    """A check of results that failed.
+
+    If targets were compared, each line of the message that is not indented is one failure.
+    """
 
     @property
     def labelled(self) -> str:
         if self.parity is None:
             return super().labelled
-        location = f"{self.location}: " if self.location else ""
-        return self._text("\n".join(f"FAILED  {line}" for line in f"{location}{self.message}".splitlines()))
+        message = f"{self.location}: {self.message}" if self.location else self.message
+        lines = [line if line.startswith(" ") else f"FAILED  {line}" for line in message.splitlines()]
+        return self._text("\n".join(lines))
 
 
 class ParityError(CheckError):

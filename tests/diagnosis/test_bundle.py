@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def test_diagnose_explains_a_bundle(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "all targets pass" in result.stdout
     weight_of("norm.bias", lambda bias: 2 * bias)(bundle / "model.onnx")
-    text = message(CliRunner().invoke(cli, ["diagnose", str(bundle)]), 4)
+    failed = CliRunner().invoke(cli, ["diagnose", str(bundle)])
+    first, second, *_ = failed.stderr.splitlines()
+    assert re.fullmatch(r"FAILED  onnx: hidden is off by \d.\de[+-]\d\d, tolerance \d.\de-\d\d \(case: traced\)", first)
+    assert second.startswith("FAILED  onnx-optimized: hidden is off by ")
+    text = message(failed, 4)
     assert "The bundle is damaged, which may be the cause: " in text
     assert "model.onnx: the file was changed after the bundle was written." in text
     assert "First difference: layer_norm" in text

@@ -164,7 +164,7 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
         generator.generate(ids, max_new_tokens=0)
     with pytest.raises(ConfigError, match="inputs are missing: input_ids, attention_mask"):
         generator.generate()
-    with pytest.raises(ConfigError, match="no openvino file was exported"):
+    with pytest.raises(ConfigError, match="no file was exported in the format openvino"):
         Generator.load(exported().output, "openvino")
     with pytest.raises(ConfigError, match=r"holds no generation\.json"):
         Generator.load(tmp_path)
