@@ -68,7 +68,7 @@ def on_one_line(name: str) -> str:
     Also escapes commands to GitHub's runner, which reads them from the output of a step.
     """
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
-    return _COMMAND.sub(lambda found: f"{found[1] or ''}\\x{ord(found[0][-1]):02x}", shown)
+    return _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
 
 
 def short_line(text: str, longest: int = 2000) -> str:
@@ -104,7 +104,8 @@ class OptexportError(Exception):
         location: A file, a key of the config, a node or an input. It is printed on one line, because others may choose
             the names of files.
         hint: What the user can do about it.
-        proof: The parity record up to the error; None if no target was compared.
+        details: Further facts, one a line. They are printed, indented, between the message and the hint.
+        parity: The parity record up to the error; None if no target was compared.
 
     Attributes:
         exit_code: The exit status of the command line.
@@ -113,16 +114,32 @@ class OptexportError(Exception):
     exit_code = 1
 
     def __init__(
-        self, message: str, *, location: str | None = None, hint: str | None = None, proof: Any = None
+        self,
+        message: str,
+        *,
+        location: str | None = None,
+        hint: str | None = None,
+        details: str | None = None,
+        parity: Any = None,
     ) -> None:
-        self.proof = proof
+        self.parity = parity
         self.message = redact_error(message)
         self.location = None if location is None else on_one_line(redact_error(location))
+        self.details = None if details is None else redact_error(details)
         self.hint = None if hint is None else redact_error(hint)
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        return with_hint(f"{self.location}: {self.message}" if self.location else self.message, self.hint)
+        return self._text(f"{self.location}: {self.message}" if self.location else self.message)
+
+    @property
+    def labelled(self) -> str:
+        """The text for a terminal. It starts with "Error: "."""
+        return f"Error: {self}"
+
+    def _text(self, message: str) -> str:
+        details = [] if self.details is None else [f"  {line}" for line in self.details.splitlines()]
+        return with_hint("\n".join([message, *details]), self.hint)
 
 
 class ConfigError(OptexportError):
@@ -162,14 +179,29 @@ class ValuesAskedError(UntraceableError):
 
     def __init__(self, inputs: frozenset[str]) -> None:
         super().__init__(
-            f"the model asks for the values of {' and '.join(sorted(inputs))}, which a graph does not know",
+            f"the model reads the values of {' and '.join(sorted(inputs))}, which are unknown during a trace",
             location="trace",
-            hint="If they are the same in every call, give them as inputs.constants.",
+            hint="If they are the same in every call, set them in inputs.constants.",
         )
         self.inputs = inputs
 
 
-class ParityError(OptexportError):
+class CheckError(OptexportError):
+    """A check of results that failed.
+
+    If targets were compared, each line of the message that is not indented is one failure.
+    """
+
+    @property
+    def labelled(self) -> str:
+        if self.parity is None:
+            return super().labelled
+        message = f"{self.location}: {self.message}" if self.location else self.message
+        lines = [line if line.startswith(" ") else f"FAILED  {line}" for line in message.splitlines()]
+        return self._text("\n".join(lines))
+
+
+class ParityError(CheckError):
     """A graph or a file whose results differ from the original."""
 
     exit_code = 4
@@ -193,7 +225,7 @@ class TransformationError(OptexportError):
     exit_code = 5
 
 
-class GateError(OptexportError):
+class GateError(CheckError):
     """A gate of the config that fails."""
 
     exit_code = 6
@@ -215,8 +247,8 @@ def unreadable(error: Exception, path: str | Path, hint: str | None = None) -> O
     """Returns the error for a file that cannot be read; missing permission is a ConfigError."""
     if isinstance(error, PermissionError):
         return ConfigError(
-            "this user may not read it",
+            "this user has no permission to read the file",
             location=str(path),
-            hint="Let this user read all files of the bundle, and run again.",
+            hint="Give this user permission to read all files of the bundle, and run again.",
         )
-    return BundleError(f"it cannot be read: {error}", location=str(path), hint=hint)
+    return BundleError(f"the file cannot be read: {error}", location=str(path), hint=hint)

@@ -258,7 +258,7 @@ def test_path_may_be_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert optexport.verify(str(result.output)).passed
     assert optexport.verify(PurePath(result.output)).passed  # type: ignore[arg-type]  # as any that os.fspath takes
     assert any((tmp_path / "dump").iterdir())
-    with pytest.raises(ConfigError, match="it has no such table"):
+    with pytest.raises(ConfigError, match=r"the config has no table \[generation\]"):
         optexport.run_generation("mine.toml")
 
 

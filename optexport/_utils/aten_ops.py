@@ -12,5 +12,5 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a call by the names in the operator's schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema}
-    return {**given, **dict(zip(given, node.args, strict=False)), **node.kwargs}
+    defaults = {argument.name: argument.default_value for argument in schema}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}

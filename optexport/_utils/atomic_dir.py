@@ -34,7 +34,9 @@ _own_drafts: set[Path] = set()
 
 
 @contextmanager
-def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitStack | None = None) -> Iterator[Path]:
+def drafting(
+    output: Path, check: Callable[[Path], None], output_lock: contextlib.ExitStack | None = None
+) -> Iterator[Path]:
     """Yields a draft that replaces the output if the block succeeds.
 
     If the block fails, the draft is removed.
@@ -42,7 +44,7 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
     Args:
         output: The final folder.
         check: Raises an error if the existing output must not be replaced.
-        held: Takes over the lock of the output; until it is closed, no other run replaces the output.
+        output_lock: Takes over the lock of the output; until it is closed, no other run replaces the output.
 
     Raises:
         ConfigError: Another run writes to the same output, or the bundle there is being uploaded.
@@ -54,19 +56,20 @@ def drafting(output: Path, check: Callable[[Path], None], held: contextlib.ExitS
             mask = _umask()
             for path in (draft, *draft.rglob("*")):  # some writers make their files readable to their user only
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-            with contextlib.ExitStack() as output_lock:
-                output_lock.enter_context(locked(output, wait=True))
+            with contextlib.ExitStack() as lock:
+                lock.enter_context(locked(output, wait=True))
                 check(output)  # a second time, because the output may have changed during the run
                 with signals.deferred():
                     signals.check()
                     _replace(draft, output)
-                    if held is not None:
-                        held.enter_context(output_lock.pop_all())
+                    if output_lock is not None:
+                        output_lock.enter_context(lock.pop_all())
         except BaseException as error:
             with signals.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
-                error.hint = f"{error.hint or ''}\n{output} still holds an earlier bundle.".lstrip()
+                earlier = f"The earlier bundle in {output} is unchanged."
+                error.details = earlier if error.details is None else f"{error.details}\n{earlier}"
             raise
 
 
@@ -101,8 +104,8 @@ def scratch(bundle: Path, outermost: Path | None = None) -> Iterator[Path]:
         or not os.access(parent, os.W_OK | os.X_OK)
         or parent.stat().st_dev != location.stat().st_dev
     ):
-        with tempfile.TemporaryDirectory(dir=bundle) as within:
-            yield Path(within)
+        with tempfile.TemporaryDirectory(dir=bundle) as folder_in_bundle:
+            yield Path(folder_in_bundle)
         return
     prefix = f".{location.name}.scratch-"
     _remove_scratch(parent, prefix)
@@ -166,17 +169,17 @@ def _make_draft(output: Path, locks: contextlib.ExitStack) -> Path:
     writer = output.with_name(f".{output.name}.partial.lock")
     if (writer_lock := _acquire(writer, wait=False)) is None:
         raise ConfigError(
-            "another run is writing to it",
+            "another run is writing to this folder",
             location=f"export.output: {output}",
-            hint="Wait until that one has ended, or choose another place.",
+            hint="Wait until the other run has ended, or choose another output.",
         )
     locks.enter_context(writer_lock)
     with locked(output, wait=False) as is_locked:
         if not is_locked:
             raise ConfigError(
-                "what is there is being sent to MLflow, by the run that made it or by optexport upload",
+                "the bundle in this folder is being uploaded to MLflow",
                 location=f"export.output: {output}",
-                hint="Wait until that has ended, or choose another place.",
+                hint="Wait until the upload has ended, or choose another output.",
             )
         with signals.deferred():
             _put_back(output)
@@ -224,9 +227,9 @@ def _make_scratch(parent: Path, prefix: str, lock: contextlib.ExitStack) -> Path
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process may remove the folder as abandoned before it is locked.
         with contextlib.suppress(FileNotFoundError):
-            own = _acquire(folder / ".lock", wait=False)
-            if own is not None and folder.is_dir():
-                lock.enter_context(own)
+            own_lock = _acquire(folder / ".lock", wait=False)
+            if own_lock is not None and folder.is_dir():
+                lock.enter_context(own_lock)
                 return folder
 
 

@@ -22,16 +22,16 @@ def how_to_install(extra: str) -> str:
 
     The package is not in a registry.
     """
-    return f"In the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
+    return f"Install the extra from the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
 
 
-def check_extra(extra: str, location: str, otherwise: str | None = None) -> None:
+def check_extra(extra: str, location: str, alternative: str | None = None) -> None:
     """Checks that the packages of an extra are installed, without importing them.
 
     Args:
         extra: The name of the extra.
         location: The key or option that needs the extra.
-        otherwise: A hint for an alternative without the extra.
+        alternative: A hint for an alternative without the extra.
 
     Raises:
         ConfigError: A package is missing.
@@ -39,7 +39,7 @@ def check_extra(extra: str, location: str, otherwise: str | None = None) -> None
     for module in _MODULES[extra]:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"it needs the extra {extra}, of which {module} is not installed",
+                f'the extra "{extra}" is not installed ({module} is missing)',
                 location=location,
-                hint="\n".join(filter(None, [how_to_install(extra), otherwise])),
+                hint="\n".join(filter(None, [how_to_install(extra), alternative])),
             )

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 
-def apart(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Copies outputs that share memory with the model, because the next call may change them."""
-    held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return [tensor.clone() if _memory(tensor) in held else tensor for tensor in outputs]
+    memories = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [tensor.clone() if _memory(tensor) in memories else tensor for tensor in outputs]
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+def restoring_buffers(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Restores at the end the buffers that a model changes.
 
     Yields a function that returns the names of the buffers that have changed so far.
     """
-    kept = [
+    saved = [
         (module, f"{path}.{name}".removeprefix("."), name, buffer, buffer.clone())
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
@@ -29,12 +29,12 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     ]
 
     def changed() -> list[str]:
-        return [path for module, path, name, _, value in kept if not _equal(module._buffers[name], value)]
+        return [path for module, path, name, _, value in saved if not _equal(module._buffers[name], value)]
 
     try:
         yield changed
     finally:
-        for module, _, name, buffer, value in kept:
+        for module, _, name, buffer, value in saved:
             if module._buffers[name] is not buffer:
                 module._buffers[name] = buffer
             if not _equal(buffer, value):
@@ -42,28 +42,28 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 
 @contextmanager
-def tensors_kept(model: nn.Module) -> Iterator[None]:
+def restoring_tensors(model: nn.Module) -> Iterator[None]:
     """Restores the tensor attributes of a model at the end, if it replaces or adds any."""
 
-    def held(module: nn.Module) -> dict[str, torch.Tensor]:
+    def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
-    kept = [(module, dict(module._buffers), held(module)) for module in model.modules()]
+    saved = [(module, dict(module._buffers), tensor_attributes(module)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, buffers, attributes in kept:
+        for module, buffers, attributes in saved:
             module._buffers.clear()
             module._buffers.update(buffers)
-            for name in held(module).keys() - attributes.keys():
+            for name in tensor_attributes(module).keys() - attributes.keys():
                 delattr(module, name)
             vars(module).update(attributes)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided:  # torch.equal supports only strided tensors
-        one, other = one.to_dense(), other.to_dense()
-    return torch.equal(one, other)
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not torch.strided:  # torch.equal supports only strided tensors
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -20,40 +20,43 @@ _IN_PLACE_OF = {"onnxruntime": [f"onnxruntime-{kind}" for kind in ("gpu", "openv
 
 def versions() -> dict[str, str]:
     """Returns the versions of all installed packages that affect the files."""
-    found = {name: _version(name) for name in _PACKAGES}
-    here = {name: version for name, version in found.items() if version is not None}
-    return {"optexport": __version__, "python": platform.python_version(), **here}
+    packages = {name: version for name in _PACKAGES if (version := _find_version(name)) is not None}
+    return {"optexport": __version__, "python": platform.python_version(), **packages}
 
 
-def changed(was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each version that changed."""
-    for name in sorted({*was, *now}):
-        if was.get(name) != now.get(name):
-            yield f"{name} was {was.get(name, 'absent')}, and is {now.get(name, 'absent')} now"
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            yield f"{name}: {before.get(name, 'not installed')} before, {after.get(name, 'not installed')} now"
 
 
-def check(was: Mapping[str, str] | None = None) -> None:
+def check(bundle_versions: Mapping[str, str] | None = None) -> None:
     """Checks that the requirements of optexport and transformers are installed.
 
     transformers raises ImportError for wrong versions when it is imported. Old versions of other packages fail later,
     with errors that name a file or an argument.
 
     Args:
-        was: The package versions of a bundle; the error also lists their changes.
+        bundle_versions: The package versions of a bundle; the error also lists their changes.
 
     Raises:
         ConfigError: A package is missing or has a wrong version; the error lists all of them.
     """
     unmet = list(_unmet())
     if unmet:
-        lines = [*(each for each, _ in unmet), *([] if was is None else changed(was, versions()))]
-        told = "".join(f"\n  {line}" for line in lines)
+        lines = [description for description, _ in unmet]
+        lines += [] if bundle_versions is None else describe_changes(bundle_versions, versions())
         # Two packages may need the same one; the command lists it once.
-        wanted = {requirement.name: requirement.specifier for _, requirement in unmet}
+        specifiers = {requirement.name: requirement.specifier for _, requirement in unmet}
         for _, requirement in unmet:
-            wanted[requirement.name] &= requirement.specifier
-        needed = " ".join(f"'{name}{specifier}'" for name, specifier in wanted.items())
-        raise ConfigError(f"the installed packages do not go together{told}", hint=f"pip install {needed}")
+            specifiers[requirement.name] &= requirement.specifier
+        arguments = " ".join(f"'{name}{specifier}'" for name, specifier in specifiers.items())
+        raise ConfigError(
+            "the versions of the installed packages do not fit together",
+            details="\n".join(lines),
+            hint=f"Install other versions: pip install {arguments}",
+        )
 
 
 def _unmet() -> Iterator[tuple[str, Requirement]]:
@@ -65,16 +68,17 @@ def _unmet() -> Iterator[tuple[str, Requirement]]:
             needed = map(Requirement, metadata.requires(package) or ())
         except metadata.PackageNotFoundError:  # optexport runs from a checkout, or the package that needs it reports it
             continue
-        for one in needed:
-            if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+        for requirement in needed:
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            version = _version(one.name)
-            if version is None or not one.specifier.contains(version, prereleases=True):
-                found = "is not installed" if version is None else f"{version} is installed"
-                yield f"{one.name}: {found}, and {package} needs {one.name}{one.specifier}", one
+            version = _find_version(requirement.name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                name = requirement.name
+                state = "not installed" if version is None else f"found {version}"
+                yield f"{name}: {state}, {package} needs {name}{requirement.specifier}", requirement
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     for name in (package, *_IN_PLACE_OF.get(package, ())):
         try:
             return metadata.version(name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.measure import PairwiseComparison, Report
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.config.benchmarks import BarConfig, GateConfig
 from optexport.errors import GateError
 
@@ -36,7 +36,7 @@ def check(
         failures += [*_speedup_failures(gate.min_speedup, artifacts, report, without_plain)]
     if failures:
         lines = "".join(f"\n  {failure}" for failure in failures)
-        raise GateError(f"the exported files miss the gates{lines}", location="[gate]", proof=parity)
+        raise GateError(f"the exported files miss the gates{lines}", location="[gate]", parity=parity)
 
 
 def check_never_slower(
@@ -56,7 +56,7 @@ def check_never_slower(
         lowered = ", ".join(pair.artifact.format for pair in slower if pair.artifact.precision is not None)
         hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
         raise GateError(
-            f"the tuned files are slower than the plain export{lines}", hint=hint if lowered else None, proof=parity
+            f"the tuned files are slower than the plain export{lines}", hint=hint if lowered else None, parity=parity
         )
 
 

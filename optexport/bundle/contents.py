@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optexport.bundle import digest_json
-from optexport.bundle.layout import MANIFEST, MEASUREMENTS, check_place
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS, check_output_path
 from optexport.bundle.layout import REFERENCE as REFERENCE
 from optexport.bundle.manifest import Manifest
 from optexport.errors import BundleError, ConfigError, unreadable
@@ -23,13 +23,13 @@ def check_output(output: Path) -> None:
     Raises:
         ConfigError: The path contains something else, or is not writable.
     """
-    check_place(output)
+    check_output_path(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nothing can be written there: {error}", location=f"export.output: {output}") from error
+        raise ConfigError(f"the output cannot be written: {error}", location=f"export.output: {output}") from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -69,4 +69,4 @@ def read_traced_inputs(path: Path, names: Sequence[str]) -> dict[str, torch.Tens
     try:
         return {name: tensors[f"0.inputs.{name}"] for name in names}
     except KeyError as error:
-        raise BundleError(f"it lacks the traced input {error}", location=str(path)) from error
+        raise BundleError(f"the file lacks the traced input {error}", location=str(path)) from error

@@ -19,7 +19,7 @@ M = TypeVar("M", bound=BaseModel)
 
 # In bytes; the manifest of MiniLM has 40,000. Parsing a file of nested brackets takes 25 times its size in memory.
 LARGEST = 32 << 20
-_MEND = "The bundle was changed after it was written: get it again, or export it again."
+_HINT = "The bundle was changed after it was written. Copy it again, or export it again."
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
@@ -35,22 +35,26 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():  # a read from a pipe would block
-            raise BundleError("it is no file", location=str(path), hint=_MEND)
-        if path.stat().st_size > LARGEST:
-            raise BundleError(f"it is larger than {LARGEST} bytes", location=str(path), hint=_MEND)
+            raise BundleError("the path is not a regular file", location=str(path), hint=_HINT)
+        if (size := path.stat().st_size) > LARGEST:
+            raise BundleError(
+                f"the file is too large (found {size} bytes, expected at most {LARGEST})",
+                location=str(path),
+                hint=_HINT,
+            )
         content = path.read_bytes()
         document = json.loads(content)
-        whole = (
+        is_intact = (
             isinstance(document, dict)
             and document.get("digest") == _digest(document)
             and content == _canonical(document)
         )
     except FileNotFoundError as error:
-        raise BundleError("it is missing", location=str(path), hint=_MEND) from error
+        raise BundleError("the file is missing", location=str(path), hint=_HINT) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(error, path, _MEND) from error
-    if not whole:
-        raise BundleError("it does not match its own digest", location=str(path), hint=_MEND)
+        raise unreadable(error, path, _HINT) from error
+    if not is_intact:
+        raise BundleError("the content does not match its own digest", location=str(path), hint=_HINT)
     assert isinstance(document, dict)
     return document
 
@@ -67,11 +71,11 @@ def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        more = f", and {len(others)} more" if others else ""
-        where = ".".join(map(str, first["loc"]))
+        first, *more = error.errors(include_url=False)
+        count = f" (and {len(more)} more errors)" if more else ""
+        mistake = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
         raise BundleError(
-            f"it does not follow the schema: {where}: {first['msg']}{more}", location=str(path)
+            f"the document does not match its schema: {mistake}{count}", location=str(path)
         ) from error
 
 

@@ -12,7 +12,7 @@ from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, 
 from optexport.bundle.manifest import SUFFIXES, VERSION, FileRecord, Manifest
 from optexport.errors import BundleError, ConfigError, unreadable
 
-_LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
+_LINK_HINT = "Remove it. If the bundle needs it, copy the bundle again with the files that links point to."
 
 
 def file_records(folder: Path) -> list[FileRecord]:
@@ -40,12 +40,12 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         ConfigError: The folder is not a bundle.
         BundleError: A file is missing, added or changed.
     """
-    manifest = manifest_of_files(folder)
+    manifest = read_structure(folder)
     check_unchanged(folder, manifest, report=report)
     return manifest
 
 
-def manifest_of_files(folder: Path) -> Manifest:
+def read_structure(folder: Path) -> Manifest:
     """Reads the manifest and checks the structure of a folder, but no digests of files.
 
     Raises:
@@ -55,27 +55,32 @@ def manifest_of_files(folder: Path) -> Manifest:
     """
     atomic_dir.recover(folder)
     if not folder.is_dir():
-        raise ConfigError("there is no such folder", location=str(folder), hint="Give the folder of a bundle.")
+        raise ConfigError("the folder does not exist", location=str(folder), hint="Give the folder of a bundle.")
     check_utf8(folder)
     if not (folder / MANIFEST).is_file():
-        found = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()
-        parts = sorted(path.parent.name for path in found)
-        hint = f"It is the folder of a generative model: name a part, {' or '.join(parts)}." if parts else None
-        raise ConfigError("it is no bundle: it holds no manifest.json", location=str(folder), hint=hint)
+        manifests = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()
+        parts = sorted(path.parent.name for path in manifests)
+        hint = f"This is the folder of a generative model. Name a part: {' or '.join(parts)}." if parts else None
+        raise ConfigError("the folder is not a bundle (manifest.json is missing)", location=str(folder), hint=hint)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", location=str(path), hint=_LINK)
-    manifest = manifest_alone(folder)
+            raise BundleError(
+                "a bundle may contain only regular files and folders, not links", location=str(path), hint=_LINK_HINT
+            )
+    manifest = read_manifest_only(folder)
     if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
-        raise BundleError("it names no file, or not a bound for every output", location=str(folder / MANIFEST))
+        message = "the manifest lists no artifact, or lacks the tolerance of an output"
+        raise BundleError(message, location=str(folder / MANIFEST))
     listed = {record.path for record in manifest.files}
     for name in [*listed, *(artifact.path for artifact in manifest.artifacts)]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in listed:
-            raise BundleError(f"it names {name!r}, which is no file of the bundle", location=str(folder / MANIFEST))
+            raise BundleError(
+                f"the manifest names {name!r}, which is not a file of the bundle", location=str(folder / MANIFEST)
+            )
     for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
         # Such a file would be used without a check.
         if name.endswith(tuple(SUFFIXES.values())):
-            raise BundleError("it is a model's file, and none of the manifest's", location=str(folder / name))
+            raise BundleError("the manifest does not list this model file as an artifact", location=str(folder / name))
     for artifact in manifest.artifacts:
         if artifact.format == "onnx" and (folder / artifact.path).is_file():
             external_data.check_locations(folder / artifact.path)
@@ -93,21 +98,21 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
     """
     measurements = digest_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
-        raise BundleError("it belongs to another bundle", location=str(folder / MEASUREMENTS))
+        raise BundleError("the measurements belong to another bundle", location=str(folder / MEASUREMENTS))
     expected = {record.path: record for record in manifest.files}
     folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name not in folders if path.is_dir() else name not in expected and name not in UNLISTED:
-            what = "folder" if path.is_dir() else "file"
-            raise BundleError(f"the manifest does not know this {what}", location=str(path), hint="Remove it.")
+            kind = "folder" if path.is_dir() else "file"
+            raise BundleError(f"the manifest does not list this {kind}", location=str(path), hint=f"Remove the {kind}.")
     for name, record in expected.items():
         check_file(folder / name, record)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
 
 
-def manifest_alone(folder: Path) -> Manifest:
+def read_manifest_only(folder: Path) -> Manifest:
     """Reads the manifest without checking any other file.
 
     Raises:
@@ -118,7 +123,7 @@ def manifest_alone(folder: Path) -> Manifest:
         raise BundleError(
             f"the manifest has another version (found {version}, expected {VERSION})",
             location=str(folder / MANIFEST),
-            hint="Upgrade optexport." if isinstance(version, int) and version > VERSION else "Make the bundle again.",
+            hint="Upgrade optexport." if isinstance(version, int) and version > VERSION else "Export the bundle again.",
         )
     return digest_json.validated(Manifest, document, folder / MANIFEST)
 
@@ -131,9 +136,9 @@ def check_file(path: Path, record: FileRecord) -> None:
     """
     try:
         if not path.is_file():
-            raise BundleError("it is missing", location=str(path))
+            raise BundleError("the file is missing", location=str(path))
         if path.stat().st_size != record.size or sha256(path) != record.sha256:
-            raise BundleError("it was changed since the bundle was written", location=str(path))
+            raise BundleError("the file was changed after the bundle was written", location=str(path))
     except OSError as error:
         raise unreadable(error, path) from error
 
@@ -145,11 +150,14 @@ def _check_report(folder: Path, digest: object) -> None:
     """
     path = folder / REPORT
     try:
-        found = sha256(path) if path.is_file() else None
+        actual = sha256(path) if path.is_file() else None
     except OSError as error:
         raise unreadable(error, path) from error
-    if found not in (digest if isinstance(digest, list) else [digest]):
-        what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
+    if actual not in (digest if isinstance(digest, list) else [digest]):
+        unlisted = "the measurements do not list the report"
+        changed = unlisted if digest is None else "the report was changed after it was written"
         raise BundleError(
-            f"it is {what}", location=str(path), hint=f"Write it again: optexport report {shlex.quote(str(folder))}"
+            "the report is missing" if actual is None else changed,
+            location=str(path),
+            hint=f"Write the report again: optexport report {shlex.quote(str(folder))}",
         )

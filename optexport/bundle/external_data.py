@@ -26,21 +26,26 @@ def check_locations(path: Path) -> None:
         BundleError: The weights are elsewhere, or the file cannot be parsed.
     """
     try:
-        if not _holds(path, _KEY.encode()):
+        if not _contains(path, _KEY.encode()):
             return  # avoids parsing a large file
     except OSError as error:
         raise unreadable(error, path) from error
     try:
         import onnx
 
-        found = locations(onnx.load_model(path, load_external_data=False))
+        paths = locations(onnx.load_model(path, load_external_data=False))
     except Exception as error:  # errors of protobuf and of files share no base class
-        raise BundleError(f"where its weights are cannot be read: {first_line(error)}", location=str(path)) from error
-    if elsewhere := sorted(found - {f"{path.name}.data"}):
-        raise BundleError(f"it keeps weights in {elsewhere[0]!r}, and no bundle does", location=str(path))
+        raise BundleError(
+            f"the locations of the weights cannot be read: {first_line(error)}", location=str(path)
+        ) from error
+    if outside := sorted(paths - {f"{path.name}.data"}):
+        expected = f"{path.name}.data"
+        raise BundleError(
+            f"weights are in another file (found {outside[0]!r}, expected {expected!r})", location=str(path)
+        )
 
 
-def _holds(path: Path, text: bytes) -> bool:
+def _contains(path: Path, text: bytes) -> bool:
     with path.open("rb") as file:
         if not path.stat().st_size:
             return False

@@ -15,24 +15,24 @@ def checkout(folder: Path) -> dict[str, str]:
     Without git, the commit and the branch come from the variables of GitHub and GitLab CI.
     """
 
-    def ask(*command: str) -> str | None:
+    def run_git(*command: str) -> str | None:
         # In a container the folder often belongs to another user, and git then refuses to read it.
         git = ["git", "-c", "safe.directory=*", "-C", str(folder)]
         try:
-            done = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+            completed = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
         except OSError:
             return None
-        return done.stdout.strip() or None if done.returncode == 0 else None
+        return completed.stdout.strip() or None if completed.returncode == 0 else None
 
-    def told(*names: str) -> str | None:
+    def read_variable(*names: str) -> str | None:
         return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
-    remote = ask("config", "--get", "remote.origin.url")
-    branch = ask("rev-parse", "--abbrev-ref", "HEAD")
-    found = {
-        "commit": ask("rev-parse", "HEAD") or told("GITHUB_SHA", "CI_COMMIT_SHA"),
+    remote = run_git("config", "--get", "remote.origin.url")
+    branch = run_git("rev-parse", "--abbrev-ref", "HEAD")
+    description = {
+        "commit": run_git("rev-parse", "HEAD") or read_variable("GITHUB_SHA", "CI_COMMIT_SHA"),
         # CI checks out a commit and not a branch.
-        "branch": (branch if branch != "HEAD" else None) or told("GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
+        "branch": (branch if branch != "HEAD" else None) or read_variable("GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
         "repository": redact(remote) if remote else None,
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in description.items() if value}

@@ -39,27 +39,26 @@ TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _BEGINNING = 4096
 
 
-def beside(output: Path, what: str) -> Path:
+def sibling(output: Path, kind: str) -> Path:
     """Returns the path of an output's "baseline", or of its "failure" after a failed check."""
-    return output.with_name(f"{output.name}-{what}")
+    return output.with_name(f"{output.name}-{kind}")
 
 
-def kept(output: Path) -> tuple[Path, ...]:
+def output_folders(output: Path) -> tuple[Path, ...]:
     """Returns the folders that a run with this output may write, replace or remove."""
-    return tuple(
-        location for each in (output, beside(output, "baseline")) for location in (each, beside(each, "failure"))
-    )
+    bundles = (output, sibling(output, "baseline"))
+    return tuple(folder for bundle in bundles for folder in (bundle, sibling(bundle, "failure")))
 
 
-def as_path(given: object, name: str) -> Path:
+def as_path(value: object, name: str) -> Path:
     """Converts an argument of the Python API to a path.
 
     Raises:
         ConfigError: The argument is not a path.
     """
-    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or "\0" in path:
-        raise ConfigError(f"{given!r} is no path", location=name, hint="Give a str or a pathlib.Path.")
+        raise ConfigError(f"{value!r} is not a path", location=name, hint="Give a str or a pathlib.Path.")
     return Path(path)
 
 
@@ -72,60 +71,66 @@ def check_utf8(folder: Path) -> None:
     path = os.path.abspath(folder)
     if path != path.encode("utf-8", "replace").decode("utf-8"):
         raise ConfigError(
-            "the path of the folder is not UTF-8, and torch and ONNX Runtime open no file there",
+            "the path of the folder is not UTF-8, so torch and ONNX Runtime cannot open its files",
             location=path,
             hint="Rename the folder.",
         )
 
 
-def cache() -> Path | None:
+def find_cache_folder() -> Path | None:
     """Returns the folder of the cache, or None if the cache is off.
 
     The folder is ``OPTEXPORT_CACHE``, by default ``optexport`` in the user's cache folder. An empty variable turns the
     cache off.
     """
-    named = os.environ.get("OPTEXPORT_CACHE")
+    variable = os.environ.get("OPTEXPORT_CACHE")
     try:
-        if named is not None:
-            return Path(named).expanduser().absolute() if named else None
+        if variable is not None:
+            return Path(variable).expanduser().absolute() if variable else None
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # user ids in containers may have no home folder
         return None
     return Path(caches) / "optexport"
 
 
-def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: bool = True) -> None:
+def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file: bool = True) -> None:
     """Checks that the path of an option does not overlap protected paths or a bundle.
 
     Args:
-        places: The protected files and folders.
+        protected: The protected files and folders.
         is_file: True if the option names a file. A file cannot take the path of a folder either.
 
     Raises:
         ConfigError: The path overlaps one of them.
     """
-    named = path.resolve()
-    if is_file and named.is_dir():
-        raise ConfigError("it is a folder", location=f"{option} {path}", hint="Name a file.")
-    for location in places:
-        if named.is_relative_to(location.resolve()) or (is_file and named in location.resolve().parents):
-            raise ConfigError(f"it would change {location}", location=f"{option} {path}", hint="Name another place.")
-    if (bundle := _bundle_around(named)) is not None:
+    resolved = path.resolve()
+    if is_file and resolved.is_dir():
+        raise ConfigError("the path is a folder, not a file", location=f"{option} {path}", hint="Name a file.")
+    for protected_path in protected:
+        if resolved.is_relative_to(protected_path.resolve()) or (
+            is_file and resolved in protected_path.resolve().parents
+        ):
+            raise ConfigError(
+                f"writing this path would change {protected_path}",
+                location=f"{option} {path}",
+                hint="Choose another path.",
+            )
+    if (bundle := _find_bundle_around(resolved)) is not None:
         raise ConfigError(
-            f"it lies in the bundle {bundle}, which would hold what is not its own",
+            f"the path is inside the bundle {bundle}, which may contain only its own files",
             location=f"{option} {path}",
-            hint="Name another place.",
+            hint="Choose another path.",
         )
 
 
-def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: str) -> None:
+def check_overwritable(option: str, path: Path, pattern: re.Pattern[bytes], kind: str) -> None:
     """Checks that an output file is new, empty, or an earlier output of the same kind.
 
     Any other file may be an input of the run, such as the weights, or the tracking database.
 
     Args:
-        form: A pattern that matches the start of such an output.
-        what: The name of this kind of file, for the error.
+        pattern: A pattern that matches the start of such an output.
+        kind: The name of this kind of file, for the error.
 
     Raises:
         ConfigError: The file is of another kind or cannot be read.
@@ -134,14 +139,18 @@ def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: s
         return
     try:
         with path.open("rb") as file:
-            begun = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
+            start = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError as error:
-        raise ConfigError(f"it cannot be read: {error}", location=f"{option} {path}") from error
-    if begun and not form.match(begun):
-        raise ConfigError(f"it exists and is no {what}", location=f"{option} {path}", hint="Name another file.")
+        raise ConfigError(f"the file cannot be read: {error}", location=f"{option} {path}") from error
+    if start and not pattern.match(start):
+        raise ConfigError(
+            f"the file has other content than an earlier {kind}, so it is not replaced",
+            location=f"{option} {path}",
+            hint="Name another file.",
+        )
 
 
-def check_place(output: Path) -> None:
+def check_output_path(output: Path) -> None:
     """Checks that a bundle can be written to a path, without writing there.
 
     Raises:
@@ -149,31 +158,34 @@ def check_place(output: Path) -> None:
     """
     try:
         check_replaceable(output)
-        if (bundle := _bundle_around(output)) is not None:
+        if (bundle := _find_bundle_around(output)) is not None:
             raise ConfigError(
-                f"it lies in the bundle {bundle}, which would hold what is not its own",
+                f"the output is inside the bundle {bundle}, which may contain only its own files",
                 location=f"export.output: {output}",
-                hint="Choose another place.",
+                hint="Choose another output.",
             )
         existing = next(folder for folder in output.parents if folder.exists())
         if not existing.is_dir():
-            raise NotADirectoryError(f"{existing} is no folder")
+            raise NotADirectoryError(f"{existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError(f"{existing} takes no files of this user")
+            raise PermissionError(f"this user may not write to {existing}")
         with contextlib.suppress(FileNotFoundError):
             # The temporary name of an unfinished bundle is this long.
             os.lstat(existing / f"{output.name}{'-' * 24}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nothing can be written there: {error}", location=f"export.output: {output}") from error
+        raise ConfigError(f"the output cannot be written: {error}", location=f"export.output: {output}") from error
 
 
-def _bundle_around(path: Path) -> Path | None:
+def _find_bundle_around(path: Path) -> Path | None:
     """Returns the bundle that contains a path, or None."""
-    around = path.parents
-    return next((at for at in around if (at / GENERATION).is_file() or _vouched_for(at / MANIFEST) is not None), None)
+    return next((folder for folder in path.parents if _is_bundle(folder)), None)
 
 
-def _vouched_for(manifest: Path) -> list[PurePosixPath] | None:
+def _is_bundle(folder: Path) -> bool:
+    return (folder / GENERATION).is_file() or _find_listed_files(folder / MANIFEST) is not None
+
+
+def _find_listed_files(manifest: Path) -> list[PurePosixPath] | None:
     """Returns the file paths in a manifest, or None if it is not a manifest."""
     try:
         if not manifest.is_file():  # a read from a pipe would block
@@ -194,21 +206,22 @@ def check_replaceable(output: Path) -> None:
     if not output.exists() and not output.is_symlink():
         return
     if not output.is_symlink() and output.is_dir():
-        if (files := _vouched_for(output / MANIFEST)) is not None:
+        if (files := _find_listed_files(output / MANIFEST)) is not None:
             names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
-            ours = {*UNLISTED, *(str(path) for file in files for path in (file, *file.parents))}
-            if names <= ours:
+            listed = {*UNLISTED, *(str(path) for file in files for path in (file, *file.parents))}
+            if names <= listed:
                 return
-            added = sorted(names - ours)
+            added = sorted(names - listed)
+            names_text = f"{', '.join(added[:3])}{', ...' if added[3:] else ''}"
             raise ConfigError(
-                f"it holds {', '.join(added[:3])}{', ...' if added[3:] else ''}, not of the bundle that is there",
+                f"the folder has files that are not part of its bundle: {names_text}",
                 location=f"export.output: {output}",
-                hint="Move that away, or choose another place.",
+                hint="Move these files to another folder, or choose another output.",
             )
         if not any(output.iterdir()):
             return
     raise ConfigError(
-        "it exists and is no bundle, so it is not replaced",
+        "the path exists and is not a bundle, so it is not replaced",
         location=f"export.output: {output}",
-        hint="Choose another place, or remove it.",
+        hint="Choose another output, or remove the path.",
     )

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from optexport.bundle.parity_records import Count, ParityRecord
 from optexport.runtime.devices import Device
 
 VERSION: Literal[2] = 2
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
-
-
-# Sizes and counts of up to 64 bits, so that a reader's arithmetic does not overflow.
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # Machine epsilon: the distance from 1 to the next larger number.
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 # File suffix of each format.
 SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
-# Distance between two values.
-Distance = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -112,211 +107,6 @@ class TransformationRecord(_Record):
     near_misses: list[NearMissRecord]
 
 
-class CaseRecord(_Record):
-    """Parity of one output in one case.
-
-    Attributes:
-        case: The name of the case.
-        distance: The distance; null if it could not be measured.
-        limit: The limit; null if only NaN, shape and dtype are checked.
-        failure: The reason of a failure; null if the output passes.
-    """
-
-    case: str
-    distance: Distance | None
-    limit: float | None
-    failure: str | None
-
-
-class OutputRecord(_Record):
-    """Parity of one output of a target.
-
-    Distances are from float64, unless atol or rtol is set. A distance is null if it could not be measured.
-
-    Attributes:
-        output: The name of the output.
-        max_abs: The largest absolute distance in ordinary cases.
-        max_rel: The largest relative distance in ordinary cases. The divisor is the reference's element, or a millionth
-            of the largest one if that is more.
-        cosine: The smallest cosine similarity in a case.
-        multiple: The distance divided by the noise floor; null if the noise floor is zero.
-        step: The distance from the target that this one was made from.
-        argmax_agreement: The share of positions with the same largest element along the last axis.
-        tolerance: The smallest absolute tolerance against the original itself that would pass.
-        worst_case: The case with the largest absolute distance.
-        cases: The result of each case, including extreme cases.
-    """
-
-    output: str
-    max_abs: Distance | None
-    max_rel: Distance | None
-    cosine: float
-    multiple: Distance | None
-    step: Distance | None
-    argmax_agreement: float
-    tolerance: Distance | None
-    worst_case: str
-    cases: list[CaseRecord]
-
-
-class GateRecord(_Record):
-    """A gate: the minimum of a metric that the config requires.
-
-    Attributes:
-        measure: The name of the metric.
-        output: The output; null if the metric receives all outputs.
-        min: The minimum.
-        k: The number of largest elements that the metric compares.
-        classes: True if the channels of a mask are classes that exclude each other.
-        slack: The largest change of a value by rounding alone. Differences that it can explain are ignored.
-        cases: The cases that count.
-        real: True if these cases are the user's data.
-    """
-
-    measure: str
-    output: str | None
-    min: float
-    k: int = Field(ge=1, le=2**63 - 1)
-    classes: bool
-    slack: float
-    cases: list[str]
-    real: bool
-
-
-class CaseDecisionRecord(_Record):
-    """Values of a metric in one case.
-
-    Attributes:
-        case: The name of the case.
-        total: The sum of the values; for a share, the number that agree.
-        smallest: The smallest value; null if the case has none.
-        count: The number of values.
-    """
-
-    case: str
-    total: float
-    smallest: float | None
-    count: Count
-
-
-class DecisionRecord(_Record):
-    """Result of a metric at a target.
-
-    Attributes:
-        measure: The name of the metric.
-        output: The output; null if the metric receives all outputs.
-        value: The value that the gate compares: a share, a mean, or the smallest cosine. It is null without data.
-        mean: The mean of all values; null without data.
-        low: The lower end of the 95 % interval of the mean; null without an interval.
-        high: The upper end of the 95 % interval of the mean; null without an interval.
-        count: The number of positions, sequences, rows, masks or cases.
-        ties: The number of those that agree only because rounding alone can explain their change.
-        min: The minimum of the gate.
-        failure: The reason of a failure; null if the gate passes.
-        cases: The values of each case.
-    """
-
-    measure: str
-    output: str | None
-    value: float | None
-    mean: float | None
-    low: float | None
-    high: float | None
-    count: Count
-    ties: Count
-    min: float
-    failure: str | None
-    cases: list[CaseDecisionRecord]
-
-
-class TargetRecord(_Record):
-    """Parity of a target: the original, the transformed graph, or a file in its runtime.
-
-    Attributes:
-        target: The name of the target.
-        made_from: The name of the target that this one was made from.
-        outputs: The result of each output.
-        decisions: The result of each metric.
-        precision: The lower precision of the target, or null. Gates on metrics then replace limits on distances.
-    """
-
-    target: str
-    made_from: str
-    outputs: list[OutputRecord]
-    decisions: list[DecisionRecord]
-    precision: str | None = None
-
-    @property
-    def title(self) -> str:
-        """Returns the target's name, with its precision if that is lower than the original's."""
-        return self.target if self.precision is None else f"{self.target} ({self.precision})"
-
-
-class ToleranceRecord(_Record):
-    """Noise floor and tolerance of an output.
-
-    Attributes:
-        floor: The noise floor.
-        limit: The largest distance from the reference that passes.
-        atol: The absolute tolerance in the config.
-        rtol: The relative tolerance in the config.
-        extremes: The limits of extreme cases; null if only NaN, shape and dtype are checked.
-        largest: The largest magnitude of the original's finite values in the other cases; null in older bundles.
-    """
-
-    floor: float
-    limit: float
-    atol: float | None
-    rtol: float | None
-    extremes: dict[str, float | None]
-    largest: float | None = None
-
-    @property
-    def fixed(self) -> bool:
-        """Returns True if the config sets a tolerance.
-
-        Distances are then from the original in its own precision.
-        """
-        return self.atol is not None or self.rtol is not None
-
-
-class ParityRecord(_Record):
-    """Result of the parity check. All reports are made from it.
-
-    Attributes:
-        cases: The names of the cases.
-        bounds: The noise floor and tolerance of each output.
-        ways: The other ways of running the original that contribute to the noise floor.
-        fallback: The reason for a missing float64 reference, or null.
-        unguided: The outputs and cases that are compared with the original itself, because float64 is unsuitable.
-        left_out: The cases that were not checked, with the reason, or the share of the data that was checked.
-        gates: The gates on metrics.
-        targets: The result of each target.
-        extreme_cases: The cases with values unlike real data, which gates ignore.
-    """
-
-    cases: list[str]
-    bounds: dict[str, ToleranceRecord]
-    ways: list[str]
-    fallback: str | None
-    unguided: list[str]
-    left_out: list[str]
-    gates: list[GateRecord]
-    targets: list[TargetRecord]
-    extreme_cases: list[str] = []
-
-    @property
-    def compared_with(self) -> str:
-        """Returns a description of the reference.
-
-        The reference is in float64, except for outputs with a tolerance in the config.
-        """
-        fixed = [name for name, bound in self.bounds.items() if bound.fixed]
-        if self.fallback is not None or len(fixed) == len(self.bounds):
-            return "the original in its own precision"
-        return ", ".join(["the original in float64", *fixed]) + (" in its own precision" if fixed else "")
-
-
 class GateValueRecord(_Record):
     """Value and minimum of a gate; the value is null if it could not be measured."""
 
@@ -359,9 +149,9 @@ class PrecisionRecord(_Record):
     chosen: list[GateValueRecord]
 
     @property
-    def but_asked_for(self) -> str:
-        """Returns the words between "all" and "lowered" that describe the layers of `lowered`."""
-        return "but those asked for " if any(layer.kept == "asked for" for layer in self.layers) else ""
+    def exception_text(self) -> str:
+        """Returns the exception, in words, to "all layers" of `lowered`, or an empty text."""
+        return "except those in keep_float32 " if any(layer.kept == "asked for" for layer in self.layers) else ""
 
 
 class ArtifactRecord(_Record):
@@ -384,10 +174,11 @@ class ArtifactRecord(_Record):
     precision: PrecisionRecord | None = None
 
     @model_validator(mode="after")
-    def _opened_as_what_it_is(self) -> ArtifactRecord:
+    def _check_suffix(self) -> ArtifactRecord:
         """Checks the suffix, because other programs select the format by it."""
         if not self.path.endswith(SUFFIXES[self.format]):
-            raise ValueError(f"a file of {self.format} is not called {PurePosixPath(self.path).name!r}")
+            name, suffix = PurePosixPath(self.path).name, SUFFIXES[self.format]
+            raise ValueError(f"the name of a file of {self.format} must end with {suffix} (found {name!r})")
         return self
 
 
@@ -479,17 +270,17 @@ class Manifest(_Record):
 
     @field_validator("artifacts")
     @classmethod
-    def _one_of_a_format(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
+    def _check_formats(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
         """Checks that formats are unique, because a second file could be used without a check."""
         if len({artifact.format for artifact in artifacts}) < len(artifacts):
-            raise ValueError("two files are of one format")
+            raise ValueError("two artifacts have the same format")
         return artifacts
 
     @model_validator(mode="after")
-    def _tells_of_every_dimension(self) -> Manifest:
+    def _check_dimensions(self) -> Manifest:
         sizes = [size for spec in self.inputs for size in spec.shape if isinstance(size, str)]
         if unknown := {name for size in sizes for name in size.split(" + ")} - self.dims.keys():
-            raise ValueError(f"dims lacks {', '.join(sorted(unknown))}")
+            raise ValueError(f"dims lacks the dimensions {', '.join(sorted(unknown))}")
         return self
 
     @property
@@ -498,12 +289,12 @@ class Manifest(_Record):
 
         Each entry contains the noise floor and the largest value.
         """
-        found = []
+        descriptions = []
         for output in self.outputs:
             bound, epsilon = self.parity.bounds[output.name], _EPSILONS.get(output.dtype)
             if epsilon and bound.largest and not bound.fixed and bound.floor > epsilon**0.5 * bound.largest:
-                found.append(f"{output.name} by {bound.floor:.2g}, of {bound.largest:.2g} at the most")
-        return found
+                descriptions.append(f"{output.name} (noise floor {bound.floor:.2g}, largest value {bound.largest:.2g})")
+        return descriptions
 
     @property
     def only_zeros(self) -> list[str]:
@@ -517,9 +308,9 @@ class Manifest(_Record):
     def ungated(self) -> list[str]:
         """Returns the float outputs without a gate or a tolerance, for files of lower precision."""
         gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds
-        real = [output.name for output in self.outputs if "float" in output.dtype]
-        free = [name for name in real if not bounds[name].fixed]
-        return [] if None in gated else [name for name in free if name not in gated]
+        floats = [output.name for output in self.outputs if "float" in output.dtype]
+        measured = [name for name in floats if not bounds[name].fixed]
+        return [] if None in gated else [name for name in measured if name not in gated]
 
 
 def json_schema() -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from optexport.bundle import digest_json
 from optexport.bundle.layout import MEASUREMENTS
-from optexport.bundle.manifest import Count
 from optexport.bundle.outcomes import Outcome
+from optexport.bundle.parity_records import Count
 
 
 class _Record(BaseModel):

@@ -42,13 +42,13 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
     return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}
 
 
-def whole(bundle: Path) -> Path:
+def outermost(bundle: Path) -> Path:
     """Returns the folder that is written and replaced together with a bundle.
 
     That is the folder of the generative model if the bundle is a part of one, and otherwise the bundle.
     """
-    around = bundle.resolve().parent
-    return around if (around / GENERATION).is_file() else bundle
+    parent = bundle.resolve().parent
+    return parent if (parent / GENERATION).is_file() else bundle
 
 
 def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
@@ -60,17 +60,19 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     document = digest_json.read(folder / GENERATION)
     parts = document.get("parts")
     if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
-        raise BundleError("it does not name the parts of a model", location=str(folder / GENERATION))
+        raise BundleError("the document does not name the parts of a model", location=str(folder / GENERATION))
     digest_json.validated(_Tokens, document, folder / GENERATION)
     for path in sorted(folder.iterdir()):
         if path.name not in {GENERATION, *parts, *SIGNED}:
-            raise BundleError("the export does not know it", location=str(path), hint="Remove it.")
+            raise BundleError("the path is not part of the export", location=str(path), hint="Remove it.")
         if path.is_symlink() or path.is_dir() != (path.name in parts):
-            raise BundleError("it is a link, or no file of an export", location=str(path), hint="Remove it.")
+            raise BundleError(
+                "the path is a link, or a file instead of a folder", location=str(path), hint="Remove it."
+            )
     manifests = {name: _read_part(folder / name) for name in parts}
     for name, digest in parts.items():
         if manifests[name].digest != digest:
-            raise BundleError("it belongs to another export", location=str(folder / name))
+            raise BundleError("the part belongs to another export", location=str(folder / name))
     return document, manifests
 
 

@@ -13,17 +13,17 @@ from optexport._utils.packages import versions
 from optexport._utils.platform import machine, usable_cores
 
 
-def surroundings() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Returns the environment as JSON values. Results are shared by equal environments only."""
     return {
-        **_of_process(),
+        **_process_fields(),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
     }
 
 
 @functools.cache
-def _of_process() -> dict[str, Any]:
+def _process_fields() -> dict[str, Any]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # during development the version does not change
         code.update(path.read_bytes())

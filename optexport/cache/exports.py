@@ -28,29 +28,29 @@ def export(
     Raises:
         ExportError: The graph cannot be written in this format.
     """
-    entry = _name(writer, file_format, passes, opset)
-    if entry is not None and (kept := store.read(entry)) is not None:
-        place, (known, names) = kept
-        if _copied(place, names, folder):
-            return ArtifactRecord.model_validate_json(known), True
+    entry = _find_key(writer, file_format, passes, opset)
+    if entry is not None and (cached := store.read(entry)) is not None:
+        entry_folder, (record_json, names) = cached
+        if _copy(entry_folder, names, folder):
+            return ArtifactRecord.model_validate_json(record_json), True
     record = writer.write(file_format, folder, passes, opset)
     if entry is not None:
         files = keys.files_of(folder / record.path)
 
-        def fill(place: Path) -> None:
+        def fill(entry_folder: Path) -> None:
             for file in files:
-                shutil.copyfile(file, place / file.name)
+                shutil.copyfile(file, entry_folder / file.name)
 
         notes = [record.model_dump_json(), [file.name for file in files]]
         store.write(entry, notes, size=sum(file.stat().st_size for file in files), fill=fill)
     return record, False
 
 
-def _copied(place: Path, names: Sequence[str], folder: Path) -> bool:
+def _copy(entry_folder: Path, names: Sequence[str], folder: Path) -> bool:
     """Copies the files of an entry; returns False if another run removes the entry meanwhile."""
     try:
         for name in names:
-            shutil.copyfile(place / name, folder / name)
+            shutil.copyfile(entry_folder / name, folder / name)
     except FileNotFoundError:
         for name in names:
             (folder / name).unlink(missing_ok=True)
@@ -68,8 +68,8 @@ def of_file(path: Path) -> str | None:
     return keys.of_file(path) if store.enabled() else None
 
 
-def _name(writer: GraphWriter, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
+def _find_key(writer: GraphWriter, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
     if (graph := of_graph(writer.flat)) is None:
         return None
-    made_of = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]
-    return store.name("export", graph, file_format, writer.device, passes, opset, made_of)
+    inputs = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]
+    return store.name("export", graph, file_format, writer.device, passes, opset, inputs)

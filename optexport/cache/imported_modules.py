@@ -12,7 +12,7 @@ from optexport.bundle.digests import sha256
 
 _INSTALLED = {"site-packages", "dist-packages"}
 # These packages are identified by their versions, or by the package's own digest.
-KNOWN = {"torch", "transformers", "optexport", "builtins"}
+IDENTIFIED_PACKAGES = {"torch", "transformers", "optexport", "builtins"}
 
 
 def imported_from(folder: Path) -> list[str]:
@@ -25,7 +25,7 @@ def imported_from(folder: Path) -> list[str]:
     names = [getattr(module, "__file__", None) for module in modules]
     # Some modules of torch name a file that does not exist.
     files = {os.path.abspath(name) for name in names if name and os.path.isabs(name) and os.path.isfile(name)}
-    prefixes = [os.path.join(place, "") for place in (os.path.abspath(folder), os.path.realpath(folder))]
+    prefixes = [os.path.join(prefix, "") for prefix in (os.path.abspath(folder), os.path.realpath(folder))]
     resolve = functools.cache(os.path.realpath)  # called for folders, because they are fewer than files
     inside: set[Path] = set()
     for file in files:
@@ -53,13 +53,13 @@ def code_of(module: str) -> dict[str, str]:
     return {path.name: sha256(path), **{name: sha256(folder / name) for name in imported_from(folder)}}
 
 
-def code_beside_packages() -> dict[str, str]:
+def code_outside_packages() -> dict[str, str]:
     """Returns the digests, by name, of all imported modules outside installed packages.
 
     A model may call any of them.
     """
     standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
-    prefixes = tuple(os.path.join(place, "") for place in standard)
+    prefixes = tuple(os.path.join(path, "") for path in standard)
     digests = {}
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")

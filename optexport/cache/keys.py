@@ -15,7 +15,7 @@ from optexport._utils.tensors import bytes_of
 from optexport.bundle.digests import sha256
 
 # Packages with functions and modules that are identified by name, given the versions of the packages.
-_KNOWN = ("torch", "_operator", "operator", "math", "builtins", "optexport")
+_IDENTIFIED_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "optexport")
 _PLAIN = (
     int,
     float,
@@ -33,22 +33,22 @@ _PLAIN = (
 
 def of_tensors(groups: Iterable[Mapping[str, torch.Tensor]]) -> str:
     """Returns the SHA-256 of names, dtypes, shapes and bytes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for group in groups:
         for name, tensor in group.items():
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(_bytes(tensor))
-    return found.hexdigest()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_bytes(tensor))
+    return digest.hexdigest()
 
 
 def of_file(path: Path) -> str:
     """Returns the SHA-256 of a file and its companions, such as external ONNX weights."""
-    return hashlib.sha256(" ".join(sha256(each) for each in files_of(path)).encode()).hexdigest()
+    return hashlib.sha256(" ".join(sha256(file) for file in files_of(path)).encode()).hexdigest()
 
 
 def files_of(path: Path) -> list[Path]:
     """Returns a file and its companions, whose names start with the file's name."""
-    return [each for each in sorted(path.parent.glob(f"{path.name}*")) if each.is_file()]
+    return [file for file in sorted(path.parent.glob(f"{path.name}*")) if file.is_file()]
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:
@@ -57,61 +57,61 @@ def of_graph(graph_module: fx.GraphModule) -> str | None:
     A function is unknown if its name does not identify it, for example one of a plugin. The digest includes the source
     location of nodes, because exporters write it into their files.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
-        for said in _said(graph_module):
-            found.update(said if isinstance(said, memoryview) else repr(said).encode())
+        for part in _parts(graph_module):
+            digest.update(part if isinstance(part, memoryview) else repr(part).encode())
     except _UnknownError:
         return None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 class _UnknownError(Exception):
     """An object that its name does not identify."""
 
 
-def _said(graph_module: fx.GraphModule) -> Iterator[object]:
-    seen: dict[tuple[int, ...], str] = {}
+def _parts(graph_module: fx.GraphModule) -> Iterator[object]:
+    names_by_memory: dict[tuple[int, ...], str] = {}
     for node in graph_module.graph.nodes:
         yield node.op, node.name, [_leaf(leaf) for leaf in tree_leaves((node.args, node.kwargs))]
         yield str(node.args), str(node.kwargs), [str(node.meta.get(key)) for key in ("nn_module_stack", "stack_trace")]
         match node.op:
             case "call_function":
-                yield _named(node.target)
+                yield _identify(node.target)
             case "call_module":
                 module = graph_module.get_submodule(str(node.target))
                 if isinstance(module, fx.GraphModule):
-                    yield from _said(module)
+                    yield from _parts(module)
                 else:
-                    yield from _of_module(str(node.target), module, seen)
+                    yield from _of_module(str(node.target), module, names_by_memory)
             case "get_attr":
-                yield from _of_attribute(str(node.target), _attribute(graph_module, str(node.target)), seen)
+                yield from _of_attribute(str(node.target), _attribute(graph_module, str(node.target)), names_by_memory)
             case _:
                 yield node.target
 
 
-def _of_module(target: str, module: nn.Module, seen: dict[tuple[int, ...], str]) -> Iterator[object]:
+def _of_module(target: str, module: nn.Module, names_by_memory: dict[tuple[int, ...], str]) -> Iterator[object]:
     for name, part in module.named_modules(prefix=target):
         hooks = (part._forward_hooks, part._forward_pre_hooks)
         if not type(part).__module__.startswith("torch.nn.modules.") or any(hooks):
             raise _UnknownError
-        yield name, _named(type(part))
+        yield name, _identify(type(part))
         for key, value in sorted(vars(part).items()):
             if not key.startswith("_"):
                 yield key, [_leaf(leaf) for leaf in tree_leaves(value)]
         for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            yield from _of_attribute(f"{name}.{key}", tensor, seen)
+            yield from _of_attribute(f"{name}.{key}", tensor, names_by_memory)
 
 
-def _of_attribute(name: str, value: object, seen: dict[tuple[int, ...], str]) -> Iterator[object]:
+def _of_attribute(name: str, value: object, names_by_memory: dict[tuple[int, ...], str]) -> Iterator[object]:
     if not isinstance(value, torch.Tensor):
         raise _UnknownError
-    yield name, _named(type(value)), value.dtype, value.device, tuple(value.shape), value.requires_grad
+    yield name, _identify(type(value)), value.dtype, value.device, tuple(value.shape), value.requires_grad
     if value.layout is torch.strided:
         yield value.stride()
-        place = (value.data_ptr(), *value.shape, *value.stride())
-        if value.numel() and seen.setdefault(place, name) != name:  # shared memory is part of the digest
-            yield seen[place]
+        memory = (value.data_ptr(), *value.shape, *value.stride())
+        if value.numel() and names_by_memory.setdefault(memory, name) != name:  # shared memory is part of the digest
+            yield names_by_memory[memory]
             return
     yield _bytes(value)
 
@@ -121,13 +121,13 @@ def _attribute(graph_module: fx.GraphModule, target: str) -> object:
     return getattr(graph_module.get_submodule(owner), name)
 
 
-def _named(target: Any) -> str:
+def _identify(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace not in ("aten", "prims", "prim"):
             raise _UnknownError
         return str(target)
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
-    if module is None or name is None or module.partition(".")[0] not in _KNOWN or "<" in name:
+    if module is None or name is None or module.partition(".")[0] not in _IDENTIFIED_PACKAGES or "<" in name:
         raise _UnknownError
     return f"{module}.{name}"
 

@@ -8,7 +8,7 @@ import json
 from torch import fx, nn
 
 from optexport.cache import keys, store
-from optexport.cache.imported_modules import KNOWN, code_beside_packages, code_of
+from optexport.cache.imported_modules import IDENTIFIED_PACKAGES, code_of, code_outside_packages
 
 
 def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
@@ -26,6 +26,6 @@ def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
         return None
     # The digest covers all imported modules of a package, so one module per package is enough.
     modules = {name.partition(".")[0]: name for name in sorted({type(part).__module__ for part in model.modules()})}
-    code = {package: code_of(name) for package, name in modules.items() if package not in KNOWN}
-    digests = [graph, code, code_beside_packages()]
+    code = {package: code_of(name) for package, name in modules.items() if package not in IDENTIFIED_PACKAGES}
+    digests = [graph, code, code_outside_packages()]
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

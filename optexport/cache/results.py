@@ -17,9 +17,9 @@ _FILE = "results.safetensors"
 
 def read(entry: str) -> tuple[list[dict[str, torch.Tensor]], Any] | None:
     """Returns the tensors by case and the notes of an entry, or None if it is missing."""
-    if (kept := store.read(entry)) is None:
+    if (cached := store.read(entry)) is None:
         return None
-    folder, (count, notes) = kept
+    folder, (count, notes) = cached
     try:
         tensors = load_file(folder / _FILE)
     except (OSError, SafetensorError):  # another run has removed the entry
@@ -35,11 +35,11 @@ def write(entry: str, cases: Sequence[Mapping[str, torch.Tensor]], notes: Any = 
     """Stores tensors by case, and notes."""
 
     def fill(folder: Path) -> None:
-        named = {f"{index}.{name}": tensor for index, each in enumerate(cases) for name, tensor in each.items()}
+        named = {f"{index}.{name}": tensor for index, case in enumerate(cases) for name, tensor in case.items()}
         try:
             save_file({key: tensor.detach().clone().contiguous() for key, tensor in named.items()}, folder / _FILE)
         except SafetensorError as error:  # also raised for a full disk
             raise OSError(str(error)) from error
 
-    size = sum(tensor.nbytes for each in cases for tensor in each.values())
+    size = sum(tensor.nbytes for case in cases for tensor in case.values())
     store.write(entry, [len(cases), notes], size=size, fill=fill)

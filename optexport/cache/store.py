@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.layout import cache
-from optexport.cache.environment import surroundings
+from optexport.bundle.layout import find_cache_folder
+from optexport.cache.environment import environment
 
 # Limits in bytes for one entry and for all entries together.
 _ENTRY_BYTES = 1 << 30
 _ALL_BYTES = 4 << 30
 
-_SAID = "entry.json"
+_RECORD = "entry.json"
 _NAME = re.compile(r"[0-9a-f]{64}")
 _DRAFT = "draft-"
 # In seconds: the age at which a draft counts as the leftover of a killed run and is removed.
@@ -35,7 +35,7 @@ _off = 0
 
 def enabled() -> bool:
     """Returns True if the cache is on."""
-    return not _off and cache() is not None
+    return not _off and find_cache_folder() is not None
 
 
 @contextlib.contextmanager
@@ -51,25 +51,25 @@ def off() -> Iterator[None]:
 
 def name(kind: str, *parts: Any) -> str:
     """Returns the key of an entry: a digest of its kind, its parts and the environment."""
-    said = json.dumps([kind, surroundings(), *parts], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
+    text = json.dumps([kind, environment(), *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read(entry: str) -> tuple[Path, Any] | None:
     """Returns the folder and the notes of an intact entry, or None."""
-    place = cache()
-    if place is None or _off:
+    cache = find_cache_folder()
+    if cache is None or _off:
         return None
-    folder = place / entry
+    folder = cache / entry
     try:
         if not all(path.is_file() for path in folder.iterdir()):  # a read from a pipe would block
             return None
-        said = json.loads((folder / _SAID).read_bytes())
-        files, notes = said["files"], said["notes"]
-        found = {path.name: sha256(path) for path in folder.iterdir() if path.name != _SAID}
-        if found != files or said["sha256"] != _digest(entry, files, notes):
+        record = json.loads((folder / _RECORD).read_bytes())
+        files, notes = record["files"], record["notes"]
+        digests = {path.name: sha256(path) for path in folder.iterdir() if path.name != _RECORD}
+        if digests != files or record["sha256"] != _digest(entry, files, notes):
             return None
-        (folder / _SAID).touch()  # the least recently used entries are removed first
+        (folder / _RECORD).touch()  # the least recently used entries are removed first
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or damaged
         return None
     return folder, notes
@@ -83,44 +83,44 @@ def write(entry: str, notes: Any = None, *, size: int = 0, fill: Callable[[Path]
         size: The approximate size of the files, in bytes.
         fill: Writes the files into a folder.
     """
-    place = cache()
-    if place is None or _off or size > _ENTRY_BYTES:
+    cache = find_cache_folder()
+    if cache is None or _off or size > _ENTRY_BYTES:
         return
     with contextlib.suppress(OSError):  # without write access everything is computed each time
-        place.mkdir(parents=True, exist_ok=True)
-        _make_room(place, size)
-        with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=place) as draft:
+        cache.mkdir(parents=True, exist_ok=True)
+        _make_room(cache, size)
+        with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=cache) as draft:
             folder = Path(draft) / entry
             folder.mkdir()
             fill(folder)
             files = {path.name: sha256(path) for path in folder.iterdir()}
-            said = {"files": files, "notes": notes, "sha256": _digest(entry, files, notes)}
-            (folder / _SAID).write_text(json.dumps(said), encoding="utf-8")
-            _remove(place / entry)
-            folder.replace(place / entry)
+            record = {"files": files, "notes": notes, "sha256": _digest(entry, files, notes)}
+            (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+            _remove(cache / entry)
+            folder.replace(cache / entry)
 
 
-def _remove(place: Path) -> None:
+def _remove(path: Path) -> None:
     """Removes a file, folder or pipe. On a pipe, `shutil.rmtree` of Python 3.11 would block."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place, ignore_errors=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _digest(entry: str, files: dict[str, str], notes: Any) -> str:
     return hashlib.sha256(json.dumps([entry, files, notes], sort_keys=True).encode()).hexdigest()
 
 
-def _make_room(place: Path, size: int) -> None:
+def _make_room(cache: Path, size: int) -> None:
     """Removes the least recently used entries and old drafts of killed runs."""
-    for draft in place.glob(f"{_DRAFT}*"):
+    for draft in cache.glob(f"{_DRAFT}*"):
         if draft.stat().st_mtime < time.time() - _DRAFT_SECONDS:
             _remove(draft)
     used = {}
-    for folder in filter(lambda each: _NAME.fullmatch(each.name), place.iterdir()):
-        if (folder / _SAID).is_file():
-            used[folder] = (folder / _SAID).stat().st_mtime
+    for folder in filter(lambda path: _NAME.fullmatch(path.name), cache.iterdir()):
+        if (folder / _RECORD).is_file():
+            used[folder] = (folder / _RECORD).stat().st_mtime
         else:  # a run was killed while it removed the entry
             _remove(folder)
     for folder in sorted(used, key=lambda folder: used[folder], reverse=True):

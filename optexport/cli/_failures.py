@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from optexport._utils import packages, signals
-from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
+from optexport.bundle.layout import NO_ROOM, TOO_MANY, find_cache_folder
 from optexport.errors import ConfigError, OptexportError, with_hint
 from optexport.redaction import redact_error
 
@@ -35,6 +35,11 @@ class Failure:
     exit_code: int
     message: str
     cause: OptexportError | None = None
+
+    @property
+    def text(self) -> str:
+        """The message with its label, for a terminal."""
+        return f"Error: {self.message}" if self.cause is None else self.cause.labelled
 
 
 _NO_MEMORY = "out of memory"

@@ -181,7 +181,7 @@ def _fail(ctx: click.Context, failure: Failure) -> NoReturn:
     with contextlib.suppress(OSError):  # on a full disk only the exit code remains
         if ctx.meta.get(_DEBUG):
             echo(redact_error(traceback.format_exc().rstrip()), err=True)
-        echo(f"Error: {failure.message}", err=True)
+        echo(failure.text, err=True)
     _print_document(ctx, failure)
     ctx.exit(failure.exit_code)
 
@@ -198,5 +198,5 @@ def _document(ctx: click.Context, failure: Failure) -> str:
         return ""
     ctx.meta[_AS_JSON] = False
     cause = failure.cause
-    parity = None if cause is None or cause.proof is None else cause.proof.model_dump(mode="json")
+    parity = None if cause is None or cause.parity is None else cause.parity.model_dump(mode="json")
     return _as_json({"passed": False, "exit_code": failure.exit_code, "error": failure.message, "parity": parity})

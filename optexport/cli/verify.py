@@ -15,7 +15,8 @@ from optexport.cli._group import Command, json_option, junit_option, key_option,
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
-    from optexport.bundle.manifest import Manifest, ParityRecord
+    from optexport.bundle.manifest import Manifest
+    from optexport.bundle.parity_records import ParityRecord
     from optexport.parity.checker import ParityChecker, TargetParity
 
 

@@ -10,10 +10,17 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from optexport.diagnosis.divergence import Comparison, compare, lost, told
+from optexport.diagnosis.divergence import Comparison, compare, describe_divergence, describe_search_error
 from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
-from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, incomparable, outputs_at
-from optexport.diagnosis.subgraph import cut_onnx
+from optexport.diagnosis.reproduction import (
+    Finding,
+    Reproduction,
+    failing_case,
+    find_comparison_problem,
+    find_unnamed_case,
+    outputs_at,
+)
+from optexport.diagnosis.subgraph import extract_onnx
 from optexport.parity import checker
 from optexport.parity.checker import ParityChecker
 from optexport.runtime import runners
@@ -21,6 +28,7 @@ from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import Batch
 
+_RUNTIMES = {"onnx": "ONNX Runtime", "torchscript": "TorchScript", "pt2": "torch.export"}
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,
     "torchscript": observe_torchscript,
@@ -28,13 +36,8 @@ _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
 }
 
 
-_ON_THE_CPU = (
-    "Where its values part is looked for on the CPU alone: leave out model.device to see whether they do there."
-)
-
-
-def blame_files(
-    graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: ParityChecker, device: Device
+def diagnose_artifacts(
+    graph_module: fx.GraphModule | None, files: Mapping[str, Path], parity_checker: ParityChecker, device: Device
 ) -> Finding:
     """Finds the first value at which a failed artifact diverges from a graph that passes.
 
@@ -43,86 +46,89 @@ def blame_files(
     Args:
         graph_module: Flat graph, with tensors as inputs and a tuple of outputs. None if no graph passes.
         files: Artifacts by format.
-        proof: Checker with at least one failed target.
+        parity_checker: Checker with at least one failed target.
         device: Device of the artifacts.
 
     Returns:
         The explanation, and scripts that reproduce the failure.
     """
-    target = next(target for target in proof.targets if not target.passed)
+    target = next(target for target in parity_checker.targets if not target.passed)
     file_format = target.target.partition("-")[0]
-    path, index = files[file_format], failing_case(proof, target)
-    case = proof.reference.cases[index]
+    path, index = files[file_format], failing_case(parity_checker, target)
+    case = parity_checker.reference.cases[index]
     if device != "cpu":
-        return Finding(target.target, index, f"{path.name} fails on {device}, at {case.name}. {_ON_THE_CPU}")
-    outputs, expected = outputs_at(proof, target, index)
+        text = f"{path.name} fails on {device} (case: {case.name}). The first difference is searched on the CPU only."
+        return Finding(target.target, index, text, hint="Remove model.device to see if the file fails on the CPU too.")
+    outputs, expected = outputs_at(parity_checker, target, index)
 
     def write(folder: Path) -> None:
         for file in (path, path.with_name(f"{path.name}.data")):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
 
-    raises = isinstance(proof.result(target.target, case.name), str)
-    title = f"{path.name} differs from the original at {case.name}."
-    whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
+    raises = isinstance(parity_checker.result(target.target, case.name), str)
+    title = f"{path.name} differs from the original (case: {case.name})."
+    complete = Reproduction(title, path.name, expected, outputs, write, raises=raises)
     if target.target in (checker.ONNX_OPTIMIZED, checker.ONNX_FLOAT32_OPTIMIZED):  # it passes unoptimized
-        text = _blame_runtime(path, proof, index)
-        return Finding(target.target, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
-    lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
+        text, hint = _diagnose_optimizations(path, parity_checker, index)
+        return Finding(target.target, index, text, [replace(complete, level="ORT_ENABLE_ALL")], hint)
+    lines = [f"The graph passes, so the exporter or {_RUNTIMES[file_format]} changed the numbers."]
     if graph_module is None:
-        return Finding(target.target, index, f"{path.name} fails, and no .pt2 file passes to compare it with.", [whole])
+        text = f"{path.name} fails, and there is no .pt2 file that passes to compare it with."
+        return Finding(target.target, index, text, [complete])
     pieces: list[Reproduction] = []
     try:
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
         comparison = compare(original, _OBSERVERS[file_format](path, case.batch), exact, by_name=False)
-        lines.append(told(comparison.parting, case.name, incomparable(target, case.name)))
-        if comparison.parting is not None and comparison.parting.inner is not None:
+        divergence, problem = comparison.divergence, find_comparison_problem(target, case.name)
+        lines.append(describe_divergence(divergence, find_unnamed_case(target, case.name), problem))
+        if divergence is not None and divergence.in_target is not None:
             if file_format == "onnx":
-                piece, made_by = _onnx_piece(path, graph_module, case.batch, comparison)
+                piece, computation = _onnx_piece(path, graph_module, case.batch, comparison)
                 pieces.append(piece)
-                lines.append(made_by)
+                lines.append(f"In {path.name}: {computation}.")
             else:
-                lines.append("In the file it is {} ({}).".format(*comparison.parting.inner))
+                lines.append(f"In {path.name}: {divergence.in_target[0]} ({divergence.in_target[1]}).")
     except Exception as error:  # each runtime raises its own error types
-        lines.append(lost(error))
-    return Finding(target.target, index, "\n".join(lines), [*pieces, whole])
+        lines.append(describe_search_error(error))
+    return Finding(target.target, index, "\n".join(lines), [*pieces, complete])
 
 
-def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
-    """Names the first optimization level of ONNX Runtime at which a file fails."""
-    alone, below = proof.reference.select([case]), "ORT_DISABLE_ALL"
+def _diagnose_optimizations(path: Path, parity_checker: ParityChecker, case: int) -> tuple[str, str]:
+    """Returns a text about the first optimization level of ONNX Runtime at which a file fails, and a hint."""
+    reference, level_below = parity_checker.reference.select([case]), "ORT_DISABLE_ALL"
     for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
-        run = runners.open_onnx(path, list(proof.tolerances), optimized=True, level=level)
-        if not ParityChecker(alone, proof.tolerances).check(checker.ONNX, run).passed:
+        run = runners.open_onnx(path, list(parity_checker.tolerances), optimized=True, level=level)
+        if not ParityChecker(reference, parity_checker.tolerances).check(checker.ONNX, run).passed:
             break
-        below = level
+        level_below = level
     return (
-        f"The file passes as it stands: the runtime's optimizations change the numbers, from {level} on. Where it is "
-        f"used, set session_options.graph_optimization_level = GraphOptimizationLevel.{below}."
+        f"The file passes without optimizations, so ONNX Runtime's optimizations of level {level} changed the numbers.",
+        f"Set session_options.graph_optimization_level = GraphOptimizationLevel.{level_below} when you run the file.",
     )
 
 
 def _onnx_piece(
     path: Path, graph_module: fx.GraphModule, batch: Batch, comparison: Comparison
 ) -> tuple[Reproduction, str]:
-    """Cuts out the failing part of an ONNX file, after the last match, and describes it."""
-    parting = comparison.parting
-    assert parting is not None and parting.inner is not None
-    inner = parting.inner[0]
-    given = observe_onnx(path, batch, keep=set(comparison.matched.values()) - {inner}).whole
-    piece, inputs = cut_onnx(path, inner, given)
-    expected = observe_graph(graph_module, batch, keep={parting.node}).whole[parting.node]
-    tensors = {f"inputs.{name}": given[name] for name in inputs} | {f"expected.{inner}": expected}
+    """Extracts the failing part of an ONNX file, after the last match, and describes its computation."""
+    divergence = comparison.divergence
+    assert divergence is not None and divergence.in_target is not None
+    name = divergence.in_target[0]
+    boundary = observe_onnx(path, batch, keep=set(comparison.matched.values()) - {name}).complete
+    piece, inputs = extract_onnx(path, name, boundary)
+    expected = observe_graph(graph_module, batch, keep={divergence.node}).complete[divergence.node]
+    tensors = {f"inputs.{input_name}": boundary[input_name] for input_name in inputs} | {f"expected.{name}": expected}
     reproduction = Reproduction(
-        f"What {path.name} computes at {inner} differs from {parting.node} of the graph.",
+        f"The value of {name} in {path.name} differs from {divergence.node} in the graph.",
         "piece.onnx",
         "expected",
-        {inner: (parting.limit, expected.dtype)},
+        {name: (divergence.limit, expected.dtype)},
         lambda folder: onnx.save(piece, folder / "piece.onnx"),
         tensors,
     )
     operators = ", ".join(node.op_type for node in piece.graph.node if node.op_type != "Constant")
     weights = ", ".join(weight.name for weight in piece.graph.initializer)
-    text = f"In the file it is {inner}, made of {', '.join(inputs) or 'constants'} by {operators}"
-    return reproduction, f"{text} with {weights}." if weights else f"{text}."
+    text = f"{name}, computed from {', '.join(inputs) or 'constants'} by {operators}"
+    return reproduction, f"{text} with {weights}" if weights else text

@@ -10,12 +10,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optexport.diagnosis.divergence import Comparison, compare, lost, told
+from optexport.diagnosis.divergence import (
+    Comparison,
+    compare,
+    describe_agreeing_inputs,
+    describe_divergence,
+    describe_search_error,
+)
 from optexport.diagnosis.intermediates import Observed, observe_graph
-from optexport.diagnosis.node_matching import name_alike
-from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, incomparable, outputs_at
-from optexport.diagnosis.subgraph import cut
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.diagnosis.node_matching import align_names
+from optexport.diagnosis.reproduction import (
+    Finding,
+    Reproduction,
+    failing_case,
+    find_comparison_problem,
+    find_unnamed_case,
+    outputs_at,
+)
+from optexport.diagnosis.subgraph import extract
+from optexport.exporters import exported_program
+from optexport.exporters.torchscript import exporter
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
@@ -31,32 +45,32 @@ _SHOWN_NODES = 5
 class _First(Rule):
     """Rule that applies only the first changes of another rule."""
 
-    def __init__(self, rule: Rule, most: int) -> None:
-        self.rule, self.left = rule, most
+    def __init__(self, rule: Rule, count: int) -> None:
+        self.rule, self.remaining = rule, count
 
     @property
     def signature(self) -> str:
         return self.rule.signature
 
     def match(self, graph_module: fx.GraphModule, node: fx.Node) -> Match | Skip | None:
-        found = self.rule.match(graph_module, node)
-        return None if isinstance(found, Match) and not self.left else found
+        match = self.rule.match(graph_module, node)
+        return None if isinstance(match, Match) and not self.remaining else match
 
     def rewrite(self, graph_module: fx.GraphModule, match: Match) -> list[tuple[fx.Node, Any]]:
-        self.left -= 1
+        self.remaining -= 1
         return self.rule.rewrite(graph_module, match)
 
 
-class _Rules:
+class _Rerun:
     """Applies the first rules of a run to a fresh trace and repeats the failed check."""
 
     def __init__(
-        self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker
+        self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], checker: ParityChecker
     ) -> None:
-        self.retrace, self.rules, self.proof = retrace, rules, proof
-        self.target = proof.targets[-1].target
-        self.case = failing_case(proof, proof.targets[-1])
-        self.batch = proof.reference.cases[self.case].batch
+        self.retrace, self.rules, self.checker = retrace, rules, checker
+        self.target = checker.targets[-1].target
+        self.case = failing_case(checker, checker.targets[-1])
+        self.batch = checker.reference.cases[self.case].batch
 
     def graph(self, count: int, changes: int | None = None) -> tuple[fx.GraphModule, Sequence[Applied]]:
         """Returns the graph after the first rules, optionally with only some changes of the last."""
@@ -74,80 +88,83 @@ class _Rules:
 
     def check(self, graph_module: fx.GraphModule) -> TargetParity:
         # A gate counts all cases together, so all of them run.
-        gated = self.proof.targets[-1].outputs_passed
-        reference = self.proof.reference if gated else self.proof.reference.select([self.case])
-        proof = ParityChecker(reference, self.proof.tolerances, self.proof.gates if gated else ())
-        return proof.check(GRAPH, lambda batch: self.call(graph_module, dict(batch)))
+        only_gates_fail = self.checker.targets[-1].outputs_passed
+        reference = self.checker.reference if only_gates_fail else self.checker.reference.select([self.case])
+        checker = ParityChecker(reference, self.checker.tolerances, self.checker.gates if only_gates_fail else ())
+        return checker.check(GRAPH, lambda batch: self.call(graph_module, dict(batch)))
 
     def passes(self, count: int, changes: int | None = None) -> bool:
         graph_module, _ = self.graph(count, changes)
         return self.check(graph_module).passed
 
 
-def blame_rules(
-    retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker, model: nn.Module
+def diagnose_rules(
+    retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], checker: ParityChecker, model: nn.Module
 ) -> Finding:
     """Finds the first rule that fails, the change that causes it and the first divergence.
 
     Args:
         retrace: Traces the model again and returns its runner, because rules change a graph in place.
         rules: Rules of the run, in order.
-        proof: Checker whose last target, the transformed graph, failed.
+        checker: Checker whose last target, the transformed graph, failed.
         model: The original model.
 
     Returns:
         The explanation, and scripts that reproduce the failure.
     """
-    trial = _Rules(retrace, rules, proof)
-    before, _ = trial.graph(0)
-    if not trial.check(before).passed:
-        shown = [_whole("The traced graph differs from the model", before, trial)]
-        nested = any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules())
-        return Finding(trial.target, trial.case, _TRACE + _NESTED * nested, shown)
-    if trial.passes(len(rules)):
-        return Finding(trial.target, trial.case, _OTHER_EACH_TIME)
-    count = _first_failing(len(rules), trial.passes)
-    after, reports = trial.graph(count)
+    rerun = _Rerun(retrace, rules, checker)
+    before, _ = rerun.graph(0)
+    if not rerun.check(before).passed:
+        reproduction = _complete_reproduction("The traced graph differs from the model", before, rerun)
+        if any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules()):
+            return Finding(rerun.target, rerun.case, f"{_TRACE}\n{_NESTED}", [reproduction], _NESTED_HINT)
+        return Finding(rerun.target, rerun.case, _TRACE, [reproduction], _TRACE_HINT)
+    if rerun.passes(len(rules)):
+        return Finding(rerun.target, rerun.case, _NOT_REPEATABLE)
+    count = _first_failing(len(rules), rerun.passes)
+    after, reports = rerun.graph(count)
     rule, changes = rules[count - 1], reports[-1].report.changes
-    which: int | None = None
+    position: int | None = None
     if isinstance(rule.transformation, Rule) and len(changes) > 1:
-        which = _first_failing(len(changes), lambda most: trial.passes(count, most))
-    lines = [_verdict(rule, changes, which)]
-    case = proof.reference.cases[trial.case].name
+        position = _first_failing(len(changes), lambda changes_count: rerun.passes(count, changes_count))
+    lines = [_describe_rule(rule, changes, position)]
+    case = checker.reference.cases[rerun.case].name
     comparison, double = Comparison({}, None), False
     try:
-        if which is None:
-            before, _ = trial.graph(count - 1)
+        if position is None:
+            before, _ = rerun.graph(count - 1)
         else:
-            before, _ = trial.graph(count, which - 1)
-            after, _ = trial.graph(count, which)
-        blamed = changes if which is None else [changes[which - 1]]
-        name_alike(before, after, {name for change in blamed for name in (*change.nodes, *change.replaced)})
-        comparison, double = _compare_graphs(before, after, trial.batch)
-        lines.append(told(comparison.parting, case, incomparable(proof.targets[-1], case)))
+            before, _ = rerun.graph(count, position - 1)
+            after, _ = rerun.graph(count, position)
+        failing = changes if position is None else [changes[position - 1]]
+        align_names(before, after, {name for change in failing for name in (*change.nodes, *change.replaced)})
+        comparison, double = _compare_graphs(before, after, rerun.batch)
+        target = checker.targets[-1]
+        unnamed, problem = find_unnamed_case(target, case), find_comparison_problem(target, case)
+        lines.append(describe_divergence(comparison.divergence, unnamed, problem))
+        if (agreeing := describe_agreeing_inputs(comparison.divergence)) is not None:
+            lines.append(agreeing)
     except Exception as error:  # a model's own operators may raise anything
-        lines.append(lost(error))
-    title = f"What {rule.name} made of the graph differs from what it was given"
-    tried = []
-    if comparison.parting is not None:
-        tried += _piece(title, before, after, trial.batch, comparison, double=double)
-    tried.append(_whole(title, after, trial))
-    return Finding(trial.target, trial.case, "\n".join(lines), tried)
+        lines.append(describe_search_error(error))
+    title = f"The graph after {rule.name} differs from the graph before it"
+    reproductions = []
+    if comparison.divergence is not None:
+        reproductions += _piece(title, before, after, rerun.batch, comparison, double=double)
+    reproductions.append(_complete_reproduction(title, after, rerun))
+    return Finding(rerun.target, rerun.case, "\n".join(lines), reproductions, _hint(rule))
 
 
-_TRACE = (
-    "The trace itself already differs from the model: no transformation is to blame. Where only sizes that "
-    "were not traced fail, the model bakes one in, or a trace cannot hold them: narrow the range in "
-    "inputs.dynamic, or leave the dimension out of it."
+_TRACE = "The traced graph already differs from the model, so no transformation caused the difference."
+_TRACE_HINT = (
+    "If only sizes that were not traced fail, the model depends on a fixed size. Narrow the range of the dimension "
+    "in inputs.dynamic, or remove the dimension."
 )
 
-_NESTED = (
-    "\nIts torch.nn.TransformerEncoder gives 0 for what a padding mask leaves out, but not in a trace: build it with "
-    "enable_nested_tensor=False, for which both give the same."
-)
+_NESTED = "torch.nn.TransformerEncoder returns 0 at padded positions, and its trace returns other values."
+_NESTED_HINT = "Build the torch.nn.TransformerEncoder with enable_nested_tensor=False."
 
-_OTHER_EACH_TIME = (
-    "Applied once more to a fresh trace, the rules pass: one of them, or the model, gives other results each time."
+_NOT_REPEATABLE = (
+    "The rules pass on a second trace, so a rule or the model returns different results each time it is run."
 )
 
 
@@ -160,18 +177,25 @@ def _first_failing(count: int, passes: Callable[[int], bool]) -> int:
     return bad
 
 
-def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> str:
-    blamed = changes if which is None else [changes[which - 1]]
-    nodes = [node for change in blamed for node in change.nodes or change.replaced]
-    shown = ", ".join(nodes[:_SHOWN_NODES])
-    shown += f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
-    text = f"{rule.name} is to blame, which changed {shown or 'no node that it says of'}"
-    text += f" (its change {which} of {len(changes)})" if which is not None else ""
+def _describe_rule(rule: NamedRule, changes: Sequence[Change], position: int | None) -> str:
+    failing = changes if position is None else [changes[position - 1]]
+    nodes = [node for change in failing for node in change.nodes or change.replaced]
+    names = ", ".join(nodes[:_SHOWN_NODES])
+    names += f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
+    text = f"The rule {rule.name} caused the difference. "
+    text += f"It changed {names}" if names else "It did not mark the nodes that it changed"
+    text += f" (change {position} of {len(changes)})" if position is not None else ""
+    if not rule.transformation.preserves_computation:
+        text += ". This rule does not preserve the computation"
+    return f"{text}."
+
+
+def _hint(rule: NamedRule) -> str:
     if rule.transformation.preserves_computation:
-        return f"{text}. {rule.exclusion_hint[0].upper()}{rule.exclusion_hint[1:]}."
+        return f"{rule.exclusion_hint[0].upper()}{rule.exclusion_hint[1:]}."
     return (
-        f"{text}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates "
-        f"of parity.metrics, to what the task allows, or {rule.exclusion_hint}."
+        "Set parity.atol and parity.rtol, and the gates in parity.metrics, to values that the task allows, or "
+        f"{rule.exclusion_hint}."
     )
 
 
@@ -181,9 +205,10 @@ def _compare_graphs(before: fx.GraphModule, after: fx.GraphModule, batch: Batch)
     assert exact is not None
     original = observe_graph(before, batch)
     if exact.raised is None:
-        found = compare(exact, observe_graph(after, batch, double=True), None, by_name=True)
-        if found.parting is not None and found.parting.inner is not None:  # an error may occur in float64 only
-            return found, True
+        comparison = compare(exact, observe_graph(after, batch, double=True), None, by_name=True)
+        # An error may occur in float64 only.
+        if comparison.divergence is not None and comparison.divergence.in_target is not None:
+            return comparison, True
     else:
         exact = None
     return compare(original, observe_graph(after, batch), exact or original, by_name=True), False
@@ -198,29 +223,28 @@ def _piece(
     *,
     double: bool,
 ) -> list[Reproduction]:
-    """Cuts the diverging part out of both graphs, after the last values that agree."""
-    parting = comparison.parting
-    assert parting is not None
-    name, graphs = parting.node, (before, after)
+    """Extracts the diverging part from both graphs, after the last values that agree."""
+    divergence = comparison.divergence
+    assert divergence is not None
+    name, graphs = divergence.node, (before, after)
     if not all(any(node.name == name for node in graph.graph.nodes) for graph in graphs):
         return []
-    shared = {mine for mine, theirs in comparison.matched.items() if mine == theirs} - {name}
-    pieces, wanted = zip(*(cut(graph, name, shared) for graph in graphs), strict=True)
-    reads = list(dict.fromkeys(need for needs in wanted for need in needs))
-    whole = observe_graph(before, batch, double=double, keep={*reads, name}).whole
-    if name not in whole:
+    agreeing = {node for node, match in comparison.matched.items() if node == match} - {name}
+    pieces, inputs = zip(*(extract(graph, name, agreeing) for graph in graphs), strict=True)
+    reads = list(dict.fromkeys(need for needs in inputs for need in needs))
+    values = observe_graph(before, batch, double=double, keep={*reads, name}).complete
+    if name not in values:
         return []
-    tensors = {f"inputs.{need}": whole[need] for need in reads}
-    raises = parting.inner is None
+    tensors = {f"inputs.{need}": values[need] for need in reads}
+    raises = divergence.in_target is None
     suffix = ".pt" if raises else ".pt2"
 
     def write(folder: Path) -> None:
         for role, piece in zip(("before", "after"), pieces, strict=True):
-            given = {need: whole[need] for need in reads}
-            module = _taking(DeepCopy()(piece).double() if double else piece, reads)
-            _save(module, given, folder / f"{role}{suffix}")
+            module = _add_inputs(DeepCopy()(piece).double() if double else piece, reads)
+            _save(module, {need: values[need] for need in reads}, folder / f"{role}{suffix}")
 
-    outputs = {name: (parting.limit, whole[name].dtype)}
+    outputs = {name: (divergence.limit, values[name].dtype)}
     return [
         Reproduction(
             f"{title}, at {name}.", f"after{suffix}", f"before{suffix}", outputs, write, tensors, raises=raises
@@ -228,30 +252,30 @@ def _piece(
     ]
 
 
-def _taking(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+def _add_inputs(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     """Adds inputs that a piece lacks, so both pieces take the same ones."""
     first = next(iter(graph_module.graph.nodes))
-    there = {str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")}
+    existing = {str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")}
     with graph_module.graph.inserting_before(first):
         for name in names:
-            if name not in there:
+            if name not in existing:
                 graph_module.graph.placeholder(name)
     graph_module.recompile()
     return graph_module
 
 
-def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduction:
-    """Returns a reproduction with the whole graph on the failing case."""
-    reference, flat = trial.proof.reference, exported_program.flatten(graph_module, trial.traced.signature)
-    case = reference.cases[trial.case]
-    raises = isinstance(trial.proof.result(trial.target, case.name), str)
-    found = "after.pt" if raises else "after.pt2"
-    outputs, expected = outputs_at(trial.proof, trial.proof.targets[-1], trial.case)
+def _complete_reproduction(title: str, graph_module: fx.GraphModule, rerun: _Rerun) -> Reproduction:
+    """Returns a reproduction with the complete graph on the failing case."""
+    checker, flat = rerun.checker, exported_program.flatten(graph_module, rerun.traced.signature)
+    case = checker.reference.cases[rerun.case]
+    raises = isinstance(checker.result(rerun.target, case.name), str)
+    file = "after.pt" if raises else "after.pt2"
+    outputs, expected = outputs_at(checker, checker.targets[-1], rerun.case)
 
     def write(folder: Path) -> None:
-        _save(flat, case.batch, folder / found)
+        _save(flat, case.batch, folder / file)
 
-    return Reproduction(f"{title}.", found, expected, outputs, write, raises=raises)
+    return Reproduction(f"{title}.", file, expected, outputs, write, raises=raises)
 
 
 def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -260,5 +284,5 @@ def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path
         if path.suffix == ".pt":
             torch.jit.script(torchscript.make_scriptable(graph_module)).save(str(path))
         else:
-            given = {name: tensor.clone() for name, tensor in inputs.items()}
-            pt2.save(torch.export.export(graph_module, (), given, strict=False), path)
+            arguments = {name: tensor.clone() for name, tensor in inputs.items()}
+            pt2.save(torch.export.export(graph_module, (), arguments, strict=False), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
@@ -9,7 +10,7 @@ from torch import fx
 from optexport.bundle import digests
 from optexport.bundle.layout import REFERENCE
 from optexport.diagnosis import reproduction
-from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import ParityChecker
@@ -19,11 +20,11 @@ from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 
 
-def blame_bundle(folder: Path) -> str:
+def diagnose_bundle(folder: Path) -> str:
     """Runs a bundle's files on its stored inputs, even if changed, and explains failures.
 
     Returns:
-        A message that all files pass.
+        A message about passed checks.
 
     Raises:
         ConfigError: The folder is not a bundle.
@@ -32,7 +33,7 @@ def blame_bundle(folder: Path) -> str:
         ParityError: A file does not reproduce the stored outputs. ``<folder>-failure`` contains the reproduction.
     """
     folder = folder.resolve()
-    manifest = digests.manifest_of_files(folder)
+    manifest = digests.read_structure(folder)
     damage: BundleError | None = None
     try:
         digests.check_unchanged(folder, manifest)
@@ -40,35 +41,37 @@ def blame_bundle(folder: Path) -> str:
         damage = error
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
-    lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
+    is_lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
     bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = ParityChecker(reference, bounds, gates_of(manifest) if lowered else ())  # for lower precision only
+    checker = ParityChecker(reference, bounds, gates_of(manifest) if is_lowered else ())  # for lower precision only
     files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
             for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
-                proof.check(target, run, traced_shape_only=fixed, precision=precision)
+                checker.check(target, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # its hint is for the exporting user only
             damage = damage or BundleError(error.message, location=error.location)
-    if not proof.passed:
+    if not checker.passed:
 
         def find() -> Finding:
-            found = blame_files(_passing_graph(files, proof), files, proof, manifest.artifacts[0].device)
-            changed = "" if damage is None else f"{damage.location}: {damage.message}"
-            note = f"{changed}, so that no exporter need be to blame.\n" if changed else ""
-            return Finding(found.target, found.case, note + found.explanation, found.reproductions)
+            device = manifest.artifacts[0].device
+            finding = diagnose_artifacts(_find_passing_graph(files, checker), files, checker, device)
+            if damage is None:
+                return finding
+            note = f"The bundle is damaged, which may be the cause: {damage.location}: {damage.message}."
+            return replace(finding, explanation=f"{note}\n{finding.explanation}")
 
-        raise reproduction.error(proof, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
+        raise reproduction.error(checker, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
     if damage is not None:
         raise damage
-    return f"nothing to blame: {reproduction.standing(proof.targets)}"
+    return reproduction.describe_margin(checker.targets)
 
 
-def _passing_graph(files: dict[str, Path], proof: ParityChecker) -> fx.GraphModule | None:
+def _find_passing_graph(files: dict[str, Path], checker: ParityChecker) -> fx.GraphModule | None:
     """Returns the graph of the bundle's ``.pt2`` file if that file passes."""
-    passing = {target.target for target in proof.targets if target.passed}
+    passing = {target.target for target in checker.targets if target.passed}
     if "pt2" not in passing or "pt2" not in files:
         return None
     module = archives.pt2_module(files["pt2"], check_guards=False)

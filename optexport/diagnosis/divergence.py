@@ -27,27 +27,27 @@ _NEAR = 1.1
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """First node whose value differs from the expected value.
 
     Attributes:
         node: Name in the correct graph, or in the target if the target raised.
-        what: Module or operator of the node.
+        operation: Module or operator of the node.
         distance: Largest distance of an element; infinite if the values cannot be compared.
         scale: Largest expected magnitude.
         limit: Largest distance that rounding explains.
-        inner: Name in the target, and the operator that computes it there.
-        why: Description of the difference.
+        in_target: Name in the target, and the operator that computes it there; None if the target raised.
+        description: The difference, in words.
         agreeing: Inputs of the node that agree.
     """
 
     node: str
-    what: str
+    operation: str
     distance: float
     scale: float
     limit: float
-    inner: tuple[str, str] | None
-    why: str
+    in_target: tuple[str, str] | None
+    description: str
     agreeing: tuple[str, ...] = ()
 
 
@@ -57,11 +57,11 @@ class Comparison:
 
     Attributes:
         matched: Name in the target for each value of the original that agrees with one.
-        parting: First divergence; None if the outputs agree.
+        divergence: First divergence; None if the outputs agree.
     """
 
     matched: dict[str, str]
-    parting: Parting | None
+    divergence: Divergence | None
 
 
 def compare(original: Observed, candidate: Observed, exact: Observed | None, *, by_name: bool) -> Comparison:
@@ -80,9 +80,8 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
     matched = _matched(original, candidate, exact, rounding, by_name)
     if candidate.raised is not None:
         name, error = candidate.raised
-        what = original.values[name].what if by_name and name in original.values else ""
-        parting = Parting(name, what, math.inf, math.nan, 0.0, None, f"raises {error}")
-        return Comparison(matched, parting)
+        operation = original.values[name].operation if by_name and name in original.values else ""
+        return Comparison(matched, Divergence(name, operation, math.inf, math.nan, 0.0, None, f"raises {error}"))
     leaves = _leaves(original, candidate, by_name)
     differing = {
         mine: theirs
@@ -94,9 +93,9 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
     share = max(_relative(original.values[mine], candidate.values[theirs]) for mine, theirs in differing.items())
     rounding = max(rounding, min(_SHARE * share, coarsest))
     matched = _matched(original, candidate, exact, rounding, by_name)
-    reached = _back(original, differing, matched)
-    lost = _back(candidate, differing.values(), set(matched.values()))
-    unmatched = [value for name, value in candidate.values.items() if name in lost]
+    reached = _ancestors(original, differing, matched)
+    reached_in_target = _ancestors(candidate, differing.values(), set(matched.values()))
+    unmatched = [value for name, value in candidate.values.items() if name in reached_in_target]
     kinds = {value.kind for value in unmatched}
     for name, value in original.values.items():
         if name not in reached:
@@ -105,34 +104,38 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
         if name not in differing and not named and (by_name or value.kind not in kinds):
             continue
         if name in differing:
-            other = candidate.values[differing[name]]
+            actual = candidate.values[differing[name]]
         elif named:
-            other = candidate.values[name]
+            actual = candidate.values[name]
         else:
-            alike = {v.name: _distance(value, v) for v in unmatched if v.kind == value.kind}
-            near = [v for v in unmatched if alike.get(v.name, math.inf) <= _NEAR * min(alike.values())]
-            other = near[-1]  # the last match, because a layer's product precedes the sum with its bias
-        read = candidate.needs.get(other.name, ()) if by_name else matched.values()
+            by_distance = {v.name: _distance(value, v) for v in unmatched if v.kind == value.kind}
+            limit = _NEAR * min(by_distance.values())
+            # The last match, because a layer's product precedes the sum with its bias.
+            actual = [v for v in unmatched if by_distance.get(v.name, math.inf) <= limit][-1]
+        read = candidate.needs.get(actual.name, ()) if by_name else matched.values()
         agreeing = tuple(need for need in original.needs.get(name, ()) if matched.get(need) in read)
-        parting = _parting(value, other, exact, rounding, agreeing)
-        if by_name and matched.get(name) == name:  # yet the output differs, so it is another node
-            parting = replace(parting, why=f"the output is {other.name} in its place", agreeing=())
-        return Comparison(matched, parting)
+        divergence = _divergence(value, actual, exact, rounding, agreeing)
+        if by_name and matched.get(name) == name:  # the value agrees, so the output is another node
+            divergence = replace(divergence, description=f"the output is {actual.name} instead", agreeing=())
+        return Comparison(matched, divergence)
     raise AssertionError("an output that differs is always reached")
 
 
-def _parting(value: Value, other: Value, exact: Observed | None, rounding: float, agreeing: tuple[str, ...]) -> Parting:
-    distance, limit = _distance(value, other), distances.largest(_allowed(value, exact, rounding))
+def _divergence(
+    value: Value, actual: Value, exact: Observed | None, rounding: float, agreeing: tuple[str, ...]
+) -> Divergence:
+    distance, limit = _distance(value, actual), distances.largest(_allowed(value, exact, rounding))
     scale = distances.largest(distances.finite(value.tensor).abs())
-    if value.shape != other.shape:
-        why = f"its shape is {list(other.shape)}, and should be {list(value.shape)}"
+    if value.shape != actual.shape:
+        description = f"the shape is {list(actual.shape)}, expected {list(value.shape)}"
     elif distance == math.inf:
-        why = "NaN or infinity stands where there should be none"
+        description = "NaN or infinity instead of finite values"
     elif not value.tensor.is_floating_point():
-        why = "it holds other whole numbers, or other truth values"
+        description = "integers or booleans differ"
     else:
-        why = f"by {distance:.2g} where the largest value is {scale:.2g} and rounding explains {limit:.2g}"
-    return Parting(value.name, value.what, distance, scale, limit, (other.name, other.what), why, agreeing)
+        description = f"{distance:.1e} where rounding explains {limit:.1e}"
+    in_target = (actual.name, actual.operation)
+    return Divergence(value.name, value.operation, distance, scale, limit, in_target, description, agreeing)
 
 
 def _leaves(original: Observed, candidate: Observed, by_name: bool) -> dict[str, str]:
@@ -142,12 +145,12 @@ def _leaves(original: Observed, candidate: Observed, by_name: bool) -> dict[str,
     return dict(zip(original.outputs, candidate.outputs, strict=True))
 
 
-def _back(observed: Observed, starts: Iterable[str], known: Iterable[str]) -> set[str]:
-    """Returns the ancestors of some nodes, up to nodes that are known to agree."""
-    reached, waiting, known = set(starts), list(starts), set(known)
+def _ancestors(observed: Observed, starts: Iterable[str], agreeing: Iterable[str]) -> set[str]:
+    """Returns some nodes and their ancestors, up to nodes that agree."""
+    reached, waiting, agreeing = set(starts), list(starts), set(agreeing)
     while waiting:
         for need in observed.needs.get(waiting.pop(), ()):
-            if need not in known and need not in reached:
+            if need not in agreeing and need not in reached:
                 reached.add(need)
                 waiting.append(need)
     return reached
@@ -163,18 +166,18 @@ def _matched(
     for name, value in original.values.items():
         named = candidate.values.get(name) if by_name else None
         options = by_kind.get(value.kind, []) if named is None else [named]
-        found = next((option for option in options if _agree(value, option, exact, rounding)), None)
-        if found is not None:
-            matched[name] = found.name
+        match = next((option for option in options if _agree(value, option, exact, rounding)), None)
+        if match is not None:
+            matched[name] = match.name
     return matched
 
 
-def _agree(value: Value, other: Value, exact: Observed | None, rounding: float) -> bool:
-    if value.kind != other.kind:
+def _agree(value: Value, actual: Value, exact: Observed | None, rounding: float) -> bool:
+    if value.kind != actual.kind:
         return False
     limit = _allowed(value, exact, rounding)
     for stop in (_PEEK, None):  # most values that differ show it in the first elements
-        if bool((_distances(value.tensor[:stop], other.tensor[:stop]) > limit[:stop]).any()):
+        if bool((_distances(value.tensor[:stop], actual.tensor[:stop]) > limit[:stop]).any()):
             return False
     return True
 
@@ -188,9 +191,9 @@ def _rounding(original: Observed, exact: Observed | None) -> tuple[float, float]
     return _ULPS * eps, _COARSEST_ULPS * eps
 
 
-def _relative(value: Value, other: Value) -> float:
+def _relative(value: Value, actual: Value) -> float:
     scale = distances.largest(distances.finite(value.tensor).abs())
-    return _distance(value, other) / scale if scale else math.inf
+    return _distance(value, actual) / scale if scale else math.inf
 
 
 def _allowed(value: Value, exact: Observed | None, rounding: float) -> torch.Tensor:
@@ -199,45 +202,53 @@ def _allowed(value: Value, exact: Observed | None, rounding: float) -> torch.Ten
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor, dtype=torch.float64)
     double = exact.values.get(value.name) if exact is not None else None
-    known = tensor if double is None or double.shape != value.shape else double.tensor
-    kept = ~distances.is_mask_value(tensor, known)
+    double_tensor = tensor if double is None or double.shape != value.shape else double.tensor
+    ordinary = ~distances.is_mask_value(tensor, double_tensor)
     magnitude = distances.finite(tensor).abs()
-    noise = distances.largest(_distances(tensor, known)[kept & torch.isfinite(known)])
-    least = max(_TIMES * noise, rounding * distances.largest(magnitude[kept]))
-    return (rounding * magnitude).clamp(min=least)
+    noise = distances.largest(_distances(tensor, double_tensor)[ordinary & torch.isfinite(double_tensor)])
+    minimum = max(_TIMES * noise, rounding * distances.largest(magnitude[ordinary]))
+    return (rounding * magnitude).clamp(min=minimum)
 
 
-def _distance(value: Value, other: Value) -> float:
-    if value.shape != other.shape:
+def _distance(value: Value, actual: Value) -> float:
+    if value.shape != actual.shape:
         return math.inf
-    return distances.largest(_distances(value.tensor, other.tensor))
+    return distances.largest(_distances(value.tensor, actual.tensor))
 
 
-def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _distances(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """Returns the distance per element, zero for equal infinities or NaN, else infinite there."""
-    a, b = one.double(), other.double()
+    a, b = expected.double(), actual.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 
-def told(parting: Parting | None, case: str, problem: str | None) -> str:
-    """Describes the first divergence in a sentence.
+def describe_divergence(divergence: Divergence | None, case: str | None, problem: str | None) -> str:
+    """Describes the first divergence in a line.
 
     Args:
-        parting: The divergence; None if not found.
-        case: Name of the case.
+        divergence: The divergence; None if the search did not find one.
+        case: Name of the case; None if the line of the failure names it already.
         problem: Reason why an output cannot be compared, such as its shape, dtype or infinity.
     """
-    if parting is None:
-        return f"At {case} no place stands out where values part: {problem or 'the distance grows along the graph'}."
-    what = f" ({parting.what})" if parting.what and parting.what != parting.node else ""
-    if parting.inner is None:
-        return f"At {case} {parting.node or 'the file'}{what} {parting.why}."
-    agreeing = f"; {', '.join(parting.agreeing)} before it still agree" if parting.agreeing else ""
-    agreeing += "s" if len(parting.agreeing) == 1 else ""
-    return f"At {case} values part first at {parting.node}{what}: {parting.why}{agreeing}."
+    at_case = "" if case is None else f" (case: {case})"
+    if divergence is None:
+        reason = f"no distance can be measured: {problem}" if problem else "the difference grows along the graph"
+        return f"First difference: unknown, because {reason}{at_case}."
+    shows_operation = divergence.operation not in ("", divergence.node)
+    operation = f" ({divergence.operation})" if shows_operation else ""
+    separator = " " if divergence.in_target is None else ", "  # "the node raises ..."
+    return f"First difference: {divergence.node or 'the file'}{operation}{separator}{divergence.description}{at_case}."
 
 
-def lost(error: Exception) -> str:
+def describe_agreeing_inputs(divergence: Divergence | None) -> str | None:
+    """Describes the inputs of the first node that differs, in a line, or returns None."""
+    if divergence is None or not divergence.agreeing:
+        return None
+    names = ", ".join(divergence.agreeing)
+    return f"Its inputs agree: {names}." if len(divergence.agreeing) > 1 else f"Its input agrees: {names}."
+
+
+def describe_search_error(error: Exception) -> str:
     """Describes the error that stopped the search."""
-    return f"Where values part could not be found: {type(error).__name__}: {first_line(error)}"
+    return f"First difference: unknown, because the search failed with {type(error).__name__}: {first_line(error)}"

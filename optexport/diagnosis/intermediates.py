@@ -36,12 +36,12 @@ class Value:
 
     Attributes:
         name: Name of the node.
-        what: Readable name of the module or operator.
+        operation: Readable name of the module or operator.
         tensor: Elements, flat. A large tensor is sampled, at the same positions for every tensor of that size.
     """
 
     name: str
-    what: str
+    operation: str
     shape: tuple[int, ...]
     tensor: torch.Tensor
 
@@ -58,29 +58,29 @@ class Observed:
     Attributes:
         needs: Inputs of each node, by name, including nodes whose output is not a tensor.
         outputs: Names of the output nodes, in order.
-        whole: Complete tensors of the requested nodes.
+        complete: Complete tensors of the requested nodes.
         raised: Node that raised, and its error; None without an error.
     """
 
     values: dict[str, Value] = field(default_factory=dict)
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    complete: dict[str, torch.Tensor] = field(default_factory=dict)
     raised: tuple[str, str] | None = None
 
-    def add(self, name: str, what: str, result: Any, keep: Collection[str]) -> None:
+    def add(self, name: str, operation: str, result: Any, keep: Collection[str]) -> None:
         """Records the output of a node if it is a tensor.
 
         Args:
             name: Name of the node.
-            what: Readable name of the module or operator.
+            operation: Readable name of the module or operator.
             result: Output of the node.
             keep: Nodes whose complete tensors are needed.
         """
         if isinstance(result, torch.Tensor):
-            self.values[name] = Value(name, what, tuple(result.shape), _sampled(result.detach()))
+            self.values[name] = Value(name, operation, tuple(result.shape), _sampled(result.detach()))
             if name in keep:
-                self.whole[name] = result.detach().clone()
+                self.complete[name] = result.detach().clone()
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,10 +108,10 @@ def observe_graph(
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
     arguments = as_arguments(batch)
-    given = [arguments[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
+    inputs = [arguments[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
     if double:
         graph_module = DeepCopy()(graph_module).double()
-        given = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+        inputs = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
 
     class Observer(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -128,7 +128,7 @@ def observe_graph(
     interpreter.extra_traceback = False
     try:
         with torch.no_grad():
-            interpreter.run(*given, enable_io_processing=False)
+            interpreter.run(*inputs, enable_io_processing=False)
     except Exception:  # the observer has recorded a node's error already
         if observed.raised is None:
             raise
@@ -137,11 +137,13 @@ def observe_graph(
 
 
 def describe(node: fx.Node) -> str:
-    """Returns the call of a node, with the path of its module if that differs."""
+    """Returns the module or the operator that a node calls, an operator with the path of its module."""
     target = target_name(node).removeprefix("torch._ops.")
+    if node.op == "call_module":
+        return f"module {target}"
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"^L\['self'\]\.?", "", str(stack[-1][0])) if stack and isinstance(stack[-1], tuple) else ""
-    return target if not path or path == target or path.startswith("_empty") else f"{target} in {path}"
+    return target if not path or path == target or path.startswith("_empty") else f"{target} in module {path}"
 
 
 def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()) -> Observed:
@@ -152,16 +154,18 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     """
     model = onnx.load(path, load_external_data=False)
     observed = Observed(outputs=tuple(value.name for value in model.graph.output))
-    made = {name: node for node in model.graph.node for name in node.output if name}
-    observed.needs = {name: tuple(filter(None, node.input)) for name, node in made.items()}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made if name not in observed.outputs)
+    producers = {name: node for node in model.graph.node for name in node.output if name}
+    observed.needs = {name: tuple(filter(None, node.input)) for name, node in producers.items()}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in producers if name not in observed.outputs)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
-    # Hard links to the weights need a folder on the same file system.
-    here = os.access(path.parent, os.W_OK)
-    with atomic_dir.scratch(path.parent, parts.whole(path.parent)) if here else signals.temporary_folder() as folder:
+    if os.access(path.parent, os.W_OK):  # hard links to the weights need a folder on the same file system
+        temporary = atomic_dir.scratch(path.parent, parts.outermost(path.parent))
+    else:
+        temporary = signals.temporary_folder()
+    with temporary as folder:
         data = path.with_name(f"{path.name}.data")
         if data.is_file():
             _link(data, folder / data.name)
@@ -171,15 +175,15 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
         except Exception as error:  # ONNX Runtime's errors have no common base class
-            found = re.search(r"Name:'([^']*)'", str(error))
+            name_match = re.search(r"Name:'([^']*)'", str(error))
             message = re.sub(r"^.*Status Message: (\S+:\d+ .*?\) )?", "", first_line(error))
-            observed.raised = (found.group(1) if found else "", message[:200])
+            observed.raised = (name_match.group(1) if name_match else "", message[:200])
             return observed
     for value in model.graph.input:
         observed.add(value.name, "input", batch[value.name], keep)
-    for name in set(observed.outputs) - {*made, *batch}:  # outputs that depend on no input
+    for name in set(observed.outputs) - {*producers, *batch}:  # outputs that depend on no input
         observed.add(name, "constant", torch.from_numpy(results[name]), keep)
-    for name, node in made.items():
+    for name, node in producers.items():
         if hasattr(results[name], "dtype"):
             observed.add(name, node.op_type, torch.from_numpy(results[name]), keep)
     return observed
@@ -202,13 +206,13 @@ def observe_torchscript(path: Path, batch: Mapping[str, torch.Tensor]) -> Observ
     graph, parameters = torch._C._jit_pass_lower_graph(module.graph.copy(), module._c)
     torch._C._jit_pass_inline(graph)
     observed = Observed()
-    made = [(output, node) for node in graph.nodes() for output in node.outputs()]
-    for output, node in made:
+    values = [(output, node) for node in graph.nodes() for output in node.outputs()]
+    for output, node in values:
         observed.needs[output.debugName()] = tuple(value.debugName() for value in node.inputs())
     (returned,) = graph.outputs()
     leaves = [value.debugName() for value in _leaves(returned)]
     inputs = {value.debugName(): name for value, name in zip(graph.inputs(), names, strict=False)}
-    tensors = [(o, n) for o, n in made if o.type().isSubtypeOf(torch._C.TensorType.get())]
+    tensors = [(o, n) for o, n in values if o.type().isSubtypeOf(torch._C.TensorType.get())]
     graph.eraseOutput(0)
     packed = graph.appendNode(graph.create("prim::TupleConstruct", [o for o, _ in tensors], 1)).output()
     packed.setType(torch._C.TupleType([o.type() for o, _ in tensors]))
@@ -220,8 +224,8 @@ def observe_torchscript(path: Path, batch: Mapping[str, torch.Tensor]) -> Observ
     except Exception as error:  # the TorchScript interpreter raises many error types
         observed.raised = ("", _last_line(error))
         return observed
-    for name, given in inputs.items():
-        observed.add(name, "input", batch[given], ())
+    for name, input_name in inputs.items():
+        observed.add(name, "input", batch[input_name], ())
     for (output, node), result in zip(tensors, results, strict=True):
         observed.add(output.debugName(), node.kind().removeprefix("aten::"), result, ())
     observed.outputs = tuple(name for name in leaves if name in observed.values)

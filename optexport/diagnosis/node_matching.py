@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import fx
 
 
-def name_alike(before: fx.GraphModule, after: fx.GraphModule, changed: Collection[str]) -> None:
+def align_names(before: fx.GraphModule, after: fx.GraphModule, changed: Collection[str]) -> None:
     """Renames nodes of a transformed graph, in place, after the nodes they correspond to.
 
     A changed node without unchanged readers gets a name that the earlier graph does not contain.
@@ -23,18 +23,18 @@ def name_alike(before: fx.GraphModule, after: fx.GraphModule, changed: Collectio
     """
     earlier = {node.name: node for node in before.graph.nodes}
     later = {node.name: node for node in after.graph.nodes}
-    stands: dict[fx.Node, set[str]] = {}
+    candidates: dict[fx.Node, set[str]] = {}
     for name, node in earlier.items():
         if name in later and name not in changed:
-            mine, theirs = _reads(node), _reads(later[name])
-            if len(mine) == len(theirs):
-                for one, other in zip(mine, theirs, strict=True):
-                    stands.setdefault(other, set()).add(one.name)
+            earlier_inputs, later_inputs = _inputs(node), _inputs(later[name])
+            if len(earlier_inputs) == len(later_inputs):
+                for earlier_input, later_input in zip(earlier_inputs, later_inputs, strict=True):
+                    candidates.setdefault(later_input, set()).add(earlier_input.name)
     names: dict[fx.Node, str] = {}
     for name, node in later.items():
-        found = stands.get(node, set() if name in changed else {name})
-        if name not in found and node.op not in ("placeholder", "output"):
-            names[node] = next(iter(found)) if len(found) == 1 else f"{name}_changed"
+        matches = candidates.get(node, set() if name in changed else {name})
+        if name not in matches and node.op not in ("placeholder", "output"):
+            names[node] = next(iter(matches)) if len(matches) == 1 else f"{name}_changed"
     taken = {name for name, node in later.items() if node not in names}
     for node, name in names.items():
         if name not in taken:
@@ -42,8 +42,8 @@ def name_alike(before: fx.GraphModule, after: fx.GraphModule, changed: Collectio
             node.name = name
 
 
-def _reads(node: fx.Node) -> list[fx.Node]:
+def _inputs(node: fx.Node) -> list[fx.Node]:
     """Returns the inputs of a node in argument order, with repetitions."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    inputs: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), inputs.append)
+    return inputs

@@ -18,9 +18,17 @@ import torch
 from safetensors.torch import save_file
 
 from optexport._utils import atomic_dir
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
+from optexport.errors import (
+    ConfigError,
+    GateError,
+    OptexportError,
+    ParityError,
+    first_line,
+    on_one_line,
+    with_hint,
+)
 from optexport.parity import distances
-from optexport.parity.checker import ParityChecker, TargetParity
+from optexport.parity.checker import CaseParity, OutputParity, ParityChecker, TargetParity
 from optexport.parity.record import parity_record
 from optexport.runtime.untrusted import archives
 
@@ -47,8 +55,8 @@ def run_onnx(path):
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    given = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
-    return [torch.from_numpy(result) for result in session.run(list(OUTPUTS), given)]
+    arrays = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
+    return [torch.from_numpy(result) for result in session.run(list(OUTPUTS), arrays)]
 """
 _SCRIPT = '''\
 """{title}"""
@@ -57,20 +65,20 @@ from pathlib import Path
 {imports}
 from safetensors.torch import load_file
 FOLDER = Path(__file__).parent
-OUTPUTS = {outputs}  # the distance that is allowed, and the dtype
+OUTPUTS = {outputs}  # tolerance and dtype
 tensors = load_file(FOLDER / {tensors!r})
 inputs = {{key.removeprefix("inputs."): value for key, value in tensors.items() if key.startswith("inputs.")}}
 {functions}
 expected = {expected}
-found = {found}
+actual = {actual}
 wrong = False
-for (name, (limit, dtype)), a, b in zip(OUTPUTS.items(), found, expected, strict=True):
+for (name, (limit, dtype)), a, b in zip(OUTPUTS.items(), actual, expected, strict=True):
     distance = torch.tensor(float("inf"))
     if a.shape == b.shape and str(a.dtype) == dtype:
         same = (a == b) | (a.isnan() & b.isnan())
         gap = (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
         distance = torch.cat([gap.flatten(), gap.new_zeros(1)]).max()
-    print(f"{{name}}: {{distance:.3g}} apart, {{limit:.3g}} allowed")
+    print(f"{{name}} is off by {{distance:.1e}}, tolerance {{limit:.1e}}")
     wrong = wrong or bool(distance > limit)
 sys.exit(int(wrong))
 '''
@@ -82,8 +90,8 @@ class Reproduction:
 
     Attributes:
         title: Description of the difference.
-        found: File that is wrong.
-        expected: File that is right, or the prefix of the expected tensors.
+        actual: File with the wrong results.
+        expected: File with the right results, or the prefix of the expected tensors.
         outputs: Allowed distance and dtype, by output name.
         write: Writes the files to a folder.
         tensors: Inputs and expected tensors of a piece; None for the tensors of the whole case.
@@ -92,7 +100,7 @@ class Reproduction:
     """
 
     title: str
-    found: str
+    actual: str
     expected: str
     outputs: Mapping[str, tuple[float, torch.dtype]]
     write: Callable[[Path], object]
@@ -102,7 +110,7 @@ class Reproduction:
 
     def script(self) -> str:
         """Returns a Python script of fewer than 30 lines."""
-        onnx = self.found.endswith(".onnx")
+        onnx = self.actual.endswith(".onnx")
         results = f"[tensors[f'{self.expected}.{{name}}'] for name in OUTPUTS]"
         suffix = Path(self.expected).suffix
         return _SCRIPT.format(
@@ -112,7 +120,7 @@ class Reproduction:
             tensors=_CASE if self.tensors is None else _PIECE,
             functions=(_RUN_ONNX if onnx else _NAME_ARGUMENTS).format(level=self.level).strip(),
             expected=_OPEN[suffix].format(name=self.expected) if suffix else results,
-            found=_OPEN[Path(self.found).suffix].format(name=self.found),
+            actual=_OPEN[Path(self.actual).suffix].format(name=self.actual),
         ).replace("\n\n", "\n")
 
 
@@ -123,73 +131,97 @@ class Finding:
     Attributes:
         target: Target that fails.
         case: Index of the compared case.
-        explanation: Text for the user.
+        explanation: Lines for the user.
         reproductions: Candidates; the first that reproduces the failure is written.
+        hint: What the user can do.
     """
 
     target: str
     case: int
     explanation: str
     reproductions: Sequence[Reproduction] = field(default=())
+    hint: str | None = None
 
 
 def error(
-    proof: ParityChecker,
+    checker: ParityChecker,
     folder: Path,
     config_text: str | None,
     find: Callable[[], Finding],
-    smallest: Callable[[], str | None],
+    find_smallest: Callable[[], str | None],
 ) -> OptexportError:
     """Returns the error of a failed parity check, after the diagnosis and its folder.
 
     Problems during the diagnosis become part of the message and never hide the failed check.
 
     Args:
-        proof: Checker with at least one failed target.
+        checker: Checker with at least one failed target.
         folder: Folder to write.
         config_text: Content of the config; None to write no config.
         find: Runs the diagnosis.
-        smallest: Describes the smallest input that still fails, or returns None.
+        find_smallest: Describes the smallest input that still fails, or returns None.
     """
     finding: Finding | None = None
     try:
         finding = find()
         explanation = finding.explanation
     except Exception as problem:  # model and plugin code may raise anything
-        explanation = f"What is to blame could not be found: {_told(problem)}."
+        explanation = f"The diagnosis failed: {_describe(problem)}."
     try:
-        still = smallest()
+        smallest = find_smallest()
     except Exception as problem:  # model and plugin code may raise anything
-        explanation += f"\nA smaller input could not be looked for: {_told(problem)}."
+        explanation += f"\nThe search for a smaller input failed: {_describe(problem)}."
     else:
-        explanation = f"It still fails at {still}.\n{explanation}" if still else explanation
+        explanation += f"\nSmallest input that fails: {smallest}." if smallest else ""
     try:
-        shown = leave(folder, proof, finding, config_text, explanation)
+        has_script = write_folder(folder, checker, finding, config_text, explanation)
     except Exception as problem:  # for example a full disk, or an unrelated folder at that path
-        explanation += f"\nThe tensors could not be left in {folder}: {_told(problem)}."
+        explanation += f"\nThe folder for the tensors could not be written: {_describe(problem)}."
     else:
-        how = f"python {folder / SCRIPT}" if shown else f"the tensors are in {folder}, no script shows it apart"
-        explanation += f"\nTo see it again: {how}"
-    lines = [
-        f"{target.target}: {on_one_line(output.output)}, {output.failure}"
-        for target in proof.targets
+        script = f"Reproduce: python {folder / SCRIPT}"
+        explanation += f"\n{script if has_script else f'No script reproduces the failure. Its tensors: {folder}'}"
+    lines = describe_failures(checker.targets)
+    kind = GateError if all(target.near for target in checker.targets) else ParityError
+    hint = None if finding is None else finding.hint
+    return kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
+
+
+def describe_failures(targets: Sequence[TargetParity]) -> list[str]:
+    """Returns a line for each failed output of each target, then for each failed gate."""
+    outputs = [
+        f"{target.target}: {on_one_line(output.output)}{_describe_failure(case)}"
+        for target in targets
         for output in target.outputs
-        if output.failure is not None
+        if (case := _find_failing_case(output)) is not None
     ]
-    gates = [
-        f"{target.target}: {d.failure}" for target in proof.targets for d in target.decisions if d.failure is not None
-    ]
-    kind, what = (ParityError, "results differ") if lines else (GateError, "decisions differ")
-    cause = f"the {what} from the original's\n  " + "\n  ".join(lines + gates)
-    return kind(cause, hint=explanation, proof=parity_record(proof))
+    gates = [f"{target.target}: {d.failure}" for target in targets for d in target.decisions if d.failure is not None]
+    return outputs + gates
 
 
-def _told(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, OptexportError) else f"{type(problem).__name__}: {first_line(problem)}"
+def _describe_failure(case: CaseParity) -> str:
+    if case.limit < case.distance < math.inf and case.limit > 0:
+        return f" is off by {case.distance:.1e}, tolerance {case.limit:.1e} (case: {case.case})"
+    return f": {case.failure} (case: {case.case})"
 
 
-def leave(
-    folder: Path, proof: ParityChecker, finding: Finding | None, config_text: str | None, explanation: str
+def _find_failing_case(output: OutputParity) -> CaseParity | None:
+    return next((case for case in output.cases if case.failure is not None), None)
+
+
+def find_unnamed_case(target: TargetParity, case: str) -> str | None:
+    """Returns the name of a case, or None if the line of a failure names it already."""
+    failing = map(_find_failing_case, target.outputs)
+    return None if any(named is not None and named.case == case for named in failing) else case
+
+
+def _describe(problem: Exception) -> str:
+    if not isinstance(problem, OptexportError):
+        return f"{type(problem).__name__}: {first_line(problem)}".rstrip(".")
+    return f"{problem.location}: {problem.message}" if problem.location else problem.message
+
+
+def write_folder(
+    folder: Path, checker: ParityChecker, finding: Finding | None, config_text: str | None, explanation: str
 ) -> bool:
     """Writes the folder of a failure and replaces an earlier one.
 
@@ -209,13 +241,14 @@ def leave(
     with atomic_dir.drafting(folder, _check_replaceable) as draft:
         if config_text is not None:
             (draft / "config.toml").write_text(config_text, encoding="utf-8")
-        record = parity_record(proof).model_dump(mode="json")
+        record = parity_record(checker).model_dump(mode="json")
         (draft / _PARITY).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        (draft / "diagnosis.txt").write_text(f"{explanation}\n", encoding="utf-8")
+        hint = None if finding is None else finding.hint
+        (draft / "diagnosis.txt").write_text(f"{with_hint(explanation, hint)}\n", encoding="utf-8")
         if finding is None:
             return False
-        save_file(_case(proof, finding), draft / _CASE)
-        return any(_shows(reproduction, draft) for reproduction in finding.reproductions)
+        save_file(_case_tensors(checker, finding), draft / _CASE)
+        return any(_write_reproduction(reproduction, draft) for reproduction in finding.reproductions)
 
 
 def remove(folder: Path) -> None:
@@ -231,16 +264,16 @@ def _check_replaceable(folder: Path) -> None:
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
     if names and not (names <= _NAMES and _PARITY in names):
-        raise ConfigError("it exists and is not what a failed proof left, so it is not replaced", location=str(folder))
+        raise ConfigError("the path is not a folder of a failed check, so it is not replaced", location=str(folder))
 
 
-def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
+def _case_tensors(checker: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
     """Returns the failing case: inputs, original outputs, float64 outputs, target outputs."""
-    reference = proof.reference
+    reference = checker.reference
     case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
-    known = {name: distances.expected_values(exact[name], tensor) for name, tensor in outputs.items()}
-    result = proof.result(finding.target, case.name)
-    parts = {"inputs": case.batch, "outputs": outputs, "float64": known}
+    double = {name: distances.expected_values(exact[name], tensor) for name, tensor in outputs.items()}
+    result = checker.result(finding.target, case.name)
+    parts = {"inputs": case.batch, "outputs": outputs, "float64": double}
     if not isinstance(result, str):
         parts["candidate"] = result
     return {
@@ -250,8 +283,8 @@ def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
     }
 
 
-def _shows(reproduction: Reproduction, draft: Path) -> bool:
-    """Writes a reproduction and runs its script; removes the files if it shows no failure."""
+def _write_reproduction(reproduction: Reproduction, draft: Path) -> bool:
+    """Writes a reproduction and runs its script; removes the files if the script does not fail."""
     before = set(draft.iterdir())
     try:
         reproduction.write(draft)
@@ -260,7 +293,7 @@ def _shows(reproduction: Reproduction, draft: Path) -> bool:
         if reproduction.tensors is not None:
             save_file({k: v.detach().contiguous().clone() for k, v in reproduction.tensors.items()}, draft / _PIECE)
         (draft / SCRIPT).write_text(reproduction.script(), encoding="utf-8")
-        if _ends_with_one(draft / SCRIPT, reproduction.raises):
+        if _fails(draft / SCRIPT, reproduction.raises):
             return True
     except Exception:  # noqa: S110 - torch.export rejects some pieces; the next reproduction has the whole graph
         pass
@@ -269,7 +302,7 @@ def _shows(reproduction: Reproduction, draft: Path) -> bool:
     return False
 
 
-def _ends_with_one(script: Path, raises: bool) -> bool:
+def _fails(script: Path, raises: bool) -> bool:
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryFile("w") as quiet:
         try:
             with contextlib.redirect_stderr(quiet):
@@ -281,36 +314,37 @@ def _ends_with_one(script: Path, raises: bool) -> bool:
     return False
 
 
-def failing_case(proof: ParityChecker, target: TargetParity) -> int:
+def failing_case(checker: ParityChecker, target: TargetParity) -> int:
     """Returns the index of the smallest failing case, or 0 if only gates fail."""
+    cases = checker.reference.cases
     failing = {case.case for output in target.outputs for case in output.cases if case.failure is not None}
-    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
-    return min(indices or [0], key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
+    indices = [index for index, case in enumerate(cases) if case.name in failing]
+    return min(indices or [0], key=lambda index: sum(tensor.numel() for tensor in cases[index].batch.values()))
 
 
-def incomparable(target: TargetParity, case: str) -> str | None:
+def find_comparison_problem(target: TargetParity, case: str) -> str | None:
     """Returns the reason why an output has no distance on a case, or None."""
-    compared = ((output.output, found) for output in target.outputs for found in output.cases if found.case == case)
-    return next((f"{name}: {found.failure}" for name, found in compared if found.distance == math.inf), None)
+    results = ((output.output, result) for output in target.outputs for result in output.cases if result.case == case)
+    return next((f"{name}: {result.failure}" for name, result in results if result.distance == math.inf), None)
 
 
 def outputs_at(
-    proof: ParityChecker, target: TargetParity, case: int
+    checker: ParityChecker, target: TargetParity, case: int
 ) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
-    """Returns the allowed distance and dtype per output, and the expected tensors' prefix."""
-    name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
+    """Returns the tolerance and dtype per output, and the prefix of the expected tensors."""
+    name, originals = checker.reference.cases[case].name, checker.reference.outputs[case]
     limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in target.outputs}
-    fixed = any(bound.fixed for bound in proof.tolerances.values())
+    fixed = any(bound.fixed for bound in checker.tolerances.values())
     return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
 
 
-def standing(targets: Sequence[TargetParity]) -> str:
-    """Describes how close passing targets are to their limits."""
-    farthest = max((o for target in targets for o in target.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
-    passing = f"{', '.join(target.title for target in targets)} pass"
-    if farthest.limit == math.inf:
-        return f"{passing}; nothing but the gates limits them."
+def describe_margin(targets: Sequence[TargetParity]) -> str:
+    """Describes how close passing targets are to their tolerance."""
+    worst = max((o for target in targets for o in target.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
+    names = ", ".join(target.title for target in targets)
+    if worst.limit == math.inf:
+        return f"all targets pass their gates ({names})"
     return (
-        f"{passing}; {farthest.output} comes nearest to its limit, "
-        f"{farthest.max_abs:.2g} from the reference where {farthest.limit:.2g} are allowed."
+        f"all targets pass ({names}); worst output: {worst.output}, off by {worst.max_abs:.1e}, "
+        f"tolerance {worst.limit:.1e}"
     )

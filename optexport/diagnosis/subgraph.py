@@ -10,66 +10,70 @@ import torch
 from torch import fx
 
 
-def cut(graph_module: fx.GraphModule, node_name: str, known: Collection[str]) -> tuple[fx.GraphModule, list[str]]:
-    """Extracts the part of a graph that computes one node from known values.
+def extract(
+    graph_module: fx.GraphModule, node_name: str, boundary: Collection[str]
+) -> tuple[fx.GraphModule, list[str]]:
+    """Extracts the part of a graph that computes one node from the values of others.
 
     Args:
-        known: Nodes whose values become inputs.
+        boundary: Nodes whose values become inputs.
 
     Returns:
         The piece with the node as its only output, and the names of its inputs in graph order. It shares the graph's
         modules.
     """
     nodes = {node.name: node for node in graph_module.graph.nodes}
-    wanted, inputs, waiting = {node_name}, set[str](), [node_name]
+    needed, inputs, waiting = {node_name}, set[str](), [node_name]
     while waiting:
         for need in nodes[waiting.pop()].all_input_nodes:
-            if need.name in known:
+            if need.name in boundary:
                 inputs.add(need.name)
-            elif need.name not in wanted:
-                wanted.add(need.name)
+            elif need.name not in needed:
+                needed.add(need.name)
                 waiting.append(need.name)
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     ordered = [name for name in nodes if name in inputs]
     for name in ordered:
-        made[nodes[name]] = graph.placeholder(name)
+        copies[nodes[name]] = graph.placeholder(name)
     for name, node in nodes.items():
-        if name in wanted:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output((made[nodes[node_name]],))
+        if name in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output((copies[nodes[node_name]],))
     return fx.GraphModule(graph_module, graph), ordered
 
 
-def cut_onnx(path: Path, value: str, known: Mapping[str, torch.Tensor]) -> tuple[onnx.ModelProto, list[str]]:
-    """Extracts the part of an ONNX file that computes one value from known values.
+def extract_onnx(path: Path, value: str, boundary: Mapping[str, torch.Tensor]) -> tuple[onnx.ModelProto, list[str]]:
+    """Extracts the part of an ONNX file that computes one value from others.
 
     Args:
         value: Name of the output of the piece.
-        known: Values that become inputs, by name.
+        boundary: Values that become inputs, by name.
 
     Returns:
         The piece, with its weights, and the names of its inputs.
     """
     model = onnx.load(path)
-    made = {name: node for node in model.graph.node for name in node.output if name}
+    producers = {name: node for node in model.graph.node for name in node.output if name}
     weights = {weight.name: weight for weight in model.graph.initializer}
-    wanted, inputs, waiting = {value}, list[str](), [value]
+    needed, inputs, waiting = {value}, list[str](), [value]
     while waiting:
-        for need in made[waiting.pop()].input:
-            if need in wanted or need in inputs or not need:
+        for need in producers[waiting.pop()].input:
+            if need in needed or need in inputs or not need:
                 continue
-            if need in known and need not in weights:
+            if need in boundary and need not in weights:
                 inputs.append(need)
             else:
-                wanted.add(need)
-                waiting += [need] if need in made else []
-    infos = [onnx.helper.make_tensor_value_info(name, _onnx_dtype(known[name]), known[name].shape) for name in inputs]
+                needed.add(need)
+                waiting += [need] if need in producers else []
+    infos = [
+        onnx.helper.make_tensor_value_info(name, _onnx_dtype(boundary[name]), boundary[name].shape) for name in inputs
+    ]
     graph = onnx.helper.make_graph(
-        [node for node in model.graph.node if wanted & set(node.output)],
+        [node for node in model.graph.node if needed & set(node.output)],
         "piece",
         infos,
         [onnx.ValueInfoProto(name=value)],
-        [weight for name, weight in weights.items() if name in wanted],
+        [weight for name, weight in weights.items() if name in needed],
     )
     piece = onnx.helper.make_model(graph, opset_imports=model.opset_import, functions=model.functions)
     piece.ir_version = model.ir_version

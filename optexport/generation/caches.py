@@ -14,7 +14,7 @@ from optexport.generation.names import past_name, present_name
 
 Tensors = dict[str, torch.Tensor]
 
-_INSTEAD = "Leave generation out: one forward pass, without a cache, can be exported."
+NO_CACHE_HINT = "Remove [generation] to export one forward pass without a cache."
 
 
 class _FullLayer(DynamicLayer):
@@ -72,26 +72,26 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
     """
     if cache is None:
         raise TraceError(
-            "it keeps no key/value cache: generate() gives it none",
+            "the model does not use a key/value cache in generate()",
             location=f"generation: {model}",
-            hint=f"Set use_cache in its generation config, if it can keep one. {_INSTEAD}",
+            hint=f"If the model supports a cache, set use_cache in its generation config. {NO_CACHE_HINT}",
         )
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
     for part in parts:
         if type(part) is not DynamicCache:
             raise TraceError(
-                f"its cache is a {type(part).__name__}, and only a DynamicCache can be carried",
+                f"unsupported cache (found {type(part).__name__}, expected DynamicCache)",
                 location=f"generation: {model}",
-                hint=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
+                hint=f"If the generation config sets cache_implementation, remove it. {NO_CACHE_HINT}",
             )
         layers: list[Any] = part.layers
         for index, layer in enumerate(layers):
-            known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-            if not known or not layer.is_initialized:
-                what = f"{type(layer).__name__}{' that holds nothing' if known else ''}"
+            is_supported = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            if not is_supported or not layer.is_initialized:
+                kind = f"{'an empty ' if is_supported else ''}{type(layer).__name__}"
                 raise TraceError(
-                    f"layer {index} of its cache is a {what}, and only keys and values can be carried",
+                    f"unsupported layer {index} of the cache (found {kind}, expected keys and values)",
                     location=f"generation: {model}",
-                    hint=_INSTEAD,
+                    hint=NO_CACHE_HINT,
                 )
     return parts

@@ -28,10 +28,10 @@ from optexport.tracing import transformers_exporter
 Prompt = Mapping[str, torch.Tensor]
 
 # Arguments of the decoder that the parts compute, or do not need.
-_MADE = {"attention_mask", "cache_position", "decoder_attention_mask", "position_ids"}
+_COMPUTED = {"attention_mask", "cache_position", "decoder_attention_mask", "position_ids"}
 _TOKENS = {"input_ids", "decoder_input_ids"}
 # torch.export fixes a dimension of size 0 or 1.
-_LEAST = 2
+_MIN_SIZE = 2
 # How many tokens are added to each prompt, to get caches for the checks.
 STEPS = 4
 
@@ -144,24 +144,28 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
     name = type(model).__name__
     if model.training:
         raise TraceError(
-            "it is in train mode, where it may draw random numbers", location=name, hint="Call model.eval() first."
+            "the model is in train mode, where its outputs may be random",
+            location=name,
+            hint="Call model.eval() first.",
         )
     if not getattr(model, "can_generate", bool)():
         raise TraceError(
-            "it generates nothing", location=f"generation: {name}", hint='Load it with the task "text-generation".'
+            "the model cannot generate text",
+            location=f"generation: {name}",
+            hint='Load it with task = "text-generation".',
         )
     decode = _decode_inputs(model, prompts[0])
     parts = caches.check_cache(decode.get("past_key_values"), name)
-    strange = [
+    unsupported = [
         key
         for key, value in decode.items()
-        if isinstance(value, torch.Tensor) and key not in _MADE | _TOKENS | {"encoder_outputs"}
+        if isinstance(value, torch.Tensor) and key not in _COMPUTED | _TOKENS | {"encoder_outputs"}
     ]
-    if strange:
+    if unsupported:
         raise TraceError(
-            f"generate() gives its decoder {', '.join(strange)} too, which no part here takes",
+            f"the decoder needs inputs that are not supported: {', '.join(unsupported)}",
             location=f"generation: {name}",
-            hint="Give prompts of tokens alone, or leave generation out.",
+            hint="Use prompts with tokens only, or remove [generation].",
         )
     try:
         with torch.no_grad():
@@ -172,24 +176,24 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
         raise
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
-            f"it fails on one of the prompts: {type(error).__name__}: {first_line(error)}",
+            f"the model fails on one of the prompts: {type(error).__name__}: {first_line(error)}",
             location=f"generation: {name}",
             hint="Give prompts that model.generate(**prompt) takes.",
         ) from error
 
 
-def turn(model: nn.Module) -> int | None:
+def find_turn(model: nn.Module) -> int | None:
     """Returns the number of tokens after which ``generate`` recomputes the cache, or None.
 
     Phi-3 does so: beyond this length, it rotates the positions of all tokens by other factors.
     """
-    given: Any = model
-    length = getattr(given.config.get_text_config(decoder=True), "original_max_position_embeddings", None)
-    if length is None or given.config.is_encoder_decoder:
+    generative: Any = model
+    length = getattr(generative.config.get_text_config(decoder=True), "original_max_position_embeddings", None)
+    if length is None or generative.config.is_encoder_decoder:
         return None
     ids = torch.zeros(1, length + 1, dtype=torch.int64)
-    cache = DynamicCache(config=given.config)
-    step = given.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
+    cache = DynamicCache(config=generative.config)
+    step = generative.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
     return None if step.get("past_key_values") is cache else int(length)
 
 
@@ -197,20 +201,20 @@ def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
     """Returns the arguments of the decoder in ``generate``, at a step after the first."""
     name = type(model).__name__
     try:
-        found = transformers_exporter.decompose(model, prompt)
+        parts = transformers_exporter.decompose(model, prompt)
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
             f"generate() fails on the first prompt: {first_line(error.__cause__ or error)}",
             location=f"generation: {name}",
             hint="Give prompts that model.generate(**prompt) takes.",
         ) from error
-    if set(found) != {"prefill", "decode"}:
+    if set(parts) != {"prefill", "decode"}:
         raise TraceError(
-            f"it has parts of other kinds: {', '.join(sorted(set(found) - {'decode'}))}",
+            f"the model has unsupported parts: {', '.join(sorted(set(parts) - {'decode'}))}",
             location=f"generation: {name}",
             hint="Only models of text or of audio features can be exported with a cache.",
         )
-    return found["decode"]
+    return parts["decode"]
 
 
 def _decoder_alone(
@@ -221,7 +225,7 @@ def _decoder_alone(
     for prompt in [_traceable(prompts[0]), *prompts]:
         batches.append(_steps(module, {**prompt, **caches.empty_past(cache, prompt["input_ids"].shape[0])}))
     dynamic = _dynamic(batches[0][1], {"attention_mask": {0: Dim("batch", 1), 1: "past_sequence + sequence"}})
-    return Component("decoder", module, _checked(batches), dynamic)
+    return Component("decoder", module, _select_batches(batches), dynamic)
 
 
 def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[Component]:
@@ -229,7 +233,7 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
     start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
     if not isinstance(start, int):
         raise TraceError(
-            f"its decoder starts with {start}, and not with one token",
+            f"the start of the decoder must be one token (found {start})",
             location=f"generation: {type(model).__name__}",
             hint="Set decoder_start_token_id in its generation config.",
         )
@@ -255,7 +259,7 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
         dynamic = {name: {**of, **({2: length} if "_encoder_" in name else {})} for name, of in dynamic.items()}
     return [
         Component("encoder", encoder, tuple(encoded), axes),
-        Component("decoder", decoder, _checked(batches), dynamic),
+        Component("decoder", decoder, _select_batches(batches), dynamic),
     ]
 
 
@@ -264,8 +268,8 @@ def _traceable(prompt: Prompt) -> Prompt:
     return {
         name: resize_tensor(
             tensor,
-            {0: max(tensor.shape[0], _LEAST)}
-            | ({1: max(tensor.shape[1], _LEAST)} if name in ("input_ids", "attention_mask") else {}),
+            {0: max(tensor.shape[0], _MIN_SIZE)}
+            | ({1: max(tensor.shape[1], _MIN_SIZE)} if name in ("input_ids", "attention_mask") else {}),
         )
         for name, tensor in prompt.items()
     }
@@ -291,10 +295,10 @@ def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
     return [taken[0], both, *taken[1:]]
 
 
-def _checked(batches: Sequence[Sequence[Tensors]]) -> tuple[Tensors, ...]:
+def _select_batches(batches: Sequence[Sequence[Tensors]]) -> tuple[Tensors, ...]:
     """Returns the batch to trace with, then the prefill and the first step of each prompt."""
-    enlarged, *given = batches
-    return (enlarged[1], *itertools.chain.from_iterable((steps[0], steps[2]) for steps in given))
+    enlarged, *prompts = batches
+    return (enlarged[1], *itertools.chain.from_iterable((steps[0], steps[2]) for steps in prompts))
 
 
 def _dynamic(batch: Tensors, masks: Mapping[str, Mapping[int, str | Dim]]) -> dict[str, dict[int, str | Dim]]:

@@ -14,15 +14,16 @@ from torch import nn
 from optexport._utils import atomic_dir
 from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
-from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
+from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_output_path, check_replaceable
 from optexport.bundle.parts import PARTS
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
-from optexport.generation.components import STEPS, Component, Prompt, components, turn
+from optexport.generation.caches import NO_CACHE_HINT
+from optexport.generation.components import STEPS, Component, Prompt, components, find_turn
 from optexport.generation.runtime import Parts
-from optexport.generation.tokens import Compared
+from optexport.generation.tokens import TokenComparison
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
@@ -48,7 +49,7 @@ class GenerationResult:
 
     output: Path
     parts: Mapping[str, Result]
-    tokens: tuple[Compared, ...]
+    tokens: tuple[TokenComparison, ...]
     left_out: tuple[str, ...]
 
 
@@ -110,8 +111,8 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     def make_job(part: Component, location: Path) -> Job:
         return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, location)
 
-    given = [prompts] if isinstance(prompts, Mapping) else prompts
-    return produce(model, given, output, make_job, new_tokens, progress or Progress())
+    batches = [prompts] if isinstance(prompts, Mapping) else prompts
+    return produce(model, batches, output, make_job, new_tokens, progress or Progress())
 
 
 def produce(
@@ -121,22 +122,22 @@ def produce(
     make_job: Callable[[Component, Path], Job],
     new_tokens: int,
     progress: Progress,
-    held: contextlib.ExitStack | None = None,
+    output_lock: contextlib.ExitStack | None = None,
 ) -> GenerationResult:
     """Exports every part, and compares tokens. The folder appears only if all checks pass.
 
     Args:
         make_job: Returns the job of a part in a folder.
-        held: Takes over the lock of the folder. No other run replaces the folder until the stack is closed.
+        output_lock: Takes over the lock of the folder. No other run replaces the folder until the stack is closed.
     """
     _check(model, prompts, new_tokens)
     check_output(output)
     prompts = [{name: t if t.is_floating_point() else t.long() for name, t in prompt.items()} for prompt in prompts]
-    found = components(model, prompts)
+    parts = components(model, prompts)
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_dir.drafting(output, check_output, held) as draft:
-        for part in found:
+    with atomic_dir.drafting(output, check_output, output_lock) as draft:
+        for part in parts:
             # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
             # declared, so sizes without positions in the model are omitted.
             job = make_job(part, draft / part.name)
@@ -147,30 +148,30 @@ def produce(
             except TraceError as error:
                 if error.location != "inputs.dynamic":  # a config with [generation] has no such key
                     raise
-                hint = "Leave generation out: one forward pass, without a cache, can be exported."
-                raise TraceError(error.message, location=f"generation: {part.name}", hint=hint) from error
+                location = f"generation: {part.name}"
+                raise TraceError(error.message, location=location, hint=NO_CACHE_HINT) from error
             progress.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
         with progress.step("tokens"):
-            start = getattr(found[0].module, "start", None)
-            compared = _compare(model, found, results, prompts, new_tokens, start, draft)
+            start = getattr(parts[0].module, "start", None)
+            compared = _compare(model, parts, results, prompts, new_tokens, start, draft)
         digest_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
-    return GenerationResult(output, moved, tuple(compared), tokens.left_out(model))
+    return GenerationResult(output, moved, tuple(compared), tokens.ignored_settings(model))
 
 
 def _compare(
     model: nn.Module,
-    found: Sequence[Component],
+    parts: Sequence[Component],
     results: Mapping[str, Result],
     prompts: Sequence[Prompt],
     new_tokens: int,
     start: int | None,
     draft: Path,
-) -> list[Compared]:
+) -> list[TokenComparison]:
     manifests = {name: result.manifest for name, result in results.items()}
-    own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
-    runs = {part.name: _eager(part.module) for part in found}
-    original = Parts(runs["decoder"], own, runs.get("encoder"), start, turn(model))
+    caches = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
+    runs = {part.name: _eager(part.module) for part in parts}
+    original = Parts(runs["decoder"], caches, runs.get("encoder"), start, find_turn(model))
     limit = manifests["decoder"].parity.bounds["logits"].limit
     checked = []
     for case in tokens.cases(prompts):
@@ -200,7 +201,7 @@ def _length(prompt: Prompt, model: nn.Module) -> int:
 
 
 def _document(
-    model: nn.Module, results: Mapping[str, Result], compared: Sequence[Compared], start: int | None
+    model: nn.Module, results: Mapping[str, Result], compared: Sequence[TokenComparison], start: int | None
 ) -> dict[str, Any]:
     config: Any = model.generation_config
     eos = config.eos_token_id
@@ -210,47 +211,49 @@ def _document(
         "version": 1,
         "parts": {name: digest_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
         "start": start,
-        "turn": turn(model),
+        "turn": find_turn(model),
         "eos": ends,
         "pad": int(pad),
-        "tokens": [asdict(each) for each in compared],
-        "left_out": list(tokens.left_out(model)),
+        "tokens": [asdict(comparison) for comparison in compared],
+        "left_out": list(tokens.ignored_settings(model)),
     }
 
 
 def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "generation_config"):
         raise ConfigError(
-            f"a {type(model).__name__} has no generate()",
+            f"a {type(model).__name__} has no method generate()",
             location="model",
-            hint="Give a model of transformers that has.",
+            hint="Give a transformers model that can generate.",
         )
     if not isinstance(new_tokens, int) or new_tokens < 1:
-        raise ConfigError(f"it must be at least 1, not {new_tokens}", location="new_tokens")
+        raise ConfigError(f"the number must be at least 1 (found {new_tokens})", location="new_tokens")
     if not isinstance(prompts, list | tuple):
-        raise ConfigError(f"they are a {type(prompts).__name__}, not a prompt or a list of them", location="prompts")
+        raise ConfigError(
+            f"expected a prompt or a list of prompts (found {type(prompts).__name__})", location="prompts"
+        )
     if not prompts:
-        raise ConfigError("no prompt is given", location="prompts")
+        raise ConfigError("the list of prompts is empty", location="prompts")
     for index, prompt in enumerate(prompts):
         tensors = list(prompt.values()) if isinstance(prompt, Mapping) else []
         if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in tensors):
-            raise ConfigError("it holds no tensors by name, or empty ones", location=f"prompts[{index}]")
+            raise ConfigError("expected a dict of tensors that are not empty", location=f"prompts[{index}]")
         if set(prompt) != set(prompts[0]):
-            raise ConfigError("it holds other inputs than the first", location=f"prompts[{index}]")
+            raise ConfigError("the prompt has other inputs than the first prompt", location=f"prompts[{index}]")
         config: Any = model.config
         if not config.is_encoder_decoder:
             if set(prompt) != {"input_ids", "attention_mask"}:
                 raise ConfigError(
-                    f"it holds {', '.join(sorted(prompt))}, and a decoder takes input_ids and attention_mask",
+                    f"wrong inputs (found {', '.join(sorted(prompt))}, expected input_ids, attention_mask)",
                     location=f"prompts[{index}]",
                 )
             runtime.check_left_padded(prompt, f"prompts[{index}]")
-        most = find_token_limit(config, decoder=True)
-        if most is not None and _length(prompt, model) + STEPS > most:
+        maximum = find_token_limit(config, decoder=True)
+        if maximum is not None and _length(prompt, model) + STEPS > maximum:
             raise ConfigError(
-                f"it is {_length(prompt, model)} tokens long, and the model has positions for {most}",
+                f"the prompt is too long (found {_length(prompt, model)} tokens, the model takes {maximum})",
                 location=f"prompts[{index}]",
-                hint=f"Give prompts that leave room for {STEPS} new tokens at least.",
+                hint=f"Shorten the prompt, so that at least {STEPS} new tokens fit.",
             )
 
 
@@ -265,4 +268,4 @@ def check_output(output: Path) -> None:
         for part in names - {GENERATION, *SIGNED}:
             check_replaceable(output / part)
     else:
-        check_place(output)
+        check_output_path(output)

@@ -49,7 +49,7 @@ def run_generation(
     progress, path = progress or Progress(), layout.as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
-        raise ConfigError("it has no such table", location=f"{path}: generation", hint="Call optexport.run(path).")
+        raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")
     check_extras(config, path)
     rules, new_tokens = load_rules(config, folder, without), config.generation.new_tokens
     config = resolve_config(config, rules)
@@ -57,22 +57,24 @@ def run_generation(
     export.check_output(output)
     git = checkout(folder)
     text = read_redacted(path)
-    with signals.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
+    with signals.temporary_folder() as downloads, contextlib.ExitStack() as output_lock:
         with progress.step("load"):
             loaded = steps.load_model(config, folder, downloads)
         with progress.step("inputs"):
-            given = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
-            prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
+            prepared = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            prompts = [_prompt(batch, loaded) for batch in prepared.real or (prepared.example,)]
 
         def origin(part: str) -> Origin:
             return Origin(git=git, part=part)
 
         def make_job(part: Component, location: Path) -> Job:
             first = part.batches[0]
-            own = Loaded(part.module, revision=loaded.revision)
-            return Job(config, own, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name))
+            component = Loaded(part.module, revision=loaded.revision)
+            return Job(
+                config, component, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name)
+            )
 
-        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, until_sent)
+        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, output_lock)
         with progress.step("track"):
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)

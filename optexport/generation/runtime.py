@@ -61,13 +61,13 @@ class Parts:
         start = torch.full((rows, 1), self.start or 0, dtype=torch.int64)
         return {"input_ids": start, **mask, **empty, **next_past(self.encoder(inputs))}
 
-    def step(self, given: Tensors) -> tuple[torch.Tensor, Tensors]:
+    def step(self, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
         """Runs the decoder once.
 
         Returns:
             The logits of the next token, [batch, vocabulary], and the cache, as inputs of the next call.
         """
-        outputs = self.decoder(given)
+        outputs = self.decoder(inputs)
         return outputs["logits"][:, -1], next_past(outputs)
 
     def greedy(
@@ -77,22 +77,22 @@ class Parts:
 
         A row that ended with a token of ``eos`` continues with ``pad``.
         """
-        given = self.begin(inputs)
-        taken: list[torch.Tensor] = []
-        ended = torch.zeros(given["input_ids"].shape[0], dtype=torch.bool)
-        while len(taken) < tokens and not bool(ended.all()):
-            logits, past = self.step(given)
+        step_inputs = self.begin(inputs)
+        new_tokens: list[torch.Tensor] = []
+        ended = torch.zeros(step_inputs["input_ids"].shape[0], dtype=torch.bool)
+        while len(new_tokens) < tokens and not bool(ended.all()):
+            logits, past = self.step(step_inputs)
             token = torch.where(ended, pad, logits.argmax(-1))
             ended = ended | torch.isin(token, torch.tensor(list(eos), dtype=torch.int64))
-            taken.append(token)
-            given = {**given, **past, "input_ids": token[:, None]}
-            if "attention_mask" in given:
-                mask = given["attention_mask"]
-                given["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            new_tokens.append(token)
+            step_inputs = {**step_inputs, **past, "input_ids": token[:, None]}
+            if "attention_mask" in step_inputs:
+                mask = step_inputs["attention_mask"]
+                step_inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
                 if mask.shape[1] == self.turn:
-                    ids = torch.cat([inputs["input_ids"], torch.stack(taken, 1)], 1)
-                    given = self.begin({"input_ids": ids, "attention_mask": given["attention_mask"]})
-        return torch.stack(taken, 1)
+                    ids = torch.cat([inputs["input_ids"], torch.stack(new_tokens, 1)], 1)
+                    step_inputs = self.begin({"input_ids": ids, "attention_mask": step_inputs["attention_mask"]})
+        return torch.stack(new_tokens, 1)
 
 
 class Generator:
@@ -116,7 +116,7 @@ class Generator:
         atomic_dir.recover(folder)
         if not (folder / GENERATION).is_file():
             raise ConfigError(
-                f"it holds no {GENERATION}", location=str(folder), hint="Give what export_generation wrote."
+                f"the folder has no {GENERATION}", location=str(folder), hint="Give the output of export_generation."
             )
         document, manifests = read_generation(folder)
         parts = open_parts(folder, manifests, file_format, document["start"], document.get("turn"))
@@ -149,44 +149,47 @@ class Generator:
         Raises:
             ConfigError: The arguments are invalid, or the files do not run with them.
         """
-        given = self._given({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        tensors = self._prepare({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"it must be at least 1, not {max_new_tokens}", location="generate: max_new_tokens")
+            message = f"the number must be at least 1 (found {max_new_tokens})"
+            raise ConfigError(message, location="generate: max_new_tokens")
         if self._parts.encoder is None:
-            check_left_padded(given, "generate")
+            check_left_padded(tensors, "generate")
         try:
             eos = self._eos if eos_token_id is None else np.atleast_1d(np.asarray(eos_token_id, np.int64)).tolist()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{eos_token_id!r} is no token", location="generate: eos_token_id") from error
+            raise ConfigError(
+                f"{eos_token_id!r} is not a token id or a list of them", location="generate: eos_token_id"
+            ) from error
         try:
-            new = self._parts.greedy(given, max_new_tokens, eos, self._pad)
+            new = self._parts.greedy(tensors, max_new_tokens, eos, self._pad)
         except Exception as error:  # each runtime has its own exceptions
             raise ConfigError(
-                f"the files do not run on these inputs: {first_line(error)}",
+                f"the exported files fail on these inputs: {first_line(error)}",
                 location="generate",
-                hint="Give ids of the model's vocabulary, and no more tokens than it has positions for.",
+                hint="Use ids of the model's vocabulary, and at most as many tokens as the model has positions.",
             ) from error
         rows = new.shape[0]
-        before = given["input_ids"] if self._parts.encoder is None else torch.full((rows, 1), self._parts.start or 0)
+        before = tensors["input_ids"] if self._parts.encoder is None else torch.full((rows, 1), self._parts.start or 0)
         return torch.cat([before, new], 1).numpy()
 
-    def _given(self, inputs: Mapping[str, Any]) -> Tensors:
+    def _prepare(self, inputs: Mapping[str, Any]) -> Tensors:
         """Returns the inputs of the first part, with a mask of ones by default."""
         arrays = {name: np.asarray(value) for name, value in _rectangular(inputs).items() if value is not None}
         specs = {spec.name: spec for spec in self._inputs}
         if "attention_mask" in specs and "input_ids" in arrays:
             arrays.setdefault("attention_mask", np.ones(arrays["input_ids"].shape, np.int64))
-        takes = f"It takes {', '.join(specs)}."
+        hint = f"Give the inputs {', '.join(specs)}."
         for name in arrays:
             if name not in specs:
-                raise ConfigError("the model takes no such input", location=f"generate: {name}", hint=takes)
-        if absent := [name for name in specs if name not in arrays]:
-            raise ConfigError(f"the model needs {', '.join(absent)} too", location="generate", hint=takes)
-        given = {name: torch.from_numpy(as_input(spec, arrays[name])) for name, spec in specs.items()}
-        for name, tensor in given.items():
+                raise ConfigError("the model has no input of this name", location=f"generate: {name}", hint=hint)
+        if missing := [name for name in specs if name not in arrays]:
+            raise ConfigError(f"inputs are missing: {', '.join(missing)}", location="generate", hint=hint)
+        tensors = {name: torch.from_numpy(as_input(spec, arrays[name])) for name, spec in specs.items()}
+        for name, tensor in tensors.items():
             if not tensor.numel():
-                raise ConfigError(f"it is empty, {list(tensor.shape)}", location=f"generate: {name}")
-        return given
+                raise ConfigError(f"the input is empty (shape {list(tensor.shape)})", location=f"generate: {name}")
+        return tensors
 
 
 def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,9 +198,9 @@ def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in inputs.items()}
     except ValueError as error:
         raise ConfigError(
-            "its rows are of several lengths",
+            "the rows of an input have different lengths",
             location="generate",
-            hint="Pad them at the left, and give attention_mask.",
+            hint="Pad the rows on the left, and give attention_mask.",
         ) from error
 
 
@@ -210,14 +213,15 @@ def check_left_padded(inputs: Mapping[str, torch.Tensor], location: str) -> None
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if ids.shape != mask.shape or ids.dim() != 2:
         raise ConfigError(
-            f"input_ids are {list(ids.shape)} and attention_mask is {list(mask.shape)}, not both [batch, sequence]",
+            "input_ids and attention_mask must both have the shape [batch, sequence] "
+            f"(found {list(ids.shape)} and {list(mask.shape)})",
             location=location,
         )
     if not ids.shape[1] or not bool(mask[:, -1].all()):
         raise ConfigError(
-            "a row ends with padding, and the new tokens would come after it",
+            "a row has padding at its end, so new tokens would follow the padding",
             location=f"{location}: attention_mask",
-            hint='Pad at the left: tokenizer.padding_side = "left".',
+            hint='Pad on the left: tokenizer.padding_side = "left".',
         )
 
 
@@ -231,15 +235,16 @@ def open_parts(
         OptexportError: A runtime rejects a file.
     """
     runs = {name: _open(folder / name, manifest, file_format) for name, manifest in manifests.items()}
-    own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
-    return Parts(runs["decoder"], own, runs.get("encoder"), start, turn)
+    caches = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
+    return Parts(runs["decoder"], caches, runs.get("encoder"), start, turn)
 
 
 def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:
-    found = [artifact for artifact in manifest.artifacts if artifact.format == file_format]
-    if not found:
-        known = ", ".join(artifact.format for artifact in manifest.artifacts)
-        raise ConfigError(f"no {file_format} file was exported", location=str(folder), hint=f"There is: {known}.")
+    artifacts = {artifact.format: artifact for artifact in manifest.artifacts}
+    artifact = next((artifact for name, artifact in artifacts.items() if name == file_format), None)
+    if artifact is None:
+        hint = f"Choose from: {', '.join(artifacts)}."
+        raise ConfigError(f"no file was exported in the format {file_format}", location=str(folder), hint=hint)
     outputs = [output.name for output in manifest.outputs]
-    *_, (_, run) = runners.open_file(folder / found[0].path, file_format, outputs)
+    *_, (_, run) = runners.open_file(folder / artifact.path, file_format, outputs)
     return run

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from optexport.generation.export import GenerationResult
-from optexport.generation.tokens import Compared
+from optexport.generation.tokens import TokenComparison
 from optexport.report import terminal
 
 
@@ -19,24 +19,23 @@ def show(result: GenerationResult, console: Console) -> None:
         console.print(f"[bold]Part[/] {name}", highlight=False)
         terminal.show(part, console)
         console.print()
-    console.print("[bold]Tokens[/] compared with the likeliest ones of model.generate", highlight=False)
+    console.print("[bold]Tokens[/] compared with greedy model.generate", highlight=False)
     if result.left_out:
         console.print(
-            f"  without {', '.join(result.left_out)} of the model's generation_config, which the files do not heed",
+            f"  ignored settings of the model's generation_config: {', '.join(result.left_out)}",
             soft_wrap=True,
             highlight=False,
         )
-    for compared in result.tokens:
-        console.print(f"  {escape(_line(compared))}", soft_wrap=True, highlight=False)
+    for comparison in result.tokens:
+        console.print(f"  {escape(_line(comparison))}", soft_wrap=True, highlight=False)
 
 
-def _line(compared: Compared) -> str:
+def _line(comparison: TokenComparison) -> str:
     ties = [
-        f"row {tie.row} ends at token {tie.token}, a tie: its two best logits are {tie.gap:.2g} apart"
-        for tie in compared.ties
+        f"row {tie.row} stops at token {tie.token}, a tie of two logits {tie.gap:.2g} apart" for tie in comparison.ties
     ]
-    count = f"{compared.compared} of {compared.rows * compared.tokens} compared, all equal"
-    return "; ".join([f"{compared.format}, {compared.prompt} ({compared.rows} rows): {count}", *ties])
+    count = f"{comparison.compared} of {comparison.rows * comparison.tokens} compared, all equal"
+    return "; ".join([f"{comparison.format}, {comparison.prompt} ({comparison.rows} rows): {count}", *ties])
 
 
 def as_json(result: GenerationResult) -> dict[str, Any]:
@@ -49,6 +48,6 @@ def as_json(result: GenerationResult) -> dict[str, Any]:
         "output": str(result.output),
         "mlflow_run_id": next(iter(parts.values()))["mlflow_run_id"],
         "parts": parts,
-        "tokens": [asdict(compared) for compared in result.tokens],
+        "tokens": [asdict(comparison) for comparison in result.tokens],
         "left_out": list(result.left_out),
     }

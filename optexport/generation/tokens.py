@@ -46,7 +46,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TokenComparison:
     """The comparison of one format's tokens for one prompt.
 
     Attributes:
@@ -68,17 +68,17 @@ def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
         rows = next(iter(prompt.values())).shape[0]
         yield f"prompt {index}", prompt
         if rows > 1:
-            alone = {name: tensor[:1] for name, tensor in prompt.items()}
-            if "attention_mask" in alone:
-                kept = alone["attention_mask"][0] != 0
-                alone = {name: tensor[:, kept] for name, tensor in alone.items()}
-            yield f"prompt {index}, first row", alone
+            first_row = {name: tensor[:1] for name, tensor in prompt.items()}
+            if "attention_mask" in first_row:
+                real = first_row["attention_mask"][0] != 0
+                first_row = {name: tensor[:, real] for name, tensor in first_row.items()}
+            yield f"prompt {index}, first row", first_row
 
 
 def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Tensor:
     """Returns the new tokens of greedy ``generate`` without end tokens: [batch, tokens].
 
-    Other settings of the model's generation config are ignored; `left_out` lists them.
+    Other settings of the model's generation config are ignored; `ignored_settings` lists them.
     """
     own: Any = model.generation_config
     plain = GenerationConfig(
@@ -101,7 +101,7 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
     return ids[:, -tokens:]
 
 
-def left_out(model: nn.Module) -> tuple[str, ...]:
+def ignored_settings(model: nn.Module) -> tuple[str, ...]:
     """Returns the settings that `generate` uses, but `likeliest_tokens` and the files ignore.
 
     The names are fields of ``transformers.GenerationConfig``.
@@ -112,7 +112,7 @@ def left_out(model: nn.Module) -> tuple[str, ...]:
 
 def compare(
     original: Parts, candidate: Parts, file_format: str, case: tuple[str, Prompt], expected: torch.Tensor, limit: float
-) -> Compared:
+) -> TokenComparison:
     """Compares the tokens of the files with the tokens of the original.
 
     Args:
@@ -124,32 +124,32 @@ def compare(
         ParityError: A token differs, and its logit is not close enough to the best for rounding to explain it.
     """
     name, prompt = case
-    found = candidate.greedy(prompt, expected.shape[1])
+    actual = candidate.greedy(prompt, expected.shape[1])
     ties, compared = [], 0
     for row in range(expected.shape[0]):
-        unlike = (found[row] != expected[row]).nonzero().flatten()
-        first = int(unlike[0]) if len(unlike) else expected.shape[1]
+        differing = (actual[row] != expected[row]).nonzero().flatten()
+        first = int(differing[0]) if len(differing) else expected.shape[1]
         compared += first
-        if not len(unlike):
+        if not len(differing):
             continue
         logits = _logits(original, prompt, expected[:, :first])[row]
-        ours, theirs = int(expected[row, first]), int(found[row, first])
-        gap = float(logits[ours] - logits[theirs])
+        expected_token, actual_token = int(expected[row, first]), int(actual[row, first])
+        gap = float(logits[expected_token] - logits[actual_token])
         if not gap <= _SIDES * limit:
             raise ParityError(
-                f"token {first} of row {row} is {theirs}, and model.generate gives {ours}, whose logit is {gap:.2g} "
-                f"larger; rounding accounts for {_SIDES * limit:.2g}",
+                f"token {first} of row {row} differs from model.generate (found {actual_token}, expected "
+                f"{expected_token}; their logits differ by {gap:.2g}, rounding explains {_SIDES * limit:.2g})",
                 location=f"{file_format}: {name}",
-                hint="The decoder passed by itself: please report this with the model's config.",
+                hint="The check of the decoder alone passed. Please report this with the model's config.",
             )
         ties.append(Tie(row, first, gap))
-    return Compared(file_format, name, expected.shape[0], expected.shape[1], compared, tuple(ties))
+    return TokenComparison(file_format, name, expected.shape[0], expected.shape[1], compared, tuple(ties))
 
 
 def _logits(original: Parts, prompt: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Returns the original's logits after a prompt and more tokens, [batch, vocabulary]."""
-    given = original.begin(prompt)
-    given["input_ids"] = torch.cat([given["input_ids"], tokens], 1)
-    if "attention_mask" in given:
-        given["attention_mask"] = torch.cat([given["attention_mask"], torch.ones_like(tokens)], 1)
-    return original.step(given)[0]
+    inputs = original.begin(prompt)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
+    return original.step(inputs)[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optexport._utils.module_state import buffers_kept
+from optexport._utils.module_state import restoring_buffers
 from optexport.errors import TraceError, first_line
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
@@ -91,7 +91,7 @@ def _is_finite(outputs: Outputs) -> bool:
 
 def _run_twice(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Rejects a model whose repeated calls differ, as its noise floor would be randomness."""
-    with buffers_kept(model) as changed:
+    with restoring_buffers(model) as changed:
         first = run(model, batch)
         state = " and ".join(changed())
     target = type(model).__name__

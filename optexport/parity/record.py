@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from optexport.bundle.manifest import (
+from optexport.bundle.parity_records import (
     CaseDecisionRecord,
     CaseRecord,
     DecisionRecord,

@@ -147,7 +147,7 @@ def graph_runner(graph_module: nn.Module, call: Call) -> Run:
     """
 
     def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with buffers_kept(graph_module):
+        with restoring_buffers(graph_module):
             return call(graph_module, dict(batch))
 
     return run

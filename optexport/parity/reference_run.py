@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport._utils.module_state import buffers_kept
+from optexport._utils.module_state import restoring_buffers
 from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
 from optexport.errors import TraceError, first_line

@@ -26,7 +26,6 @@ from optexport.bundle.manifest import (
     Manifest,
     ModelRecord,
     NearMissRecord,
-    ParityRecord,
     TensorRecord,
     TransformationRecord,
 )

@@ -126,7 +126,7 @@ def publish(title: str, parity: ParityRecord | None, error: OptexportError | Non
         error: The error that ended the program.
     """
     if parity is None and error is not None:
-        parity = error.proof
+        parity = error.parity
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines = [] if parity is None else error_lines(parity)
         if error is not None and not lines:

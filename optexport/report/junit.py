@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
+from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, OptexportError
 from optexport.report.parity_text import explain, list_decisions, list_outputs, metric_title
 
@@ -78,7 +78,7 @@ def start(path: Path | None, protected: Iterable[Path]) -> None:
     if path is None:
         return
     check_outside("--junit", path, protected)
-    check_written_over("--junit", path, _JUNIT_START, "JUnit file")
+    check_overwritable("--junit", path, _JUNIT_START, "JUnit file")
     if path.is_fifo() or path.is_char_device():  # its reader would take this text for the result
         return
     try:
@@ -102,7 +102,7 @@ def write(path: Path | None, parity: ParityRecord | None, error: OptexportError 
         OSError: The disk is full.
     """
     if parity is None and error is not None:
-        parity = error.proof
+        parity = error.parity
     if path is None or (parity is None and error is None):
         return
     text = render(parity) if parity is not None else render_error(error) if error is not None else ""

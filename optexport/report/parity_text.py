@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.parity_records import DecisionRecord, OutputRecord, ParityRecord, TargetRecord
 
 _SHOWN_DATA_CASES = 4
 # A tolerance above this share of an output's largest value accepts almost any result.

@@ -113,7 +113,7 @@ def _layer_lines(record: PrecisionRecord) -> Iterator[str]:
     lowered = [layer for layer in record.layers if layer.kept is None]
     yield f"{len(lowered)} of {len(record.layers)} layers in {record.precision}"
     if len(lowered) < len(record.layers):
-        yield f"with all {record.but_asked_for}in {record.precision}: {_gate_values(record.lowered)}"
+        yield f"with all {record.exception_text}in {record.precision}: {_gate_values(record.lowered)}"
     for layer in record.layers:
         if layer.kept is None:
             continue

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from optexport._utils.module_state import apart
+from optexport._utils.module_state import copy_shared_outputs
 from optexport._utils.torch_settings import as_in_a_new_process
 from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.runtime import devices

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from optexport._utils.module_state import tensors_kept
+from optexport._utils.module_state import restoring_tensors
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.signature.signature import (
     Batch,
@@ -234,7 +234,7 @@ def _export(
     shapes = as_arguments(hints)
     try:
         with (
-            tensors_kept(model),  # a trace would leave fake tensors in attributes that the model assigns
+            restoring_tensors(model),  # a trace would leave fake tensors in attributes that the model assigns
             transformers_exporter.exporting(),
             transformers_exporter.one_pass(model),
             LongSizeDetector(),

@@ -67,7 +67,7 @@ class BundleRecord:
         Raises:
             BundleError: A document is missing or changed, has another schema, or belongs to another bundle.
         """
-        manifest, document = digests.manifest_alone(folder), digest_json.read(folder / MEASUREMENTS)
+        manifest, document = digests.read_manifest_only(folder), digest_json.read(folder / MEASUREMENTS)
         if document.get("manifest") != manifest.digest:
             raise BundleError("the measurements belong to another bundle", location=str(folder / MEASUREMENTS))
         settings = digest_json.validated(BundleSettings, manifest.config, folder / MANIFEST)

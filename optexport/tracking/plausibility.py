@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
-from optexport.bundle.manifest import Manifest, TargetRecord
+from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord, FigureRecord
 from optexport.config.metrics import METRICS
 from optexport.config.schema import ParityConfig

@@ -112,5 +112,6 @@ def message(result: Result, code: int) -> str:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert "This is a bug" not in result.stderr
-    (_, told) = re.split(r"^Error: ", result.stderr, flags=re.MULTILINE)
-    return str(told)
+    first, *more = re.finditer(r"^(?:Error: |FAILED  )", result.stderr, flags=re.MULTILINE)
+    assert all(label[0] == first[0] == "FAILED  " for label in more)  # a failed check has a line for each failure
+    return result.stderr[first.end() :].replace("\nFAILED  ", "\n")

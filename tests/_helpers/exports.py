@@ -146,8 +146,8 @@ def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result
 def run(result: Result, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the outputs of the first file of a result, after checking that all files agree."""
     names = [output.name for output in result.manifest.outputs]
-    found = [run(inputs) for name, path in result.files.items() for _, run in runners.open_file(path, name, names)]
-    for one, other in itertools.pairwise(found):
+    results = [run(inputs) for name, path in result.files.items() for _, run in runners.open_file(path, name, names)]
+    for first, second in itertools.pairwise(results):
         for name in names:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
-    return found[0]
+            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+    return results[0]

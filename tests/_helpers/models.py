@@ -118,11 +118,11 @@ def inputs(name: str, batch: int = 3, sequence: int = 7) -> dict[str, torch.Tens
     mask = torch.ones_like(ids)
     mask[0, sequence // 2 :] = 0
     image = {"resnet": 64}.get(name, 16)
-    made = {
+    batch = {
         "input_ids": ids,
         "attention_mask": mask,
         "decoder_input_ids": torch.randint(4, 60, (batch, sequence - 1), generator=generator),
         "pixel_values": torch.randn(batch, 3, image, image, generator=generator),
     }
-    wanted = [node.target for node in traced(name).graph.find_nodes(op="placeholder")]
-    return {target: made[target] for target in wanted}
+    names = [node.target for node in traced(name).graph.find_nodes(op="placeholder")]
+    return {target: batch[target] for target in names}

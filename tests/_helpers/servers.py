@@ -91,7 +91,7 @@ def answering(status: int, body: str = "", **headers: str) -> Iterator[str]:
     """Serves one status and text as the answer to every call, and yields the URI."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *told: object) -> None:
+        def log_message(self, *body: object) -> None:
             pass
 
         def answer(self) -> None:
@@ -143,7 +143,7 @@ class Lossy:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def log_message(self, *told: object) -> None:
+            def log_message(self, *body: object) -> None:
                 pass
 
             def forward(self) -> None:
@@ -156,10 +156,10 @@ class Lossy:
                     return
                 own = ("host", "content-length", "transfer-encoding", "connection")
                 server = http.client.HTTPConnection("127.0.0.1", port)
-                given = {key: value for key, value in self.headers.items() if key.lower() not in own}
-                server.request(self.command, self.path, body, given)
+                headers = {key: value for key, value in self.headers.items() if key.lower() not in own}
+                server.request(self.command, self.path, body, headers)
                 answer = server.getresponse()
-                told = answer.read()
+                body = answer.read()
                 server.close()
                 kind = re.sub(r"[0-9a-f]{32}|(?<=artifacts/artifacts/).*", "ID", self.path.partition("?")[0])
                 # mlflow sends searches as POST too.
@@ -168,15 +168,15 @@ class Lossy:
                     self.close_connection = True
                     return
                 self.tell(
-                    answer.status, told, [header for header in answer.getheaders() if header[0].lower() not in own]
+                    answer.status, body, [header for header in answer.getheaders() if header[0].lower() not in own]
                 )
 
-            def tell(self, status: int, told: bytes, headers: Sequence[tuple[str, str]] = ()) -> None:
+            def tell(self, status: int, body: bytes, headers: Sequence[tuple[str, str]] = ()) -> None:
                 self.send_response(status)
-                for key, value in [*headers, ("Content-Length", str(len(told)))]:
+                for key, value in [*headers, ("Content-Length", str(len(body)))]:
                     self.send_header(key, value)
                 self.end_headers()
-                self.wfile.write(told)
+                self.wfile.write(body)
 
             def chunks(self) -> Iterator[bytes]:
                 while size := int(self.rfile.readline(), 16):
@@ -199,8 +199,8 @@ def serving(model: str, tracking_uri: str, folder: Path) -> Program:
 @contextlib.contextmanager
 def postgresql() -> Iterator[str]:
     """Starts a PostgreSQL cluster with a password, and yields the URI of its database."""
-    found = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
-    programs = Path(next(path for path in reversed(found) if path)).parent
+    candidates = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
+    programs = Path(next(path for path in reversed(candidates) if path)).parent
     target = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
     port, as_root = free_port(), os.geteuid() == 0
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
@@ -236,23 +236,23 @@ def postgresql() -> Iterator[str]:
 def falling_silent(uri: str, count: int) -> Iterator[str]:
     """Proxies a server, and stops forwarding after ``count`` bytes without closing the connections."""
     host, port = re.search(r"@([\d.]+):(\d+)", uri).groups()  # type: ignore[union-attr]
-    went, is_over = 0, threading.Event()
+    byte_count, is_over = 0, threading.Event()
 
     def pump(source: socket.socket, target: socket.socket, *, counted: bool) -> None:
-        nonlocal went
+        nonlocal byte_count
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                went += len(data) * counted
-                if went > count:
+                byte_count += len(data) * counted
+                if byte_count > count:
                     is_over.wait()
                     return
                 target.sendall(data)
 
     def serve(listening: socket.socket) -> None:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             while True:
-                client = held.enter_context(listening.accept()[0])
-                server = held.enter_context(socket.create_connection((host, int(port))))
+                client = stack.enter_context(listening.accept()[0])
+                server = stack.enter_context(socket.create_connection((host, int(port))))
                 for source, target in ((client, server), (server, client)):
                     threading.Thread(
                         target=pump, args=(source, target), kwargs={"counted": source is client}, daemon=True

@@ -33,10 +33,10 @@ from tests._helpers import exports
 def drafting(
     output: Path,
     check: Callable[[Path], None] = check_replaceable,
-    held: contextlib.ExitStack | None = None,
+    output_lock: contextlib.ExitStack | None = None,
 ) -> contextlib.AbstractContextManager[Path]:
     """Opens a draft as a run does, which replaces only bundles."""
-    return atomic_dir.drafting(output, check, held)
+    return atomic_dir.drafting(output, check, output_lock)
 
 
 _CONTEXT = multiprocessing.get_context("fork")  # all modules are imported already
@@ -54,7 +54,7 @@ def _write_and_wait(output: Path, ready: object) -> None:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> multiprocessing.process.BaseProcess:
+def other_process(tmp_path: Path) -> multiprocessing.process.BaseProcess:
     """Returns the process of another run that is writing ``out``."""
     ready = _CONTEXT.Event()
     process = _CONTEXT.Process(target=_write_and_wait, args=(tmp_path / "out", ready), daemon=True)
@@ -70,24 +70,29 @@ def _kill(process: multiprocessing.process.BaseProcess) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_second_run_to_a_locked_output_fails(tmp_path: Path, other: multiprocessing.process.BaseProcess) -> None:
+def test_second_run_to_a_locked_output_fails(
+    tmp_path: Path, other_process: multiprocessing.process.BaseProcess
+) -> None:
     before = _names(tmp_path)
-    with pytest.raises(ConfigError, match="another run is writing to it"), drafting(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="another run is writing to this folder"), drafting(tmp_path / "out"):
         pass
     assert _names(tmp_path) == before
     with drafting(tmp_path / "out-baseline") as draft:  # another output with the same prefix
         (draft / "file").touch()
-    _kill(other)
+    _kill(other_process)
 
 
 def test_locked_bundle_is_not_replaced(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with contextlib.ExitStack() as held:
-        with drafting(output, held=held) as draft:
+    with contextlib.ExitStack() as output_lock:
+        with drafting(output, output_lock=output_lock) as draft:
             (draft / "first").touch()
-        with pytest.raises(ConfigError, match="what is there is being sent to MLflow") as caught, drafting(output):
+        with (
+            pytest.raises(ConfigError, match="the bundle in this folder is being uploaded to MLflow") as caught,
+            drafting(output),
+        ):
             pass
-        assert "Wait until that has ended" in str(caught.value)
+        assert "Wait until the upload has ended" in str(caught.value)
         assert _names(tmp_path) == [".out.lock", "out"]
     assert _names(tmp_path) == ["out"]
     with drafting(output, lambda place: None) as draft:
@@ -140,9 +145,9 @@ def test_waiting_processes_hold_the_lock_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_draft_of_a_killed_run_is_removed_by_the_next_run(
-    tmp_path: Path, other: multiprocessing.process.BaseProcess
+    tmp_path: Path, other_process: multiprocessing.process.BaseProcess
 ) -> None:
-    _kill(other)
+    _kill(other_process)
     draft, lock = _names(tmp_path)
     assert (draft.startswith(".out.partial-"), lock) == (True, ".out.partial.lock")
     with drafting(tmp_path / "out") as draft:
@@ -261,13 +266,13 @@ def test_kills_at_random_moments_leave_a_complete_bundle_or_none(tmp_path: Path,
     output, generator = tmp_path / "out", random.Random(seed)
     start = time.monotonic()
     _export(output)  # also imports modules that are imported lazily
-    whole = time.monotonic() - start
+    duration = time.monotonic() - start
     killed = attempts = 0
     # On a busy machine the timed run can be the slowest, so that later runs end before they are killed.
     while attempts < kills or killed <= kills / 4:
         attempts += 1
         assert attempts < 20 * kills
-        killed += _killed_after(generator.uniform(0, whole), output)
+        killed += _killed_after(generator.uniform(0, duration), output)
         digests.read_manifest(output)  # either the old manifest or the new one
     _export(output)
     digests.read_manifest(output)
@@ -338,9 +343,9 @@ def test_killed_report_leaves_a_valid_bundle(dies_before: int, is_part: bool, tm
 def test_scratch_folders_of_one_bundle_do_not_conflict(tmp_path: Path) -> None:
     bundle = tmp_path / "model"
     bundle.mkdir()
-    with atomic_dir.scratch(bundle) as one, atomic_dir.scratch(bundle) as other:
-        assert one.parent == other.parent == tmp_path
-        assert one != other
+    with atomic_dir.scratch(bundle) as first, atomic_dir.scratch(bundle) as second:
+        assert first.parent == second.parent == tmp_path
+        assert first != second
     with drafting(tmp_path / "out") as draft, atomic_dir.scratch(draft) as within:
         assert within.parent == draft
     assert _names(tmp_path) == ["model", "out"]

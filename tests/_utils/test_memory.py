@@ -37,9 +37,9 @@ def _mapped(folder: Path) -> torch.Tensor:
 
 
 def _file_backed() -> int:
-    found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
@@ -61,15 +61,15 @@ def test_values_written_to_mapped_pages_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_reference_cycles_are_collected() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    vars(one)["other"], vars(other)["other"] = other, one
-    gone = weakref.ref(one.weight)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    vars(first)["second"], vars(second)["second"] = second, first
+    reference = weakref.ref(first.weight)
     gc.disable()
     try:
-        del one, other
-        assert gone() is not None
+        del first, second
+        assert reference() is not None
         memory.collect()
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -77,13 +77,13 @@ def test_reference_cycles_are_collected() -> None:
 @pytest.mark.nightly
 def test_bundle_does_not_depend_on_the_large_model_threshold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
-    found = []
-    for place, least in (("small", 1 << 60), ("large", 1)):
+    records = []
+    for place, threshold in (("small", 1 << 60), ("large", 1)):
         for module, name in ((memory, "LARGE_MODEL"), (float64, "_LARGE_PARAMETER")):
-            monkeypatch.setattr(module, name, least)
+            monkeypatch.setattr(module, name, threshold)
         (tmp_path / place).mkdir()
         path = tmp_path / place / "config.toml"
         path.write_text(CONFIG, encoding="utf-8")
         manifest = run.run(path).manifest
-        found.append((manifest.files, manifest.parity))
-    assert found[0] == found[1]
+        records.append((manifest.files, manifest.parity))
+    assert records[0] == records[1]

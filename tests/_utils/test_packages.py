@@ -24,13 +24,13 @@ def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "safetensors").mkdir()
     (folder / "safetensors" / "__init__.py").write_text(STUB)
     (folder / "safetensors-0.7.0.dist-info").mkdir()
-    told = "Metadata-Version: 2.1\nName: safetensors\nVersion: 0.7.0\n"
-    (folder / "safetensors-0.7.0.dist-info" / "METADATA").write_text(told)
+    text = "Metadata-Version: 2.1\nName: safetensors\nVersion: 0.7.0\n"
+    (folder / "safetensors-0.7.0.dist-info" / "METADATA").write_text(text)
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with a config, its lock and its bundle."""
     folder = tmp_path_factory.mktemp("installed")
     (folder / "halves.py").write_text(MODULE)
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _told(folder: Path, drifted: Path, *arguments: str) -> str:
+def _run_command(folder: Path, drifted: Path, *arguments: str) -> str:
     """Returns the error of a command that exits with code 2, run in a new process with the older package."""
     path = os.pathsep.join([str(drifted), *filter(None, sys.path)])
     process = subprocess.run(
@@ -62,7 +62,7 @@ def _here() -> str:
     return packages.versions()["safetensors"]
 
 
-UNMET = "safetensors: 0.7.0 is installed, and transformers needs safetensors>=0.8.0"
+UNMET = "safetensors: found 0.7.0, transformers needs safetensors>=0.8.0"
 
 
 def test_installed_packages_are_compatible() -> None:
@@ -70,30 +70,30 @@ def test_installed_packages_are_compatible() -> None:
 
 
 @pytest.mark.slow
-def test_locked_run_names_the_package_that_differs(made: Path, drifted: Path) -> None:
-    told = _told(made, drifted, "run", "--locked", "mine.toml")
-    assert f"safetensors: locked {_here()}, now 0.7.0" in told
-    assert "optexport lock mine.toml" in told
+def test_locked_run_names_the_package_that_differs(project: Path, drifted: Path) -> None:
+    text = _run_command(project, drifted, "run", "--locked", "mine.toml")
+    assert f"safetensors: {_here()} when it was locked, 0.7.0 now" in text
+    assert "optexport lock mine.toml" in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "check", "lock"])
-def test_old_package_is_named_with_the_required_version(made: Path, drifted: Path, command: str) -> None:
-    told = _told(made, drifted, command, "mine.toml")
-    assert UNMET in told
-    assert "was imported" not in told
-    (advised,) = re.findall(r"pip install '(\S+)'", told)  # once, though several packages need it
+def test_old_package_is_named_with_the_required_version(project: Path, drifted: Path, command: str) -> None:
+    text = _run_command(project, drifted, command, "mine.toml")
+    assert UNMET in text
+    assert "was imported" not in text
+    (advised,) = re.findall(r"pip install '(\S+)'", text)  # once, though several packages need it
     assert Requirement(advised).name == "safetensors"
     assert "0.7.0" not in Requirement(advised).specifier
 
 
 @pytest.mark.slow
-def test_reproduce_names_the_package_that_differs(made: Path, drifted: Path) -> None:
-    told = _told(made, drifted, "reproduce", "build/model")
-    assert UNMET in told
-    assert f"safetensors was {_here()}, and is 0.7.0 now" in told
+def test_reproduce_names_the_package_that_differs(project: Path, drifted: Path) -> None:
+    text = _run_command(project, drifted, "reproduce", "build/model")
+    assert UNMET in text
+    assert f"safetensors: {_here()} before, 0.7.0 now" in text
 
 
 @pytest.mark.slow
-def test_import_error_of_an_old_package_is_not_a_defect(made: Path, drifted: Path) -> None:
-    assert UNMET in _told(made, drifted, "diagnose", "mine.toml")
+def test_import_error_of_an_old_package_is_not_a_defect(project: Path, drifted: Path) -> None:
+    assert UNMET in _run_command(project, drifted, "diagnose", "mine.toml")

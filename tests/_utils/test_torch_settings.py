@@ -52,8 +52,8 @@ def test_default_dtype_of_a_module_is_baked_into_the_files(tmp_path: Path) -> No
         "import sys, torch; torch.save([torch.jit.load(p)(x=torch.ones(2, 6))[0] for p in sys.argv[2:]], sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "y", result.files["torchscript"]], check=True)
-    (given,) = torch.load(tmp_path / "y")
-    torch.testing.assert_close(given, torch.ones(2, 6), rtol=0, atol=1e-6)
+    (tensor,) = torch.load(tmp_path / "y")
+    torch.testing.assert_close(tensor, torch.ones(2, 6), rtol=0, atol=1e-6)
     again = exported(tmp_path, "table_of_float64", IN_FLOAT64)  # its module is not imported again
     assert again.passed
     assert archives.pt2_module(again.files["pt2"]) is not None

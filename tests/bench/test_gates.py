@@ -215,7 +215,7 @@ def test_each_gate_checks_its_figure(gate: dict[str, Any], report: Report | None
     with pytest.raises(GateError) as caught:
         gates.check(config, [ONNX, PT2], report, proof, {})
     assert caught.value.exit_code == 6
-    assert caught.value.proof is proof
+    assert caught.value.parity is proof
     lines = str(caught.value).splitlines()[1:]
     assert len(lines) == len(failures)
     assert all(failure in line for failure, line in zip(failures, lines, strict=True))

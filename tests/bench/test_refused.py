@@ -29,8 +29,8 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
     content = bytearray((bundle / "model.onnx").read_bytes())
     content[len(content) // 2] ^= 1
     (bundle / "model.onnx").write_bytes(content)
-    assert "model.onnx: it was changed" in message(call(bundle), 4)
-    assert "model.onnx: it was changed" in message(call(bundle / "model.pt2"), 4)
+    assert "model.onnx: the file was changed" in message(call(bundle), 4)
+    assert "model.onnx: the file was changed" in message(call(bundle / "model.pt2"), 4)
 
 
 @pytest.mark.slow

@@ -39,10 +39,10 @@ def test_document_survives_a_round_trip(tmp_path: Path, document: dict[str, Any]
 @given(DOCUMENTS)
 @overwriting
 def test_key_order_does_not_change_the_file(tmp_path: Path, document: dict[str, Any]) -> None:
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
-    digest_json.write(one, document)
-    digest_json.write(other, dict(reversed(document.items())))
-    assert one.read_bytes() == other.read_bytes()
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    digest_json.write(first, document)
+    digest_json.write(second, dict(reversed(document.items())))
+    assert first.read_bytes() == second.read_bytes()
 
 
 @given(DOCUMENTS, st.data())
@@ -78,18 +78,18 @@ def test_changed_whitespace_is_detected(tmp_path: Path, indent: int | None) -> N
     digest_json.write(path, {"a": [1, 2], "b": "ä"})
     same = json.loads(path.read_bytes())
     path.write_text(json.dumps(same, indent=indent, sort_keys=True, ensure_ascii=False) + "\n")
-    with pytest.raises(BundleError, match="it does not match its own digest"):
+    with pytest.raises(BundleError, match="the content does not match its own digest"):
         digest_json.read(path)
 
 
 def test_digest_of_another_document_is_detected(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.json", tmp_path / "other.json"
-    digest_json.write(one, {"a": 1})
-    digest_json.write(other, {"a": 2})
-    forged = {"a": 2, "digest": json.loads(one.read_bytes())["digest"]}
-    other.write_text(json.dumps(forged, indent=2, sort_keys=True) + "\n")
-    with pytest.raises(BundleError, match="it does not match its own digest"):
-        digest_json.read(other)
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    digest_json.write(first, {"a": 1})
+    digest_json.write(second, {"a": 2})
+    forged = {"a": 2, "digest": json.loads(first.read_bytes())["digest"]}
+    second.write_text(json.dumps(forged, indent=2, sort_keys=True) + "\n")
+    with pytest.raises(BundleError, match="the content does not match its own digest"):
+        digest_json.read(second)
 
 
 @pytest.mark.sample(4)
@@ -124,11 +124,11 @@ def test_invalid_content_is_a_bundle_error(tmp_path: Path, content: bytes) -> No
 
 
 def test_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"document\.json: it is missing"):
+    with pytest.raises(BundleError, match=r"document\.json: the file is missing"):
         digest_json.read(tmp_path / "document.json")
 
 
 def test_folder_at_the_path_is_a_bundle_error(tmp_path: Path) -> None:
     (tmp_path / "document.json").mkdir()
-    with pytest.raises(BundleError, match="it is no file"):
+    with pytest.raises(BundleError, match="the path is not a regular file"):
         digest_json.read(tmp_path / "document.json")

@@ -44,9 +44,9 @@ def test_linked_plugin_uses_helpers_next_to_the_link(plugin: Path) -> None:
 
 
 def test_code_of_an_installed_package_is_its_own_modules() -> None:
-    found = code_of("safetensors.torch")
-    assert {"torch.py", "__init__.py"} <= found.keys()
-    assert len(found) < 20
+    digests = code_of("safetensors.torch")
+    assert {"torch.py", "__init__.py"} <= digests.keys()
+    assert len(digests) < 20
     assert code_of("no_such_module") == code_of("builtins") == {}
 
 

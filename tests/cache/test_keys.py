@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,9 +92,9 @@ def test_graph_with_local_code_has_no_digest() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    for given in (_function, lambda x: x):
+    for function in (_function, lambda x: x):
         graph = fx.Graph()
-        graph.output(graph.call_function(given, (graph.placeholder("x"),)))
+        graph.output(graph.call_function(function, (graph.placeholder("x"),)))
         assert keys.of_graph(fx.GraphModule(nn.Module(), graph)) is None
     root, graph = nn.Module(), fx.Graph()
     root.own = Own()
@@ -105,6 +107,34 @@ def test_module_with_a_hook_has_no_digest() -> None:
     graph_module = traced()
     graph_module.get_submodule("linear").register_forward_hook(lambda module, inputs, output: output + 1)
     assert keys.of_graph(graph_module) is None
+
+
+def test_digest_of_tensors_covers_names_dtypes_shapes_and_values() -> None:
+    tensor = torch.arange(6.0)
+    tensors = [
+        {"x": tensor},
+        {"y": tensor},
+        {"x": tensor.view(torch.int32)},
+        {"x": tensor.reshape(2, 3)},
+        {"x": tensor + 1},
+        {"x": tensor, "y": tensor},
+    ]
+    assert len({keys.of_tensors([group]) for group in tensors}) == len(tensors)
+    expected = hashlib.sha256(b"x torch.float32 (6,)" + tensor.numpy().tobytes()).hexdigest()
+    assert keys.of_tensors([{"x": tensor}]) == expected
+
+
+def test_digest_of_a_file_covers_its_companions(tmp_path: Path) -> None:
+    path, weights = tmp_path / "model.onnx", tmp_path / "model.onnx.data"
+    path.write_bytes(b"graph")
+    alone = keys.of_file(path)
+    weights.write_bytes(b"weights")
+    both = keys.of_file(path)
+    weights.write_bytes(b"Weights")
+    assert len({alone, both, keys.of_file(path)}) == 3
+    (tmp_path / "other.onnx").write_bytes(b"other")
+    weights.write_bytes(b"weights")
+    assert keys.of_file(path) == both
 
 
 def test_lazy_views_have_the_digest_of_their_values() -> None:

@@ -23,8 +23,8 @@ class Masked(torch.nn.Module):
         self.eps, self.linear = 1e-12, torch.nn.Linear(4, 4)
 
     def forward(self, x):
-        least = {least}
-        return self.linear(x + self.eps).clamp(min=least)
+        minimum = {minimum}
+        return self.linear(x + self.eps).clamp(min=minimum)
 """
 
 
@@ -34,8 +34,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def masked(folder: Path, least: str = "torch.finfo(x.dtype).min") -> nn.Module:
-    (folder / "masked_computation.py").write_text(MODULE.format(least=least))
+def masked(folder: Path, minimum: str = "torch.finfo(x.dtype).min") -> nn.Module:
+    (folder / "masked_computation.py").write_text(MODULE.format(minimum=minimum))
     sys.modules.pop("masked_computation", None)
     importlib.invalidate_caches()
     model: nn.Module = importlib.import_module("masked_computation").Masked()

@@ -39,13 +39,9 @@ def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None 
     return run_original(run, model, cases, batched=batched or [], computation=COMPUTATION), run.runs
 
 
-def assert_same(one: Reference, other: Reference) -> None:
-    assert (one.float64_mismatches, one.variations, one.noise) == (
-        other.float64_mismatches,
-        other.variations,
-        other.noise,
-    )
-    for a, b in zip(one.exact, other.exact, strict=True):
+def assert_same(first: Reference, second: Reference) -> None:
+    assert (first.float64_mismatches, first.variations, first.noise) == (second.float64_mismatches, second.variations, second.noise)
+    for a, b in zip(first.exact, second.exact, strict=True):
         assert list(a) == list(b)
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -29,9 +30,9 @@ def keep(*parts: object, value: float = 1.0) -> str:
 
 def test_entry_is_found_by_its_name_only() -> None:
     entry = keep("a")
-    found = results.read(entry)
-    assert found is not None
-    (first, second), notes = found
+    cached = results.read(entry)
+    assert cached is not None
+    (first, second), notes = cached
     assert torch.equal(first["y"], torch.ones(256))
     assert (second, notes) == ({}, {"note": [1, 2]})
     assert results.read(store.name("test", "b")) is None
@@ -39,18 +40,18 @@ def test_entry_is_found_by_its_name_only() -> None:
 
 def test_renamed_entry_is_ignored(place: Path) -> None:
     """Entries can be mixed up in a cache that was merged by hand. The results of another graph would be used."""
-    entry, other = keep("a"), keep("b", value=2.0)
+    entry, other_entry = keep("a"), keep("b", value=2.0)
     (place / entry).rename(place / "aside")
-    (place / other).rename(place / entry)
+    (place / other_entry).rename(place / entry)
     assert results.read(entry) is None
 
 
 def test_pipe_link_or_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
     """With Python 3.11, shutil.rmtree of a pipe waits forever."""
     (tmp_path / "elsewhere").mkdir()
-    for made in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+    for make in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
         shutil.rmtree(place / keep("a"))
-        made(place / store.name("test", "a"))
+        make(place / store.name("test", "a"))
         entry = keep("a")
         assert results.read(entry) is not None
         assert not (place / entry).is_symlink()
@@ -90,6 +91,39 @@ def test_damaged_entry_is_ignored_and_replaced(place: Path, file: str, damage: b
     assert results.read(entry) is None
     keep("a")
     assert results.read(entry) is not None
+
+
+def test_changed_byte_in_an_entry_is_detected(place: Path) -> None:
+    """The file can still be read, and its results would be used."""
+    entry = keep("a")
+    path = place / entry / FILE
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert results.read(entry) is None
+
+
+def test_digests_of_an_entry_cover_files_notes_and_key(place: Path) -> None:
+    entry = keep("a")
+    record = json.loads((place / entry / "entry.json").read_bytes())
+    files = {FILE: hashlib.sha256((place / entry / FILE).read_bytes()).hexdigest()}
+    signed = json.dumps([entry, files, [2, {"note": [1, 2]}]], sort_keys=True)
+    assert record == {
+        "files": files,
+        "notes": [2, {"note": [1, 2]}],
+        "sha256": hashlib.sha256(signed.encode()).hexdigest(),
+    }
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, hashlib.sha256(b"").hexdigest()])
+def test_wrong_digest_of_a_file_is_not_accepted(place: Path, digest: str) -> None:
+    """The digest of the entry itself is right, as if the entry had been written with a wrong digest of its file."""
+    entry = keep("a")
+    path = place / entry / "entry.json"
+    record = json.loads(path.read_bytes())
+    files = {FILE: digest}
+    forged = {**record, "files": files, "sha256": store._digest(entry, files, record["notes"])}
+    path.write_text(json.dumps(forged), encoding="utf-8")
+    assert results.read(entry) is None
 
 
 @pytest.mark.parametrize("change", [{"notes": [2, None]}, {"files": {}}, {"sha256": ""}])

@@ -73,7 +73,7 @@ def test_debug_is_accepted_before_and_after_the_command(arguments: tuple[str, ..
     [
         (["run", "nowhere.toml"], "nowhere.toml: the config file does not exist"),
         (["run"], "Missing argument 'CONFIG'"),
-        (["verify", "nowhere"], "nowhere: there is no such folder"),
+        (["verify", "nowhere"], "nowhere: the folder does not exist"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
         (["run", "--unknown"], "No such option '--unknown'"),
         (["bench", "a.onnx", "--output", "nowhere/x.json"], "the folder nowhere does not exist"),
@@ -106,11 +106,11 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (".", "it exists and is no bundle"),
-        ("halves.py", "it exists and is no bundle"),
-        ("halves.py/x", "nothing can be written there"),
-        ("n" * 3000, "nothing can be written there"),
-        ("new/" + "n" * 250, "nothing can be written there"),
+        (".", "the path exists and is not a bundle"),
+        ("halves.py", "the path exists and is not a bundle"),
+        ("halves.py/x", "the output cannot be written"),
+        ("n" * 3000, "the output cannot be written"),
+        ("new/" + "n" * 250, "the output cannot be written"),
     ],
     ids=["full folder", "file", "below a file", "long name", "long draft"],
 )
@@ -282,7 +282,7 @@ def test_init_reports_the_extra_that_its_config_needs(tmp_path: Path, monkeypatc
     (tmp_path / "modules.json").write_text("[]")
     done = CliRunner().invoke(cli, ["init", str(tmp_path), "-o", str(tmp_path / "mine.toml")])
     assert done.exit_code == 0
-    assert "it needs the extra sentence-transformers, of which" in done.stdout
+    assert 'the extra "sentence-transformers" is not installed (' in done.stdout
 
 
 def test_cross_encoder_or_plain_transformer_needs_no_extra(

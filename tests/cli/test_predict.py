@@ -151,7 +151,7 @@ def test_invalid_call_gives_one_message_and_an_exit_code(weighing: Path, tmp_pat
     (tmp_path / "bundle" / "preprocessor" / "tokenizer.json").write_text("{}")
     changed = called(tmp_path / "bundle", "a text")
     assert changed.exit_code == 4
-    assert "preprocessor/tokenizer.json: it was changed since the bundle was written" in changed.stderr
+    assert "preprocessor/tokenizer.json: the file was changed after the bundle was written" in changed.stderr
 
 
 @pytest.mark.slow

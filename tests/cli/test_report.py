@@ -55,17 +55,19 @@ def test_bundle_without_a_report_is_valid_and_can_get_one(copied: Path) -> None:
 
 def test_changed_report_is_detected_and_can_be_rewritten(copied: Path) -> None:
     (copied / "report.html").write_text("Passed", encoding="utf-8")
-    with pytest.raises(BundleError, match=r"report\.html: it is not the one that was written\nHint: Write it again"):
+    with pytest.raises(
+        BundleError, match=r"report\.html: the report was changed after it was written\nHint: Write the report again"
+    ):
         read_manifest(copied)
     (copied / "report.html").unlink()
-    with pytest.raises(BundleError, match=r"report\.html: it is missing"):
+    with pytest.raises(BundleError, match=r"report\.html: the report is missing"):
         read_manifest(copied)
     assert report(copied).exit_code == 0
     assert read_manifest(copied)
     content = (copied / "report.html").read_bytes()
     without_report(copied)
     (copied / "report.html").write_bytes(content)
-    with pytest.raises(BundleError, match=r"report\.html: it is of no run"):
+    with pytest.raises(BundleError, match=r"report\.html: the measurements do not list the report"):
         read_manifest(copied)
 
 
@@ -88,7 +90,7 @@ def test_invalid_measurements_are_reported_as_damage(copied: Path) -> None:
     exports.edit_json(copied / "measurements.json", lambda measurements: measurements.update(seconds="many"))
     done = report(copied)
     assert done.exit_code == 4
-    assert "measurements.json: it does not follow the schema: seconds" in done.stderr
+    assert "measurements.json: the document does not match its schema: seconds" in done.stderr
 
 
 @pytest.mark.slow
@@ -178,7 +180,9 @@ def test_unreadable_file_is_not_reported_as_damage(copied: Path, name: str, comm
         [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"Error: {copied / name}: this user may not read it\nHint: Let this user read ")
+    assert done.stderr.startswith(
+        f"Error: {copied / name}: this user has no permission to read the file\nHint: Give this user permission "
+    )
 
 
 @pytest.mark.slow

@@ -100,13 +100,17 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "output that is a file": (
         config().replace("formats", 'output = "halves.py"\nformats'),
         2,
-        "it exists and is no bundle",
+        "the path exists and is not a bundle",
     ),
-    "output that is a folder": (config().replace("formats", 'output = "."\nformats'), 2, "it exists and is no bundle"),
+    "output that is a folder": (
+        config().replace("formats", 'output = "."\nformats'),
+        2,
+        "the path exists and is not a bundle",
+    ),
     "output below a file": (
         config().replace("formats", 'output = "halves.py/x"\nformats'),
         2,
-        "nothing can be written",
+        "the output cannot be written",
     ),
     "output of too long a name": (config().replace("formats", f'output = "{"n" * 3000}"\nformats'), 2, "export.output"),
 }
@@ -142,7 +146,7 @@ def test_successful_run_exits_with_0_and_its_bundle_verifies(call: Caller, tmp_p
     content = bytearray(program.read_bytes())
     content[len(content) // 2] ^= 1
     program.write_bytes(content)
-    assert "model.pt2: it was changed" in message(CliRunner().invoke(cli, ["verify", str(bundle)]), 4)
+    assert "model.pt2: the file was changed" in message(CliRunner().invoke(cli, ["verify", str(bundle)]), 4)
 
 
 def test_second_run_replaces_the_bundle_unless_it_fails(call: Caller, tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def make(family: str, **options: Any) -> PreTrainedModel:
 def phi3(turn: int) -> PreTrainedModel:
     """Returns a model that changes its rotary factors after `turn` positions."""
     rope = {"rope_type": "longrope", "long_factor": [2.0, 3.0], "short_factor": [1.0, 1.0], "rope_theta": 10000.0}
-    given = {**rope, "original_max_position_embeddings": turn, "factor": 256 / turn}
+    scaling = {**rope, "original_max_position_embeddings": turn, "factor": 256 / turn}
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
-        config = Phi3Config(**_DECODER, original_max_position_embeddings=turn, rope_parameters=given)
+        config = Phi3Config(**_DECODER, original_max_position_embeddings=turn, rope_parameters=scaling)
         return Phi3ForCausalLM(config).eval()
 
 

@@ -29,14 +29,14 @@ def test_text_split_anywhere_gives_the_logits_of_the_full_text(family: str) -> N
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     with torch.no_grad():
         positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        whole = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
         for cut in (0, 1, 7, 12, 19):
             past = empty
             if cut:
                 past = next_past(part.module(input_ids=ids[:, :cut], attention_mask=mask[:, :cut], **empty))
             rest = part.module(input_ids=ids[:, cut:], attention_mask=mask, **past)
             real = mask[:, cut:, None] == 1
-            torch.testing.assert_close(rest["logits"] * real, whole[:, cut:] * real, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(rest["logits"] * real, expected[:, cut:] * real, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [name for name in models.FAMILIES if name not in models.WITHOUT_ENCODER])
@@ -53,11 +53,11 @@ def test_encoder_and_decoder_give_the_logits_of_the_model(family: str) -> None:
     }
     mask = {"encoder_attention_mask": prompt["attention_mask"]} if "attention_mask" in prompt else {}
     with torch.no_grad():
-        whole = model(**prompt, decoder_input_ids=ids).logits
+        expected = model(**prompt, decoder_input_ids=ids).logits
         cross = next_past(encoder.module(**prompt))
         first = decoder.module(input_ids=ids[:, :4], **mask, **empty, **cross)
         rest = decoder.module(input_ids=ids[:, 4:], **mask, **cross, **next_past(first))
-    torch.testing.assert_close(torch.cat([first["logits"], rest["logits"]], 1), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat([first["logits"], rest["logits"]], 1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_batches_have_the_caches_of_the_prompts() -> None:
@@ -67,9 +67,9 @@ def test_batches_have_the_caches_of_the_prompts() -> None:
     assert [batch["input_ids"].tolist() for batch in prefills] == [p["input_ids"].tolist() for p in prompts]
     step = part.batches[2]
     with torch.no_grad():
-        kept: Any = model(**prompts[0], position_ids=(prompts[0]["attention_mask"].cumsum(-1) - 1).clamp(min=0))
+        outputs: Any = model(**prompts[0], position_ids=(prompts[0]["attention_mask"].cumsum(-1) - 1).clamp(min=0))
     real = prompts[0]["attention_mask"][:, None, :, None]
-    torch.testing.assert_close(step["past_key_values_0_key"] * real, kept.past_key_values.layers[0].keys * real)
+    torch.testing.assert_close(step["past_key_values_0_key"] * real, outputs.past_key_values.layers[0].keys * real)
     assert min(*part.batches[0]["input_ids"].shape, *part.batches[0]["past_key_values_0_key"].shape) >= 2
 
 
@@ -113,20 +113,24 @@ def _encoder() -> torch.nn.Module:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("make", "error", "said"),
+    ("make", "error", "text"),
     [
-        (_static, TraceError, "its cache is a StaticCache"),
-        (_without_cache, TraceError, "it keeps no key/value cache"),
-        (_mamba, TraceError, "it keeps no key/value cache"),
-        (_with_convolutions, TraceError, "layer 0 of its cache is a LinearAttentionLayer, and only keys and values"),
-        (_encoder, ConfigError, "has no generate"),
+        (_static, TraceError, r"unsupported cache \(found StaticCache, expected DynamicCache\)"),
+        (_without_cache, TraceError, "the model does not use a key/value cache"),
+        (_mamba, TraceError, "the model does not use a key/value cache"),
+        (
+            _with_convolutions,
+            TraceError,
+            r"unsupported layer 0 of the cache \(found LinearAttentionLayer,",
+        ),
+        (_encoder, ConfigError, r"has no method generate\(\)"),
         (lambda: models.make("gpt2").train(), TraceError, "train mode"),
     ],
 )
 def test_unsupported_models_are_refused_with_a_reason(
-    make: Callable[[], torch.nn.Module], error: type[OptexportError], said: str, tmp_path: Path
+    make: Callable[[], torch.nn.Module], error: type[OptexportError], text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=said) as raised:
+    with pytest.raises(error, match=text) as raised:
         export_generation(make(), models.prompts("gpt2"), tmp_path / "out")
     assert raised.value.hint
     assert not list(tmp_path.iterdir())
@@ -134,24 +138,33 @@ def test_unsupported_models_are_refused_with_a_reason(
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("prompts", "said"),
+    ("prompts", "text"),
     [
-        ([], "no prompt is given"),
-        (None, "they are a NoneType, not a prompt"),
-        ("a text", "they are a str, not a prompt"),
-        ([{}], "no tensors by name"),
-        ([[5, 6, 7]], "no tensors by name"),
+        ([], "the list of prompts is empty"),
+        (None, r"expected a prompt or a list of prompts \(found NoneType\)"),
+        ("a text", r"expected a prompt or a list of prompts \(found str\)"),
+        ([{}], "expected a dict of tensors that are not empty"),
+        ([[5, 6, 7]], "expected a dict of tensors that are not empty"),
         (
             [{"input_ids": torch.ones(1, 253).long(), "attention_mask": torch.ones(1, 253).long()}],
-            "has positions for 256",
+            r"the prompt is too long \(found \d+ tokens, the model takes 256\)",
         ),
-        ([{"input_ids": torch.ones(1, 3, dtype=torch.int64)}], "a decoder takes input_ids and attention_mask"),
-        ([{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}], "ends with padding"),
-        ([{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2).long()}], "not both"),
+        (
+            [{"input_ids": torch.ones(1, 3, dtype=torch.int64)}],
+            r"\(found input_ids, expected input_ids, attention_mask\)",
+        ),
+        (
+            [{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}],
+            "a row has padding at its end",
+        ),
+        (
+            [{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2).long()}],
+            "must both have the shape",
+        ),
     ],
 )
-def test_invalid_prompt_is_refused(prompts: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_prompt_is_refused(prompts: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=text):
         export_generation(models.make("gpt2"), prompts, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from optexport import export_generation, verify
 from optexport.bundle import digest_json
 from optexport.errors import BundleError, ConfigError
-from optexport.generation import summary, tokens
+from optexport.generation import export, summary, tokens
 from optexport.generation.export import GenerationResult
 from optexport.generation.runtime import Generator
 from tests.generation import models
@@ -47,10 +47,10 @@ def generators(file_format: str) -> Generator:
 def test_files_continue_new_prompts_as_generate_does(file_format: str, rows: int) -> None:
     model, result = models.make("gpt2"), exported()
     prompt = models.left_padded(_HELD_OUT[:rows])
-    given = {name: tensor.numpy() for name, tensor in prompt.items()}
-    found = Generator.load(result.output, file_format).generate(**given, max_new_tokens=64, eos_token_id=())
-    assert found[:, :-64].tolist() == prompt["input_ids"].tolist()
-    assert found[:, -64:].tolist() == tokens.likeliest_tokens(model, prompt, 64).tolist()
+    inputs = {name: tensor.numpy() for name, tensor in prompt.items()}
+    actual = Generator.load(result.output, file_format).generate(**inputs, max_new_tokens=64, eos_token_id=())
+    assert actual[:, :-64].tolist() == prompt["input_ids"].tolist()
+    assert actual[:, -64:].tolist() == tokens.likeliest_tokens(model, prompt, 64).tolist()
 
 
 def test_finished_row_is_padded_as_generate_does() -> None:
@@ -58,18 +58,27 @@ def test_finished_row_is_padded_as_generate_does() -> None:
     free = tokens.likeliest_tokens(model, prompt, 12)
     eos = int(free[1, 4])
     own = model.generate(**prompt, do_sample=False, max_new_tokens=12, eos_token_id=eos)
-    given = {name: tensor.numpy() for name, tensor in prompt.items()}
-    found = Generator.load(result.output).generate(**given, max_new_tokens=12, eos_token_id=eos)
-    assert found.tolist() == own.tolist()
-    assert eos in found[1, 10:15].tolist()
+    inputs = {name: tensor.numpy() for name, tensor in prompt.items()}
+    actual = Generator.load(result.output).generate(**inputs, max_new_tokens=12, eos_token_id=eos)
+    assert actual.tolist() == own.tolist()
+    assert eos in actual[1, 10:15].tolist()
 
 
 def test_summary_names_the_ignored_generation_settings(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((exported().output / "generation.json").read_bytes())
     assert (exported().left_out, document["left_out"]) == ((), [])
     summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
-    told = capsys.readouterr().out
-    assert "without repetition_penalty, num_beams of the model's generation_config, which the files do not heed" in told
+    assert summary.as_json(replace(exported(), left_out=("num_beams",)))["left_out"] == ["num_beams"]
+    text = capsys.readouterr().out
+    assert "ignored settings of the model's generation_config: repetition_penalty, num_beams" in text
+
+
+def test_document_names_ignored_settings_and_tokens() -> None:
+    model = models.make("gpt2")
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [7, 8], None
+    document = export._document(model, {}, [], None)
+    assert (document["left_out"], document["eos"], document["pad"]) == (["repetition_penalty"], [7, 8], 7)
 
 
 def test_one_decoder_file_is_checked_on_all_tokens() -> None:
@@ -77,10 +86,10 @@ def test_one_decoder_file_is_checked_on_all_tokens() -> None:
     assert sorted(path.name for path in result.output.iterdir()) == ["decoder", "generation.json"]
     dims = result.parts["decoder"].manifest.dims
     assert (dims["past_sequence"].min, dims["sequence"].min, dims["batch"].min) == (0, 1, 1)
-    assert [(each.format, each.rows, each.tokens) for each in result.tokens] == [
+    assert [(comparison.format, comparison.rows, comparison.tokens) for comparison in result.tokens] == [
         (name, rows, 64) for name in ("torchscript", "onnx", "pt2") for rows in (3, 1, 1)
     ]
-    assert all(each.compared == 64 * each.rows or each.ties for each in result.tokens)
+    assert all(comparison.compared == 64 * comparison.rows or comparison.ties for comparison in result.tokens)
 
 
 def test_each_part_is_a_bundle_that_verifies() -> None:
@@ -90,7 +99,7 @@ def test_each_part_is_a_bundle_that_verifies() -> None:
 def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
-    with pytest.raises(ConfigError, match="is no bundle"):
+    with pytest.raises(ConfigError, match="is not a bundle"):
         export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "mine")
     shutil.copytree(exported().output, tmp_path / "old")
     (tmp_path / "old" / "decoder" / "notes.txt").write_text("kept")
@@ -124,7 +133,7 @@ def test_invalid_document_is_refused_without_a_traceback(change: dict[str, Any],
     ):
         digest_json.write(folder / "generation.json", forged)
         if forged != document:
-            with pytest.raises(BundleError, match="it does not follow the schema"):
+            with pytest.raises(BundleError, match="the document does not match its schema"):
                 Generator.load(folder)
 
 
@@ -139,23 +148,23 @@ def test_a_changed_part_and_a_part_of_another_export_are_refused(tmp_path: Path)
     document.write_text(text)
     with (folder / "decoder" / "model.onnx").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(BundleError, match="changed since"):
+    with pytest.raises(BundleError, match="the file was changed after"):
         Generator.load(folder)
     (folder / "notes.md").touch()
-    with pytest.raises(BundleError, match=r"notes\.md: the export does not know it"):
+    with pytest.raises(BundleError, match=r"notes\.md: the path is not part of the export"):
         Generator.load(folder)
 
 
 def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
     generator = Generator.load(exported().output)
     ids = np.array([[5, 6, 0]])
-    with pytest.raises(ConfigError, match="ends with padding"):
+    with pytest.raises(ConfigError, match="a row has padding at its end"):
         generator.generate(ids, np.array([[1, 1, 0]]))
     with pytest.raises(ConfigError, match="at least 1"):
         generator.generate(ids, max_new_tokens=0)
-    with pytest.raises(ConfigError, match="the model needs input_ids, attention_mask too"):
+    with pytest.raises(ConfigError, match="inputs are missing: input_ids, attention_mask"):
         generator.generate()
-    with pytest.raises(ConfigError, match="no openvino file was exported"):
+    with pytest.raises(ConfigError, match="no file was exported in the format openvino"):
         Generator.load(exported().output, "openvino")
     with pytest.raises(ConfigError, match=r"holds no generation\.json"):
         Generator.load(tmp_path)
@@ -164,26 +173,29 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("inputs", "text"),
     [
-        ({"input_ids": [[5.5, 6.0]]}, "input_ids: found dtype float64, expected int64"),
-        ({"input_ids": [[5], [6, 7]]}, "its rows are of several lengths"),
-        ({"input_ids": "a text"}, "input_ids: found dtype <U6, expected int64"),
-        ({"input_ids": [5, 6]}, r"input_ids: found shape \[2\], expected \[batch, sequence\]"),
-        ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: it is empty"),
-        ({"input_ids": [[5, -6]]}, "input_ids: token ids must not be negative"),
-        ({"input_ids": [[5, 6000]]}, "the files do not run on these inputs"),
-        ({"input_ids": [[5]] * 2, "input_features": np.ones((1, 2, 3), np.float32)}, "takes no such input"),
-        ({"input_features": np.ones((1, 2, 3), np.float32)}, "input_features: the model takes no such input"),
-        ({"attention_mask": [[1]]}, "the model needs input_ids too"),
-        ({"input_ids": [[5]], "max_new_tokens": 2.5}, "max_new_tokens: it must be at least 1"),
-        ({"input_ids": [[5]], "eos_token_id": "a"}, "eos_token_id: 'a' is no token"),
-        ({"input_ids": [[5] * 250], "max_new_tokens": 20}, "no more tokens than it has positions for"),
+        ({"input_ids": [[5.5, 6.0]]}, "input_ids: it is float64, and the model takes int64"),
+        ({"input_ids": [[5], [6, 7]]}, "the rows of an input have different lengths"),
+        ({"input_ids": "a text"}, "input_ids: it is"),
+        ({"input_ids": [5, 6]}, "input_ids: its shape is"),
+        ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: the input is empty"),
+        ({"input_ids": [[5, -6]]}, "input_ids: a token is below 0"),
+        ({"input_ids": [[5, 6000]]}, "the exported files fail on these inputs"),
+        (
+            {"input_ids": [[5]] * 2, "input_features": np.ones((1, 2, 3), np.float32)},
+            "the model has no input of this name",
+        ),
+        ({"input_features": np.ones((1, 2, 3), np.float32)}, "input_features: the model has no input of this name"),
+        ({"attention_mask": [[1]]}, "inputs are missing: input_ids"),
+        ({"input_ids": [[5]], "max_new_tokens": 2.5}, "max_new_tokens: the number must be at least 1"),
+        ({"input_ids": [[5]], "eos_token_id": "a"}, "eos_token_id: 'a' is not a token id"),
+        ({"input_ids": [[5] * 250], "max_new_tokens": 20}, "at most as many tokens as the model has positions"),
     ],
 )
-def test_invalid_arguments_are_refused_in_every_format(given: dict[str, Any], told: str, file_format: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        generators(file_format).generate(**given)
+def test_invalid_arguments_are_refused_in_every_format(inputs: dict[str, Any], text: str, file_format: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        generators(file_format).generate(**inputs)
 
 
 @pytest.mark.slow
@@ -191,8 +203,8 @@ def test_model_with_few_positions_is_checked_at_smaller_sizes(tmp_path: Path) ->
     model = models.make("gpt2", n_positions=24)
     prompts = [models.left_padded([[*range(3, 15)]]), {k: v.int() for k, v in models.left_padded([[7]]).items()}]
     result = export_generation(model, prompts, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=8)
-    assert any("index out of range" in told for told in result.parts["decoder"].manifest.parity.left_out)
-    assert [each.compared for each in result.tokens] == [8, 8]
+    assert any("index out of range" in text for text in result.parts["decoder"].manifest.parity.left_out)
+    assert [comparison.compared for comparison in result.tokens] == [8, 8]
 
 
 @pytest.mark.slow
@@ -200,12 +212,12 @@ def test_files_recompute_the_cache_when_generate_does(tmp_path: Path) -> None:
     """Phi-3 changes the rotary factors of all positions beyond its original context length."""
     model, prompt = models.phi3(turn=16), models.left_padded([[5, 6, 7], [8, 9]])
     result = export_generation(model, prompt, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=24)
-    assert [each.compared for each in result.tokens] == [48, 24]
+    assert [comparison.compared for comparison in result.tokens] == [48, 24]
     generator = Generator.load(tmp_path / "out", "pt2")
     for rows in ([[7]], [[*range(3, 19)]], [[*range(3, 20)], [5]], [[*range(3, 40)]]):
         prompt = models.left_padded(rows)
-        found = generator.generate(**prompt, max_new_tokens=24, eos_token_id=())
-        assert found[:, -24:].tolist() == tokens.likeliest_tokens(model, prompt, 24).tolist()
+        actual = generator.generate(**prompt, max_new_tokens=24, eos_token_id=())
+        assert actual[:, -24:].tolist() == tokens.likeliest_tokens(model, prompt, 24).tolist()
 
 
 @pytest.mark.nightly
@@ -213,16 +225,17 @@ def test_files_recompute_the_cache_when_generate_does(tmp_path: Path) -> None:
 def test_every_family_continues_as_generate_does_in_every_format(family: str, tmp_path: Path) -> None:
     model = models.make(family)
     result = export_generation(model, models.prompts(family), tmp_path / family)
-    assert {each.format for each in result.tokens} == {"torchscript", "onnx", "pt2"}
-    assert all(each.compared == each.rows * each.tokens == each.rows * 64 for each in result.tokens)
+    assert {comparison.format for comparison in result.tokens} == {"torchscript", "onnx", "pt2"}
+    assert all(comparison.tokens == 64 for comparison in result.tokens)
+    assert all(comparison.compared == comparison.rows * 64 for comparison in result.tokens)
     if family in models.WITHOUT_ENCODER:
         prompt = models.left_padded(_HELD_OUT)
     elif family == "t5":
         prompt = models.left_padded(_HELD_OUT[:3])
     else:
         prompt = {"input_features": torch.linspace(-2, 2, 3 * 8 * 40).reshape(3, 8, 40).exp().sin()}
-    given = {name: tensor.numpy() for name, tensor in prompt.items()}
+    inputs = {name: tensor.numpy() for name, tensor in prompt.items()}
     expected = tokens.likeliest_tokens(model, prompt, 64)
     for file_format in ("onnx", "torchscript", "pt2"):
-        found = Generator.load(result.output, file_format).generate(**given, max_new_tokens=64, eos_token_id=())
-        assert found[:, -64:].tolist() == expected.tolist()
+        actual = Generator.load(result.output, file_format).generate(**inputs, max_new_tokens=64, eos_token_id=())
+        assert actual[:, -64:].tolist() == expected.tolist()

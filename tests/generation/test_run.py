@@ -50,17 +50,17 @@ def _write(folder: Path) -> Path:
 def test_run_writes_the_parts_and_reports_the_tokens(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["run", "--json", str(_write(tmp_path))])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["passed"]
-    assert (told["error"], told["mlflow_run_id"]) == (None, None)
-    assert [(each["format"], each["rows"], each["compared"]) for each in told["tokens"]] == [
+    document = json.loads(done.stdout)
+    assert document["passed"]
+    assert (document["error"], document["mlflow_run_id"]) == (None, None)
+    assert [(row["format"], row["rows"], row["compared"]) for row in document["tokens"]] == [
         ("onnx", 2, 16),
         ("onnx", 1, 8),
     ]
     ids = torch.tensor([[5, 6, 7, 8]])
-    found = Generator.load(tmp_path / "out").generate(ids.numpy(), max_new_tokens=8)
+    actual = Generator.load(tmp_path / "out").generate(ids.numpy(), max_new_tokens=8)
     own = models.make("gpt2").generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
-    assert found.tolist() == own.tolist()
+    assert actual.tolist() == own.tolist()
     private, public = signed.pair(tmp_path)
     sign(tmp_path / "out", private)
     assert list(check(tmp_path / "out", public)) == [tmp_path / "out" / "decoder"]
@@ -123,6 +123,6 @@ def test_run_refuses_the_table_and_names_run_generation(tmp_path: Path) -> None:
 def test_right_padded_prompts_become_left_padded() -> None:
     ids = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 10], [0, 3, 4, 0]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]])
-    found = _prompt({"input_ids": ids, "attention_mask": mask}, Loaded(models.make("gpt2")))
-    assert found["input_ids"].tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 0, 3, 4]]
-    assert found["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
+    actual = _prompt({"input_ids": ids, "attention_mask": mask}, Loaded(models.make("gpt2")))
+    assert actual["input_ids"].tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 0, 3, 4]]
+    assert actual["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]

@@ -31,23 +31,42 @@ def _counting(nearer: float = 0.0, at: int = 6) -> Parts:
 _EXPECTED = _counting(-1e-7).greedy(_PROMPT, 5)
 
 
+def test_next_token_of_a_padded_row_follows_its_mask() -> None:
+    """The decoder gives the number of real tokens, so a wrong mask of a new token gives another token."""
+
+    def decoder(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        count = inputs["attention_mask"].sum(1, keepdim=True).expand(inputs["input_ids"].shape)
+        return {"logits": torch.nn.functional.one_hot(count, 10).float()}
+
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    prompt = {"input_ids": torch.tensor([[0, 0, 5], [5, 6, 7]]), "attention_mask": mask}
+    assert Parts(decoder, ()).greedy(prompt, 4).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+
+
+def test_row_that_ended_continues_with_the_pad_token() -> None:
+    actual = _counting(-1.0).greedy(_PROMPT, 6, eos=(3,), pad=8)
+    assert actual.tolist() == [[2, 3, 8], [1, 2, 3]]
+    assert _counting(-1.0).greedy(_PROMPT, 2, eos=(9,), pad=8).tolist() == [[2, 3], [1, 2]]
+
+
 def test_equal_tokens_are_counted() -> None:
-    found = tokens.compare(_counting(-1e-7), _counting(-1e-7), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
+    actual = tokens.compare(_counting(-1e-7), _counting(-1e-7), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
     assert _EXPECTED.tolist() == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]
-    assert found == tokens.Compared("onnx", "prompt 0", 2, 5, 10, ())
+    assert actual == tokens.TokenComparison("onnx", "prompt 0", 2, 5, 10, ())
 
 
 def test_row_is_compared_up_to_a_tie_of_two_logits() -> None:
     expected = _counting(-1e-7).greedy(_PROMPT, 7)
-    found = tokens.compare(_counting(-1e-7), _counting(1e-7), "onnx", ("prompt 0", _PROMPT), expected, 1e-6)
-    assert [(tie.row, tie.token) for tie in found.ties] == [(0, 5), (1, 6)]
-    assert found.compared == 5 + 6
-    assert all(0 < tie.gap < 2e-7 for tie in found.ties)
+    actual = tokens.compare(_counting(-1e-7), _counting(1e-7), "onnx", ("prompt 0", _PROMPT), expected, 1e-6)
+    assert [(tie.row, tie.token) for tie in actual.ties] == [(0, 5), (1, 6)]
+    assert actual.compared == 5 + 6
+    assert all(0 < tie.gap < 2e-7 for tie in actual.ties)
 
 
 def test_different_token_is_an_error_with_its_place_and_gap() -> None:
     with pytest.raises(
-        ParityError, match=r"onnx: prompt 0: token 3 of row 0 is 0, and model.generate gives 5.*1 larger"
+        ParityError,
+        match=r"onnx: prompt 0: token 3 of row 0 differs .*found 0, expected 5; .* differ by 1,",
     ):
         tokens.compare(_counting(-1e-7), _counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
 
@@ -78,7 +97,7 @@ def test_each_prompt_and_its_first_row_without_padding_are_cases() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
 def test_greedy_model_has_no_ignored_settings(name: str) -> None:
-    assert tokens.left_out(models.make(name)) == ()
+    assert tokens.ignored_settings(models.make(name)) == ()
 
 
 @pytest.mark.sample(4)
@@ -100,9 +119,9 @@ def test_settings_that_change_the_tokens_are_reported_as_ignored(name: str, valu
     model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
     plain = tokens.likeliest_tokens(model, prompt, 20)
     first = int(plain[0, 0])
-    given = {"bad_words_ids": [[first]], "sequence_bias": [[[first], -100.0]]}.get(name, [first])
-    setattr(model.generation_config, name, given if value == "first" else value)
+    values = {"bad_words_ids": [[first]], "sequence_bias": [[[first], -100.0]]}.get(name, [first])
+    setattr(model.generation_config, name, values if value == "first" else value)
     settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-    assert tokens.left_out(model) == (name,)
+    assert tokens.ignored_settings(model) == (name,)
     own = model.generate(**prompt, **settings)[:, prompt["input_ids"].shape[1] :]
     assert own.tolist() != plain.tolist()

@@ -132,7 +132,7 @@ MUTATIONS = (
         "optexport/diagnosis/bisect_rules.py",
         "while bad - good > 1:",
         "while bad - good > 2:",
-        ("tests/diagnosis/test_diagnosis.py",),
+        ("tests/diagnosis/test_bisect_rules.py",),
     ),
     # exporters
     Mutation(

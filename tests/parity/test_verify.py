@@ -87,7 +87,7 @@ def test_a_changed_byte_exits_with_4_and_names_the_file(copied: Path) -> None:
     (copied / "model.onnx").write_bytes(content)
     done = verify_apart(copied)
     assert done.returncode == 4
-    assert "model.onnx: it was changed since the bundle was written" in done.stderr
+    assert "model.onnx: the file was changed after the bundle was written" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -156,7 +156,7 @@ def test_a_pt2_file_with_code_is_refused_without_running_it(copied: Path, tmp_pa
 
 
 def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
+    with pytest.raises(ConfigError, match=r"the folder is not a bundle \(manifest\.json is missing\)"):
         verify(tmp_path)
 
 

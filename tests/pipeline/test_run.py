@@ -50,7 +50,7 @@ def test_output_that_is_not_a_bundle_is_refused_before_loading(project: Path) ->
     (project / "out" / "block" / "letter.txt").write_text("mine")
     loaded: list[str] = []
     progress = Progress(lambda name, seconds: loaded.append(name))
-    with pytest.raises(ConfigError, match="it exists and is no bundle"):
+    with pytest.raises(ConfigError, match="the path exists and is not a bundle"):
         run.run(config(project), progress=progress)
     assert loaded == []
     assert (project / "out" / "block" / "letter.txt").read_text() == "mine"

@@ -52,6 +52,6 @@ def test_summary_excludes_the_layers_that_stay(tmp_path: Path) -> None:
     config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
     done = CliRunner().invoke(cli, ["run", str(config)])
     assert done.exit_code == 0, done.output
-    assert "with all but those asked for in int8: cosine of output 0.9" in done.output
+    assert "with all except those in keep_float32 in int8: cosine of output 0.9" in done.output
     page = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
-    assert "all layers but those asked for lowered" in page
+    assert "all layers except those in keep_float32 lowered" in page

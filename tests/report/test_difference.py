@@ -207,4 +207,4 @@ def test_damaged_or_absent_bundle_has_the_codes_of_verify(one: Path, tmp_path: P
     assert diff(one, tmp_path / "absent").exit_code == 2
     inside = diff(one, one, "--html", one / "diff.html")
     assert inside.exit_code == 2
-    assert "it would change" in inside.stderr
+    assert "writing this path would change" in inside.stderr

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
 from optexport.report import github, junit
 from optexport.report.parity_text import case_names
@@ -166,7 +166,7 @@ def test_verify_json_has_failures_in_one_document(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == {
         "passed": False,
         "exit_code": 4,
-        "error": f"{bundle}/model.onnx: it is missing",
+        "error": f"{bundle}/model.onnx: the file is missing",
         "parity": None,
     }
 
@@ -178,7 +178,7 @@ def test_report_may_not_replace_the_config_or_be_in_the_bundle(call: Caller, tmp
     assert result.exit_code == 2
     assert sorted(path.name for path in bundle.iterdir()) == before
     error = message(call("run", config(), "--junit", str(tmp_path / "mine.toml")), 2)
-    assert "it would change" in error
+    assert "writing this path would change" in error
     assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == config()
 
 
@@ -240,7 +240,7 @@ def test_unwritable_report_does_not_hide_the_error_of_the_run(
     error = message(result, 4 if fails else 1 if full else 2)
     problem = f"No space left on device: '{report}'" if full else f"No such file or directory: '{report}'"
     if fails:
-        assert "python:halves:Unwritable is to blame" in error
+        assert "python:halves:Unwritable caused the difference" in error
         assert problem in result.stderr.split("Cannot write the JUnit file: ")[1].splitlines()[0]
     else:
         assert problem in error

@@ -178,7 +178,7 @@ def test_redact_error_hides_tracking_credentials_in_any_form(monkeypatch: pytest
 
 
 def test_copy_of_a_config_differs_only_in_its_secrets(tmp_path: Path) -> None:
-    """A special token is not a secret, and redacting it would change the model."""
+    """A special token is not a secret, and redacting writing this path would change the model."""
     config = tmp_path / "config.toml"
     config.write_text(
         '[model]\narguments = { eos_token="</s>" } # was http://joe:hunter2@old\n[inputs.dynamic]\ntoken=[1, 16]\n'

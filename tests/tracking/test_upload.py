@@ -107,7 +107,7 @@ def test_a_file_changed_during_the_upload_is_not_registered(tmp_path: Path, name
                 file.write(b"\xba\x3e\x01 ")  # an unknown protobuf field, which readers skip
 
     result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
-    assert f"{name}: it was changed since the bundle was written" in str(result.tracking_failure)
+    assert f"{name}: the file was changed after the bundle was written" in str(result.tracking_failure)
     assert only_run(uri).info.status == "FAILED"
     assert mlflow.MlflowClient(uri).search_registered_models() == []
     with pytest.raises(BundleError):

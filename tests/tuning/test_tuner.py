@@ -22,8 +22,8 @@ from optexport.bench.measure import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
-from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.outcomes import Comparison
+from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, GateError

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.exporters import exporter_dynamo
 from transformers.exporters import utils as exporter_utils
 
-from optexport._utils.module_state import buffers_kept
+from optexport._utils.module_state import restoring_buffers
 from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, take_flat_tensors
 from optexport.signature.resizing import resize
@@ -398,8 +398,8 @@ def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.T
     want = outcome(model, inputs)
     if isinstance(want, Exception):
         return "the model fails"
-    with buffers_kept(result.graph_module):
-        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
+    with restoring_buffers(result.graph_module):
+        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in held})
     if isinstance(got, Exception):
         return "the graph fails"
     return "same" if _agree(got, want, 1e-3) else "differs"

@@ -14,8 +14,8 @@ from optexport.errors import ConfigError
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 # Larger than any key, so that a model's file, named by mistake, is not read in full.
 _LONGEST = 1 << 20
-_MEND = (
-    "A pair is made by: openssl ecparam -name prime256v1 -genkey -noout -out private.pem; "
+_HINT = (
+    "Create a pair of keys: openssl ecparam -name prime256v1 -genkey -noout -out private.pem; "
     "openssl ec -in private.pem -pubout -out public.pem"
 )
 
@@ -30,16 +30,16 @@ def check_private(path: Path, folder: Path) -> None:
     try:
         key = serialization.load_pem_private_key(content, None)
     except TypeError as error:
-        raise _refused(
-            path, "it is protected by a password", f"Take it off: openssl pkey -in {path} -out private.pem"
-        ) from error
+        hint = f"Remove the password: openssl pkey -in {path} -out private.pem"
+        raise _error(path, "the key is protected by a password", hint) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        public = b"-----BEGIN PUBLIC KEY-----" in content
-        cause = "it holds a public key, and a private one signs" if public else "it holds no private key in PEM"
-        raise _refused(path, cause) from error
+        is_public = b"-----BEGIN PUBLIC KEY-----" in content
+        message = "the file has a public key, expected a private key" if is_public else "the file has no private key"
+        raise _error(path, message) from error
     _check_curve(path, key)
     if path.resolve().is_relative_to(folder.resolve()):
-        raise _refused(path, "it lies in the folder that it is to sign, and would go where that goes", "Move it away.")
+        message = "the private key is inside the folder to sign, so it would be published with the bundle"
+        raise _error(path, message, "Move the key to another folder.")
 
 
 def fingerprint(path: Path) -> str:
@@ -52,10 +52,10 @@ def fingerprint(path: Path) -> str:
     try:
         key = serialization.load_pem_public_key(content)
     except (ValueError, UnsupportedAlgorithm) as error:
-        private = b"PRIVATE KEY-----" in content
-        cause = "it holds a private key, and a public one checks" if private else "it holds no public key in PEM"
-        hint = f"openssl ec -in {path} -pubout -out public.pem" if private else None
-        raise _refused(path, cause, hint) from error
+        is_private = b"PRIVATE KEY-----" in content
+        message = "the file has a private key, expected a public key" if is_private else "the file has no public key"
+        hint = f"Extract the public key: openssl ec -in {path} -pubout -out public.pem" if is_private else None
+        raise _error(path, message, hint) from error
     _check_curve(path, key)
     pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(pem).hexdigest()
@@ -64,24 +64,24 @@ def fingerprint(path: Path) -> str:
 def _read(path: Path) -> bytes:
     try:
         if not path.exists():
-            raise _refused(path, "there is no such file")
+            raise _error(path, "the file does not exist")
         if not path.is_file():  # the file is read twice, which a pipe does not allow
-            raise _refused(path, "it is no file")
+            raise _error(path, "the path is not a regular file")
         with path.open("rb") as file:
             content = file.read(_LONGEST)
     except OSError as error:
-        raise _refused(path, f"it cannot be read: {error.strerror}") from error
+        raise _error(path, f"the file cannot be read: {error.strerror}") from error
     if b"-----BEGIN " not in content:
-        raise _refused(path, "it is no PEM file")
+        raise _error(path, "the file is not a PEM file")
     return content
 
 
 def _check_curve(path: Path, key: object) -> None:
     if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
-        raise _refused(path, "it is of another kind than an elliptic curve's")
+        raise _error(path, "the key is not an elliptic-curve key")
     if key.curve.name not in _CURVES:
-        raise _refused(path, f"its curve is {key.curve.name}, and known are {', '.join(_CURVES)}")
+        raise _error(path, f"unsupported curve (found {key.curve.name}, expected one of {', '.join(_CURVES)})")
 
 
-def _refused(path: Path, cause: str, hint: str | None = None) -> ConfigError:
-    return ConfigError(cause, location=f"--key {path}", hint=hint or _MEND)
+def _error(path: Path, message: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(message, location=f"--key {path}", hint=hint or _HINT)

@@ -28,13 +28,15 @@ def check_environment(manifest: Manifest) -> None:
     Raises:
         ConfigError: Some versions differ; the message lists all of them.
     """
-    here = {name: _version(name) for name in manifest.versions}
-    if differing := [name for name in here if here[name] != manifest.versions[name]]:
-        told = "".join(f"\n  {name}: {manifest.versions[name]} then, {here[name]} here" for name in differing)
+    installed = {name: _version(name) for name in manifest.versions}
+    if differing := [name for name in installed if installed[name] != manifest.versions[name]]:
         raise ConfigError(
-            f"it was made with other versions, which no SBOM of this environment tells{told}",
+            "the bundle was exported with other versions of packages, so an SBOM of this environment would be wrong",
             location="manifest.json: versions",
-            hint="Sign it in the environment that made it.",
+            details="\n".join(
+                f"{name}: exported with {manifest.versions[name]}, now {installed[name]}" for name in differing
+            ),
+            hint="Sign the bundle in the environment that exported it.",
         )
 
 
@@ -53,18 +55,20 @@ def make(manifest: Manifest) -> str:
         bom_ref="python",
         purl=PackageURL("generic", name="python", version=platform.python_version()),
     )
-    found: dict[str, importlib.metadata.Distribution] = {}
-    for package in filter(_whole, importlib.metadata.distributions()):
-        found.setdefault(canonicalize_name(package.name), package)  # Python imports the first of two with one name
-    known = {name: _component(name, package.version, _licence(package)) for name, package in sorted(found.items())}
+    packages: dict[str, importlib.metadata.Distribution] = {}
+    for package in filter(_has_metadata, importlib.metadata.distributions()):
+        packages.setdefault(canonicalize_name(package.name), package)  # Python imports the first of two with one name
+    components = {
+        name: _component(name, package.version, _license(package)) for name, package in sorted(packages.items())
+    }
     # optexport may run from a folder without being installed.
-    own = known["optexport"] = _component("optexport", __version__, "Apache-2.0")
-    bom = Bom(components=[python, *known.values()])
+    optexport = components["optexport"] = _component("optexport", __version__, "Apache-2.0")
+    bom = Bom(components=[python, *components.values()])
     bom.metadata.component = model
-    bom.register_dependency(model, [own, python])
-    for name, package in found.items():
-        needed = set(_needed(package.requires or ())) & known.keys()
-        bom.register_dependency(known[name], [known[each] for each in needed])
+    bom.register_dependency(model, [optexport, python])
+    for name, package in packages.items():
+        needed = set(_required_names(package.requires or ())) & components.keys()
+        bom.register_dependency(components[name], [components[requirement] for requirement in needed])
     return f"{make_outputter(bom, OutputFormat.JSON, SCHEMA).output_as_string(indent=2)}\n"
 
 
@@ -79,7 +83,7 @@ def _component(name: str, version: str, expression: str | None) -> Component:
     )
 
 
-def _whole(package: importlib.metadata.Distribution) -> bool:
+def _has_metadata(package: importlib.metadata.Distribution) -> bool:
     """Returns False for the leftover folder of an incomplete uninstall."""
     try:
         return "Name" in package.metadata and "Version" in package.metadata
@@ -87,12 +91,12 @@ def _whole(package: importlib.metadata.Distribution) -> bool:
         return False
 
 
-def _licence(package: importlib.metadata.Distribution) -> str | None:
+def _license(package: importlib.metadata.Distribution) -> str | None:
     """Returns the SPDX license expression of a package, or None if it states none."""
     return next(iter(package.metadata.get_all("License-Expression") or ()), None)
 
 
-def _needed(requirements: Iterable[str]) -> Iterator[str]:
+def _required_names(requirements: Iterable[str]) -> Iterator[str]:
     """Yields the names of the packages required here, without extras."""
     for text in requirements:
         try:

@@ -23,15 +23,20 @@ from optexport.errors import BundleError, ConfigError, OptexportError, first_lin
 _SHOWN = 5
 # In bytes: the size for 50,000 files. Before the check the file is untrusted, so its size is limited.
 _LARGEST = 16 << 20
-_AGAIN = "Get it again; or, where it is yours and right, sign it again: optexport sign BUNDLE --key KEY"
+_SIGN_HINT = "Copy the bundle again. If the files are yours and correct, sign them: optexport sign BUNDLE --key KEY"
 # Properties of a signature over all files, without links, as `model_signing` records them.
-_WHOLE = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
+_EXPECTED_SERIALIZATION = {
+    "method": "files",
+    "hash_type": "sha256",
+    "allow_symlinks": False,
+    "ignore_paths": [SIGNATURE],
+}
 
 
 class _Hashing(hashing.Config):
     """Hashes all files of a folder except the signature, and stores the SHA-256 by path."""
 
-    found: dict[str, str] | None = None
+    digests: dict[str, str] | None = None
 
     def hash(self, model_path: hashing.PathLike, *, files_to_hash: Iterable[hashing.PathLike] | None = None) -> Any:
         """Hashes files. The library calls this method after it has verified the signature itself.
@@ -40,11 +45,11 @@ class _Hashing(hashing.Config):
             files_to_hash: The signed files, including missing ones; None for all files in the folder.
         """
         try:
-            there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
-            manifest = super().hash(model_path, files_to_hash=there)
+            existing = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
+            manifest = super().hash(model_path, files_to_hash=existing)
         except OSError as error:
             raise unreadable(error, error.filename or SIGNATURE) from error
-        self.found = {each.identifier: each.digest.digest_hex for each in manifest.resource_descriptors()}
+        self.digests = {file.identifier: file.digest.digest_hex for file in manifest.resource_descriptors()}
         return manifest
 
 
@@ -73,21 +78,21 @@ def sign(folder: Path, key: Path) -> None:
     bundles = read_bundles(folder)
     for manifest in bundles.values():
         sbom.check_environment(manifest)
-    installed = sbom.make(next(iter(bundles.values())))
+    packages = sbom.make(next(iter(bundles.values())))
     files = {name: digests.sha256(folder / name) for name in _files(folder) - {*SIGNED}}
-    files[SBOM] = hashlib.sha256(installed.encode()).hexdigest()
-    told = statement.make(folder, bundles, files)
+    files[SBOM] = hashlib.sha256(packages.encode()).hexdigest()
+    statement_text = statement.make(folder, bundles, files)
     try:
         for name in SIGNED:  # first, because a signature must not outlive the signed files
             (folder / name).unlink(missing_ok=True)
-        (folder / SBOM).write_bytes(installed.encode())
-        (folder / STATEMENT).write_bytes(told.encode())
+        (folder / SBOM).write_bytes(packages.encode())
+        (folder / STATEMENT).write_bytes(statement_text.encode())
         config = signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(_hashing())
         config.sign(folder, folder / SIGNATURE)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise ConfigError(f"it cannot be written to: {error}", location=str(folder)) from error
+        raise ConfigError(f"the folder is not writable: {error}", location=str(folder)) from error
 
 
 def check(folder: Path, key: Path) -> dict[Path, Manifest]:
@@ -108,13 +113,13 @@ def check(folder: Path, key: Path) -> dict[Path, Manifest]:
     fingerprint = keys.fingerprint(key)
     if not (folder / SIGNATURE).exists() and not any((folder / name).exists() for name in (MANIFEST, GENERATION)):
         read_bundles(folder)  # raises the error for a folder without a bundle
-    there = _files(folder)
-    signed, found = _verified(folder, key, fingerprint)
-    told = dict.fromkeys(there - signed.keys() - {SIGNATURE}, "added")
-    told |= dict.fromkeys(signed.keys() - there, "removed")
-    told |= {name: "changed" for name in signed.keys() & there if found.get(name) != signed[name]}
-    if told:
-        raise _not_signed(folder, told)
+    existing = _files(folder)
+    signed, actual = _verify(folder, key, fingerprint)
+    changes = dict.fromkeys(existing - signed.keys() - {SIGNATURE}, "added")
+    changes |= dict.fromkeys(signed.keys() - existing, "removed")
+    changes |= {name: "changed" for name in signed.keys() & existing if actual.get(name) != signed[name]}
+    if changes:
+        raise _changes_error(folder, changes)
     bundles = read_bundles(folder)
     statement.check(folder, bundles, {name: digest for name, digest in signed.items() if name != STATEMENT})
     return bundles
@@ -126,35 +131,45 @@ def _files(folder: Path) -> set[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", location=str(path), hint="Remove it.")
+            raise BundleError(
+                "a bundle may contain only regular files and folders, not links", location=str(path), hint="Remove it."
+            )
         if path.is_file():
             names.add(name)
     return names
 
 
-def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Verifies the signature and returns the SHA-256 by path, as signed and as found."""
-    payload, made_with = _read(folder / SIGNATURE)
-    if made_with != fingerprint:
-        raise BundleError(f"another key than that of {key} made it", location=str(folder / SIGNATURE), hint=_AGAIN)
-    hashed = _hashing()
+def _verify(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Verifies the signature and returns the SHA-256 by path, as signed and as in the folder."""
+    payload, signing_key = _read(folder / SIGNATURE)
+    if signing_key != fingerprint:
+        raise BundleError(
+            f"the signature was made with another key than {key}", location=str(folder / SIGNATURE), hint=_SIGN_HINT
+        )
+    hash_config = _hashing()
     try:
-        config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
+        config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hash_config)
         config.set_ignore_unsigned_files(True)  # `check` reports them by name without hashing them
         config.verify(folder, folder / SIGNATURE)
     except OptexportError:
         raise
     except Exception as error:  # the library, pydantic and cryptography each raise their own errors
         # If files were hashed, the signature is valid and only files differ. `check` then reports them by name.
-        if hashed.found is None:
+        if hash_config.digests is None:
             raise BundleError(
-                f"it is not the key's: {first_line(error)}", location=str(folder / SIGNATURE), hint=_AGAIN
+                f"the signature does not match the key: {first_line(error)}",
+                location=str(folder / SIGNATURE),
+                hint=_SIGN_HINT,
             ) from error
-    assert hashed.found is not None
+    assert hash_config.digests is not None
     predicate = json.loads(payload).get("predicate", {})
-    if predicate.get("serialization") != _WHOLE:  # another tool may have signed only some files with this key
-        raise BundleError("it is not of the whole folder", location=str(folder / SIGNATURE), hint=_AGAIN)
-    return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hashed.found
+    if (
+        predicate.get("serialization") != _EXPECTED_SERIALIZATION
+    ):  # another tool may have signed only some files with this key
+        raise BundleError(
+            "the signature does not cover all files of the folder", location=str(folder / SIGNATURE), hint=_SIGN_HINT
+        )
+    return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hash_config.digests
 
 
 def _read(path: Path) -> tuple[bytes, str]:
@@ -165,39 +180,42 @@ def _read(path: Path) -> tuple[bytes, str]:
     """
     try:
         if path.stat().st_size > _LARGEST:
-            raise ValueError(f"it is larger than {_LARGEST} bytes")
+            raise ValueError(f"the file is larger than {_LARGEST} bytes")
         content = path.read_bytes()
         document = json.loads(content)
         envelope = document["dsseEnvelope"]
         payload = base64.b64decode(envelope["payload"])
-        made_with = document["verificationMaterial"]["publicKey"]["hint"]
-        (one,) = envelope["signatures"]
+        signing_key = document["verificationMaterial"]["publicKey"]["hint"]
+        (entry,) = envelope["signatures"]
         written = {
             "mediaType": document["mediaType"],
-            "verificationMaterial": {"publicKey": {"hint": str(made_with)}, "tlogEntries": []},
+            "verificationMaterial": {"publicKey": {"hint": str(signing_key)}, "tlogEntries": []},
             "dsseEnvelope": {
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": envelope["payloadType"],
-                "signatures": [{"sig": base64.b64encode(base64.b64decode(one["sig"])).decode(), "keyid": ""}],
+                "signatures": [{"sig": base64.b64encode(base64.b64decode(entry["sig"])).decode(), "keyid": ""}],
             },
         }
-        whole = content == json.dumps(written, separators=(",", ":")).encode()
+        is_intact = content == json.dumps(written, separators=(",", ":")).encode()
     except FileNotFoundError as error:
-        raise BundleError("it is missing: nobody signed this", location=str(path), hint=_AGAIN) from error
+        raise BundleError("the signature is missing", location=str(path), hint=_SIGN_HINT) from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BundleError(f"it cannot be read: {first_line(error)}", location=str(path), hint=_AGAIN) from error
-    if not whole:
-        raise BundleError("it was changed since it was written", location=str(path), hint=_AGAIN)
-    return payload, str(made_with)
+        message = f"the signature cannot be read: {first_line(error)}"
+        raise BundleError(message, location=str(path), hint=_SIGN_HINT) from error
+    if not is_intact:
+        raise BundleError("the signature was changed after it was written", location=str(path), hint=_SIGN_HINT)
+    return payload, str(signing_key)
 
 
-def _not_signed(folder: Path, told: Mapping[str, str]) -> BundleError:
+def _changes_error(folder: Path, changes: Mapping[str, str]) -> BundleError:
     """Returns the error that lists files which differ from the signed ones."""
-    lines = [f"\n  {on_one_line(name)} was {what}" for name, what in sorted(told.items())]
-    more = f"\n  and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
-    rewritten = {Path(name).name for name in told} <= {REPORT, MEASUREMENTS} and set(told.values()) == {"changed"}
+    lines = [f"{on_one_line(name)} was {change}" for name, change in sorted(changes.items())]
+    more = [f"and {len(lines) - _SHOWN} more"] if lines[_SHOWN:] else []
+    names, kinds = {Path(name).name for name in changes}, set(changes.values())
+    is_new_report = names <= {REPORT, MEASUREMENTS} and kinds == {"changed"}
     return BundleError(
-        f"it is not what was signed{''.join(lines[:_SHOWN])}{more}",
+        "the files differ from the signed files",
         location=str(folder),
-        hint=f"optexport report writes report.html and its digest anew. {_AGAIN}" if rewritten else _AGAIN,
+        details="\n".join([*lines[:_SHOWN], *more]),
+        hint=f'"optexport report" replaces report.html and its digest. {_SIGN_HINT}' if is_new_report else _SIGN_HINT,
     )

@@ -39,7 +39,7 @@ def make(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str
         document = _document(folder, bundles, files)
         _parse(document)
     except (LookupError, TypeError, AttributeError, json_format.Error) as error:
-        raise BundleError("it does not hold what a statement tells", location=str(folder / MEASUREMENTS)) from error
+        raise BundleError("the measurements lack fields of a statement", location=str(folder / MEASUREMENTS)) from error
     return f"{json.dumps(document, indent=2, ensure_ascii=False)}\n"
 
 
@@ -59,13 +59,13 @@ def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, st
         dependencies = document["predicate"]["buildDefinition"]["resolvedDependencies"]
         models = [dependency for dependency in dependencies if dependency.get("name") == "model"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, json_format.Error) as error:
-        raise BundleError(f"it is no statement of a bundle: {error}", location=str(folder / STATEMENT)) from error
-    if len(stated) != len(document["subject"]) or stated != files:
-        raise BundleError("it is of other files than those that are here", location=str(folder / STATEMENT))
-    if models != list(_models(folder, bundles)):
         raise BundleError(
-            "it is of another model than the one that the manifest names", location=str(folder / STATEMENT)
-        )
+            f"the file is not a statement of a bundle: {error}", location=str(folder / STATEMENT)
+        ) from error
+    if len(stated) != len(document["subject"]) or stated != files:
+        raise BundleError("the statement covers other files than the folder has", location=str(folder / STATEMENT))
+    if models != list(_models(folder, bundles)):
+        raise BundleError("the statement names another model than the manifest", location=str(folder / STATEMENT))
 
 
 def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str
 def _parse(document: Any) -> None:
     """Validates a document against the published in-toto and SLSA schemas."""
     if not isinstance(document, dict) or document.get("predicateType") != PREDICATE:
-        raise ValueError(f"its predicate is not {PREDICATE}")
+        raise ValueError(f"the predicate type is not {PREDICATE}")
     Statement.copy_from_pb(json_format.ParseDict(document, StatementMessage())).validate()
     json_format.ParseDict(document["predicate"], provenance_pb2.Provenance())
 
@@ -111,11 +111,11 @@ def _parse(document: Any) -> None:
 def _models(folder: Path, bundles: Mapping[Path, Manifest]) -> Iterator[dict[str, Any]]:
     for location, manifest in bundles.items():
         model = manifest.model
-        told = {"source": model.source, "class": model.class_name}
-        told |= {} if model.revision is None else {"revision": model.revision}
-        told |= {} if location == folder else {"part": location.name}
+        annotations = {"source": model.source, "class": model.class_name}
+        annotations |= {} if model.revision is None else {"revision": model.revision}
+        annotations |= {} if location == folder else {"part": location.name}
         # This is a digest of the state_dict's names, dtypes, shapes and bytes, and not of a file.
-        yield {"name": "model", "digest": {"weightsSha256": model.weights_sha256}, "annotations": told}
+        yield {"name": "model", "digest": {"weightsSha256": model.weights_sha256}, "annotations": annotations}
 
 
 def _configs(folder: Path, location: Path, files: Mapping[str, str], lock: str | None) -> Iterator[dict[str, Any]]:

@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optexport.bundle.manifest import ArtifactRecord, CaseRecord, Manifest, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.bundle.measurements import Measured
 from optexport.bundle.outcomes import AS_CONFIGURED, Trial
+from optexport.bundle.parity_records import CaseRecord, OutputRecord, ParityRecord, TargetRecord
 from optexport.errors import on_one_line
 from optexport.report.html.plots import Interval
 from optexport.report.parity_text import case_names

@@ -80,7 +80,7 @@ def write(folder: Path) -> None:
     old_digest = sha256(folder / REPORT) if (folder / REPORT).is_file() else None
     # An interruption must not leave a report that contradicts its digest: between the two renames, the measurements
     # accept both the old and the new report.
-    with signals.deferred(), atomic_dir.scratch(folder, parts.whole(folder)) as draft:
+    with signals.deferred(), atomic_dir.scratch(folder, parts.outermost(folder)) as draft:
         report, final, transitional = draft / REPORT, draft / MEASUREMENTS, draft / "both.json"
         report.write_text(html, encoding="utf-8")
         measurements["report_sha256"] = sha256(report)

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from optexport._utils.plots import plot_file
-from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measurements import BenchRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import on_one_line
 
 # Stand-ins for the CSS variables of the page, whose style sheet has values for light, dark and print.

@@ -40,38 +40,38 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
     os.mkfifo(tmp_path / "pipe.pem")
     shutil.copy(private, bundle / "bundle.sig")  # signing would overwrite it
     long = tmp_path / ("k" * 300)
-    elliptic = ec.generate_private_key(ec.SECP256R1())
-    refused = {
-        public: "it holds a public key, and a private one signs",
-        tmp_path / "absent.pem": "there is no such file",
-        tmp_path: "it is no file",
-        tmp_path / "pipe.pem": "it is no file",
-        long: "it cannot be read: File name too long",
-        bundle / "bundle.sig": "it lies in the folder that it is to sign",
-        tmp_path / "noise.pem": "it is no PEM file",
-        tmp_path / "torn.pem": "it holds no private key in PEM",
-        written(tmp_path / "locked.pem", elliptic, b"secret"): "it is protected by a password",
-        written(tmp_path / "rsa.pem", rsa.generate_private_key(65537, 2048)): "it is of another kind",
-        written(tmp_path / "ed.pem", ed25519.Ed25519PrivateKey.generate()): "it is of another kind",
-        written(tmp_path / "koblitz.pem", ec.generate_private_key(ec.SECP256K1())): "its curve is secp256k1, and known",
+    elliptic, koblitz = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256K1())
+    problems = {
+        public: "the file has a public key, expected a private key",
+        tmp_path / "absent.pem": "the file does not exist",
+        tmp_path: "the path is not a regular file",
+        tmp_path / "pipe.pem": "the path is not a regular file",
+        long: "the file cannot be read: File name too long",
+        bundle / "bundle.sig": "the private key is inside the folder to sign",
+        tmp_path / "noise.pem": "the file is not a PEM file",
+        tmp_path / "torn.pem": "the file has no private key",
+        written(tmp_path / "locked.pem", elliptic, b"secret"): "the key is protected by a password",
+        written(tmp_path / "rsa.pem", rsa.generate_private_key(65537, 2048)): "the key is not an elliptic-curve key",
+        written(tmp_path / "ed.pem", ed25519.Ed25519PrivateKey.generate()): "the key is not an elliptic-curve key",
+        written(tmp_path / "koblitz.pem", koblitz): "unsupported curve (found secp256k1, expected one of",
     }
-    for key, cause in refused.items():
-        told = message(signed.call("sign", bundle, key), 2)
-        assert told.startswith(f"--key {key}: "), told
-        assert cause in told
-        assert "openssl" in told or "Move it away" in told
+    for key, cause in problems.items():
+        error = message(signed.call("sign", bundle, key), 2)
+        assert error.startswith(f"--key {key}: "), error
+        assert cause in error
+        assert "openssl" in error or "Move the key to another folder." in error
     assert sorted(path.name for path in bundle.iterdir()) == sorted([*exports.FILES, "bundle.sig"])
     assert (bundle / "bundle.sig").read_bytes() == private.read_bytes()
 
 
 def test_unusable_public_key_is_refused(tmp_path: Path) -> None:
     private, _ = signed.pair(tmp_path)
-    told = message(signed.call("verify", exports.exported().output, private), 2)
-    assert f"--key {private}: it holds a private key, and a public one checks\nHint: openssl ec -in" in told
+    error = message(signed.call("verify", exports.exported().output, private), 2)
+    assert f"--key {private}: the file has a private key, expected a public key\nHint: Extract" in error
     (tmp_path / "torn.pem").write_text("-----BEGIN PUBLIC KEY-----\nMFkw\n-----END PUBLIC KEY-----\n")
-    with pytest.raises(ConfigError, match="it holds no public key in PEM"):
+    with pytest.raises(ConfigError, match="the file has no public key"):
         keys.fingerprint(tmp_path / "torn.pem")
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="the file does not exist"):
         keys.fingerprint(tmp_path / "absent.pem")
 
 

@@ -38,7 +38,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
+def signed_bundle(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
     """Returns a signed bundle. Tests share it and must leave it unchanged."""
     folder = tmp_path_factory.mktemp("signed") / "bundle"
     shutil.copytree(exports.exported().output, folder)
@@ -47,9 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> 
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
+def copied(signed_bundle: Path, tmp_path: Path) -> Path:
     """Returns a copy of a signed bundle, in a folder with another name."""
-    return Path(shutil.copytree(whole, tmp_path / "moved"))
+    return Path(shutil.copytree(signed_bundle, tmp_path / "moved"))
 
 
 def refused(bundle: Path, public: Path) -> str:
@@ -77,19 +77,19 @@ def test_unsigned_bundle_passes_without_a_key_and_fails_with_one(keys: tuple[Pat
     bundle = exports.exported().output
     done = signed.call("verify", bundle)
     assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1)
-    assert "bundle.sig: it is missing: nobody signed this" in message(signed.call("verify", bundle, keys[1]), 4)
-    assert "it is no bundle" in message(signed.call("verify", tmp_path, keys[1]), 2)
-    assert "there is no such folder" in message(signed.call("verify", tmp_path / "absent", keys[1]), 2)
+    assert "bundle.sig: the signature is missing" in message(signed.call("verify", bundle, keys[1]), 4)
+    assert "the folder is not a bundle" in message(signed.call("verify", tmp_path, keys[1]), 2)
+    assert "the folder does not exist" in message(signed.call("verify", tmp_path / "absent", keys[1]), 2)
 
 
 def test_json_result_says_if_the_signature_was_checked(copied: Path, keys: tuple[Path, Path]) -> None:
-    told = json.loads(signed.call("verify", copied, keys[1], "--json").stdout)
-    assert (told["passed"], told["signature_checked"]) == (True, True)
-    assert told["targets"]
+    error = json.loads(signed.call("verify", copied, keys[1], "--json").stdout)
+    assert (error["passed"], error["signature_checked"]) == (True, True)
+    assert error["targets"]
     (copied / "bundle.sig").unlink()
     done = signed.call("verify", copied, keys[1], "--json")
-    told = json.loads(done.stdout)
-    assert (done.exit_code, told["exit_code"], told["passed"]) == (4, 4, False)
+    error = json.loads(done.stdout)
+    assert (done.exit_code, error["exit_code"], error["passed"]) == (4, 4, False)
 
 
 def test_wrong_outputs_fail_despite_a_valid_signature(copied: Path, keys: tuple[Path, Path]) -> None:
@@ -103,31 +103,30 @@ def test_wrong_outputs_fail_despite_a_valid_signature(copied: Path, keys: tuple[
 
 def test_new_signature_is_valid_for_the_new_key_only(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path, "other")
-    assert "bundle.sig: another key than that of" in refused(copied, public)
+    assert "bundle.sig: the signature was made with another key than " in refused(copied, public)
     done = signed.call("sign", copied, private)
     assert (done.exit_code, done.stderr) == (0, "")
     check(copied, public)
-    assert "bundle.sig: another key than that of" in refused(copied, keys[1])
+    assert "bundle.sig: the signature was made with another key than " in refused(copied, keys[1])
 
 
 def test_new_report_invalidates_the_signature_with_a_message(copied: Path, keys: tuple[Path, Path]) -> None:
     assert signed.call("report", copied).stdout == f"Wrote {copied / 'report.html'}\n"
     check(copied, keys[1])  # the bytes are the same
     exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
-    output = signed.call("report", copied).stdout
-    assert "The signature of the bundle is invalid now, because the report changed." in output
-    told = refused(copied, keys[1])
-    assert "\n  measurements.json was changed\n  report.html was changed\n  optexport report writes " in told
+    assert "The signature is of the earlier one." in signed.call("report", copied).stdout
+    error = refused(copied, keys[1])
+    assert '\n  measurements.json was changed\n  report.html was changed\nHint: "optexport report" replaces ' in error
     sign(copied, keys[0])
     check(copied, keys[1])
 
 
 @pytest.mark.slow
-def test_other_commands_accept_a_signed_bundle(whole: Path) -> None:
-    assert signed.call("diff", whole, None, str(exports.exported().output)).exit_code == 0
-    bundle = optexport.Bundle.load(whole)
+def test_other_commands_accept_a_signed_bundle(signed_bundle: Path) -> None:
+    assert signed.call("diff", signed_bundle, None, str(exports.exported().output)).exit_code == 0
+    bundle = optexport.Bundle.load(signed_bundle)
     assert bundle(**{name: tensor.numpy() for name, tensor in exports.batch().items()})["hidden"].shape == (2, 5, 8)
-    assert len(open_artifacts(whole).artifacts) == 3
+    assert len(open_artifacts(signed_bundle).artifacts) == 3
 
 
 def test_later_run_replaces_a_signed_bundle_and_its_signature(copied: Path) -> None:
@@ -143,24 +142,24 @@ def test_later_run_replaces_a_signed_bundle_and_its_signature(copied: Path) -> N
 @settings(max_examples=examples(80))
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_flipped_bit_in_any_file_is_detected_and_named(
-    whole: Path, keys: tuple[Path, Path], name: str, at: float, bit: int
+    signed_bundle: Path, keys: tuple[Path, Path], name: str, at: float, bit: int
 ) -> None:
-    content = (whole / name).read_bytes()
+    content = (signed_bundle / name).read_bytes()
     spoiled = bytearray(content)
     spoiled[int(at * len(content))] ^= 1 << bit
-    (whole / name).write_bytes(spoiled)
+    (signed_bundle / name).write_bytes(spoiled)
     try:
-        assert name in refused(whole, keys[1])
+        assert name in refused(signed_bundle, keys[1])
     finally:
-        (whole / name).write_bytes(content)
+        (signed_bundle / name).write_bytes(content)
 
 
 def test_flipped_bit_fails_verify_with_exit_code_4(copied: Path, keys: tuple[Path, Path]) -> None:
     content = bytearray((copied / "model.pt2").read_bytes())
     content[len(content) // 2] ^= 1
     (copied / "model.pt2").write_bytes(content)
-    told = message(signed.call("verify", copied, keys[1]), 4)
-    assert told.startswith(f"{copied}: it is not what was signed\n  model.pt2 was changed\nHint: Get it again")
+    error = message(signed.call("verify", copied, keys[1]), 4)
+    assert error.startswith(f"{copied}: the files differ from the signed files\n  model.pt2 was changed\nHint: Copy ")
 
 
 @pytest.mark.sample(4)
@@ -172,7 +171,7 @@ def test_removed_file_is_named(copied: Path, keys: tuple[Path, Path], name: str)
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("notes.md", "notes.md"),
         (".gitignore", ".gitignore"),
@@ -182,18 +181,18 @@ def test_removed_file_is_named(copied: Path, keys: tuple[Path, Path], name: str)
         (os.fsdecode(b"\xff"), r"\udcff"),
     ],
 )
-def test_added_file_is_named(copied: Path, keys: tuple[Path, Path], name: str, told: str) -> None:
+def test_added_file_is_named(copied: Path, keys: tuple[Path, Path], name: str, error: str) -> None:
     (copied / name).parent.mkdir(exist_ok=True)
     (copied / name).write_text("mine")
-    assert f"\n  {told} was added" in message(signed.call("verify", copied, keys[1]), 4)
+    assert f"\n  {error} was added" in message(signed.call("verify", copied, keys[1]), 4)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("given", [True, False])
-def test_added_folder_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
+@pytest.mark.parametrize("with_key", [True, False])
+def test_added_folder_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], with_key: bool) -> None:
     (copied / "all is well\nError: no").mkdir()
-    told = message(signed.call("verify", copied, keys[1] if given else None), 4)
-    assert told.startswith(f"{copied}/all is well\\nError: no: the manifest does not know this folder\n")
+    error = message(signed.call("verify", copied, keys[1] if with_key else None), 4)
+    assert error.startswith(f"{copied}/all is well\\nError: no: the manifest does not list this folder\n")
 
 
 def test_added_file_is_not_read(copied: Path, keys: tuple[Path, Path]) -> None:
@@ -209,21 +208,21 @@ def test_link_is_refused_even_to_a_signed_file(
     if (copied / name).exists():
         (copied / name).rename(tmp_path / name)
     (copied / name).symlink_to(tmp_path / name)
-    assert f"{name}: it is a link or no file" in refused(copied, keys[1])
+    assert f"{name}: a bundle may contain only regular files and folders, not links" in refused(copied, keys[1])
 
 
 def test_pipe_is_refused_without_waiting(copied: Path, keys: tuple[Path, Path]) -> None:
     (copied / "model.onnx").unlink()
     os.mkfifo(copied / "model.onnx")
-    assert "model.onnx: it is a link or no file" in refused(copied, keys[1])
+    assert "model.onnx: a bundle may contain only regular files and folders, not links" in refused(copied, keys[1])
 
 
 def test_signature_of_another_bundle_is_refused(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
-    other = Path(shutil.copytree(exports.exported().output, tmp_path / "other"))
-    exports.edit_json(other / "measurements.json", lambda measured: measured.update(host="elsewhere"))
-    assert signed.call("report", other).exit_code == 0
-    sign(other, keys[0])
-    shutil.copy(other / "bundle.sig", copied)
+    other_bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "other_bundle"))
+    exports.edit_json(other_bundle / "measurements.json", lambda measured: measured.update(host="elsewhere"))
+    assert signed.call("report", other_bundle).exit_code == 0
+    sign(other_bundle, keys[0])
+    shutil.copy(other_bundle / "bundle.sig", copied)
     lines = refused(copied, keys[1]).splitlines()
     assert lines[1:-1] == [
         f"  {name} was changed" for name in ("measurements.json", "provenance.json", "sbom.cdx.json")
@@ -234,18 +233,18 @@ def test_forged_manifest_and_statement_are_detected(copied: Path, keys: tuple[Pa
     tamper_onnx(copied / "model.onnx")
     exports.reseal(copied, "model.onnx")
     private, _ = signed.pair(copied.parent, "forger")
-    kept = (copied / "bundle.sig").read_bytes()
+    signature_bytes = (copied / "bundle.sig").read_bytes()
     assert signed.call("report", copied).exit_code == 0
     sign(copied, private)  # with a valid statement, but an untrusted key
-    assert "another key than that of" in refused(copied, keys[1])
+    assert "the signature was made with another key than" in refused(copied, keys[1])
     forged = json.loads((copied / "bundle.sig").read_bytes())
-    forged["verificationMaterial"] = json.loads(kept)["verificationMaterial"]
+    forged["verificationMaterial"] = json.loads(signature_bytes)["verificationMaterial"]
     (copied / "bundle.sig").write_text(json.dumps(forged, separators=(",", ":")))
-    assert "bundle.sig: it is not the key's" in refused(copied, keys[1])
-    (copied / "bundle.sig").write_bytes(kept)
-    told = refused(copied, keys[1])
-    assert "manifest.json was changed" in told
-    assert "model.onnx was changed" in told
+    assert "bundle.sig: the signature does not match the key" in refused(copied, keys[1])
+    (copied / "bundle.sig").write_bytes(signature_bytes)
+    error = refused(copied, keys[1])
+    assert "manifest.json was changed" in error
+    assert "model.onnx was changed" in error
 
 
 def envelope(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -292,24 +291,24 @@ def sign_by_hand(bundle: Path, private: Path, *ignored: str) -> None:
 def test_signature_that_ignores_files_is_refused(copied: Path, keys: tuple[Path, Path]) -> None:
     sign_by_hand(copied, keys[0], "model.onnx")
     (copied / "model.onnx").write_bytes(b"anything")
-    assert "bundle.sig: it is not of the whole folder" in refused(copied, keys[1])
+    assert "bundle.sig: the signature does not cover all files of the folder" in refused(copied, keys[1])
 
 
 STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "of a file less": (lambda statement: statement["subject"].pop(), "of other files"),
+    "of a file less": (lambda statement: statement["subject"].pop(), "other files than the folder has"),
     "of a file twice": (
         lambda statement: statement["subject"].append(statement["subject"][0]),
-        "of other files",
+        "other files than the folder has",
     ),
     "of other bytes": (
         lambda statement: statement["subject"][0].update(digest={"sha256": "0" * 64}),
-        "of other files",
+        "other files than the folder has",
     ),
-    "of another kind": (lambda statement: statement.update(predicateType="https://else/v1"), "its predicate is not"),
-    "of another form": (lambda statement: statement["predicate"].update(more=1), "no statement"),
+    "of another kind": (lambda statement: statement.update(predicateType="https://else/v1"), "predicate type is not"),
+    "of another form": (lambda statement: statement["predicate"].update(more=1), "not a statement"),
     "of no model": (
         lambda statement: statement["predicate"]["buildDefinition"].update(resolvedDependencies=[]),
-        "of another model",
+        "names another model",
     ),
 }
 
@@ -317,7 +316,7 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_signed_statement_about_other_content_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
-    change, told = STATEMENTS[name]
+    change, error = STATEMENTS[name]
     path = copied / "provenance.json"
     document = json.loads(path.read_bytes())
     change(document)
@@ -325,29 +324,29 @@ def test_signed_statement_about_other_content_is_refused(copied: Path, keys: tup
     sign_by_hand(copied, keys[0])
     found = refused(copied, keys[1])
     assert found.startswith(f"{copied}/provenance.json: ")
-    assert told in found
+    assert error in found
 
 
 def test_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     (bundle / "graph_after.txt").write_text("graph():")
-    assert "graph_after.txt: it was changed" in message(signed.call("sign", bundle, keys[0]), 4)
+    assert "graph_after.txt: the file was changed" in message(signed.call("sign", bundle, keys[0]), 4)
     assert not (bundle / "bundle.sig").exists()
-    assert "there is no such folder" in message(signed.call("sign", tmp_path / "absent", keys[0]), 2)
-    assert "it is no bundle" in message(signed.call("sign", tmp_path, keys[0]), 2)
+    assert "the folder does not exist" in message(signed.call("sign", tmp_path / "absent", keys[0]), 2)
+    assert "the folder is not a bundle" in message(signed.call("sign", tmp_path, keys[0]), 2)
 
 
 def test_bundle_with_a_key_in_it_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     shutil.copy(keys[0], bundle / "key.pem")
-    assert "key.pem: the manifest does not know this file" in message(signed.call("sign", bundle, keys[0]), 4)
+    assert "key.pem: the manifest does not list this file" in message(signed.call("sign", bundle, keys[0]), 4)
 
 
 def test_invalid_measurements_are_named_and_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     exports.edit_json(bundle / "measurements.json", lambda measured: measured.update(date="yesterday"))
     shutil.copy(exports.exported().output / "report.html", bundle)
-    with pytest.raises(BundleError, match=r"measurements\.json: it does not hold what a statement tells"):
+    with pytest.raises(BundleError, match=r"measurements\.json: the measurements lack fields of a statement"):
         sign(bundle, keys[0])
 
 
@@ -366,7 +365,7 @@ def test_read_only_bundle_is_reported_and_stays_signed(copied: Path, keys: tuple
     )
     copied.chmod(0o755)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"Error: {copied}: it cannot be written to: ")
+    assert done.stderr.startswith(f"Error: {copied}: the folder is not writable: ")
     check(copied, keys[1])
 
 
@@ -381,7 +380,7 @@ def test_unreadable_file_is_not_reported_as_a_wrong_signature(copied: Path, keys
         text=True,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"Error: {copied / 'model.onnx'}: this user may not read it\n")
+    assert done.stderr.startswith(f"Error: {copied / 'model.onnx'}: this user has no permission to read the file\n")
 
 
 def test_missing_signing_packages_give_an_install_hint(
@@ -391,6 +390,6 @@ def test_missing_signing_packages_give_an_install_hint(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "model_signing", None)  # type: ignore[arg-type]
     for command, key in zip(("sign", "verify"), keys, strict=True):
-        told = message(signed.call(command, copied, key), 2)
-        assert told.startswith("signing: it needs the extra trust, of which model_signing is not installed\n  ")
-        assert told.endswith("pip install -c constraints.txt -e '.[trust]'\n")
+        error = message(signed.call(command, copied, key), 2)
+        assert error.startswith('signing: the extra "trust" is not installed (model_signing is missing)\nHint: ')
+        assert error.endswith("pip install -c constraints.txt -e '.[trust]'\n")

@@ -104,13 +104,13 @@ def test_statement_names_inputs_and_code(folder: Path, statement: dict[str, Any]
     manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
     definition = statement["predicate"]["buildDefinition"]
     assert definition["externalParameters"] == {"config": manifest["config"]}
-    found = {dependency["name"]: dependency for dependency in definition["resolvedDependencies"]}
-    assert found["model"]["digest"] == {"weightsSha256": manifest["model"]["weights_sha256"]}
-    assert found["model"]["annotations"]["source"] == "python:stated:load"
-    assert found["config"]["digest"] == {"sha256": digest(folder / "mine.toml")}
-    assert found["lock"]["digest"] == {"sha256": digest(lockfile.lock_path(folder / "mine.toml"))}
-    assert found["repository"]["digest"] == {"gitCommit": _COMMIT}
-    assert found["onnx"]["uri"] == f"pkg:pypi/onnx@{importlib.metadata.version('onnx')}"
+    by_name = {dependency["name"]: dependency for dependency in definition["resolvedDependencies"]}
+    assert by_name["model"]["digest"] == {"weightsSha256": manifest["model"]["weights_sha256"]}
+    assert by_name["model"]["annotations"]["source"] == "python:stated:load"
+    assert by_name["config"]["digest"] == {"sha256": digest(folder / "mine.toml")}
+    assert by_name["lock"]["digest"] == {"sha256": digest(lockfile.lock_path(folder / "mine.toml"))}
+    assert by_name["repository"]["digest"] == {"gitCommit": _COMMIT}
+    assert by_name["onnx"]["uri"] == f"pkg:pypi/onnx@{importlib.metadata.version('onnx')}"
     builder = statement["predicate"]["runDetails"]["builder"]
     assert builder["version"]["optexport"] == optexport.__version__
     measured = json.loads((folder / "bundle" / "measurements.json").read_bytes())
@@ -121,15 +121,15 @@ def test_sbom_is_valid_and_names_installed_packages(folder: Path) -> None:
     text = (folder / "bundle" / "sbom.cdx.json").read_text(encoding="utf-8")
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     document = json.loads(text)
-    found = {component["name"]: component for component in document["components"]}
+    by_name = {component["name"]: component for component in document["components"]}
     for name in ("torch", "onnx", "onnxruntime", "safetensors", "transformers"):
-        assert found[name]["version"] == importlib.metadata.version(name)
-        assert found[name]["purl"].startswith(f"pkg:pypi/{name}@")
-    assert found["optexport"]["version"] == optexport.__version__
-    assert found["python"]["version"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+        assert by_name[name]["version"] == importlib.metadata.version(name)
+        assert by_name[name]["purl"].startswith(f"pkg:pypi/{name}@")
+    assert by_name["optexport"]["version"] == optexport.__version__
+    assert by_name["python"]["version"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert document["metadata"]["component"]["name"] == "python:stated:load"
-    needed = {each["ref"]: each.get("dependsOn", []) for each in document["dependencies"]}
-    assert found["numpy"]["bom-ref"] in needed[found["onnx"]["bom-ref"]]
+    needed = {entry["ref"]: entry.get("dependsOn", []) for entry in document["dependencies"]}
+    assert by_name["numpy"]["bom-ref"] in needed[by_name["onnx"]["bom-ref"]]
     assert str(folder) not in text
 
 
@@ -145,7 +145,7 @@ def test_remains_of_a_broken_uninstall_are_not_in_the_sbom(tmp_path: Path, monke
     )  # as mlflow does; from then on it replaces the finders of importlib.metadata
     document = json.loads(sbom.make(exports.exported().manifest))
     assert {"odd", "torch"} <= {component["name"] for component in document["components"]}
-    (odd,) = (each for each in document["dependencies"] if each["ref"] == "odd@1.0")
+    (odd,) = (entry for entry in document["dependencies"] if entry["ref"] == "odd@1.0")
     assert odd["dependsOn"] == [f"numpy@{importlib.metadata.version('numpy')}"]
 
 
@@ -155,10 +155,10 @@ def test_sbom_with_other_versions_than_the_bundle_is_refused(folder: Path, tmp_p
     assert signed.call("report", bundle).exit_code == 0
     with pytest.raises(ConfigError) as caught:
         sign(bundle, signed.pair(tmp_path)[0])
-    told = str(caught.value)
-    assert f"\n  onnx: 1.0 then, {importlib.metadata.version('onnx')} here" in told
-    assert "\n  absent: 2.0 then, absent here" in told
-    assert told.endswith("\nHint: Sign it in the environment that made it.")
+    error = str(caught.value)
+    assert f"\n  onnx: exported with 1.0, now {importlib.metadata.version('onnx')}" in error
+    assert "\n  absent: exported with 2.0, now absent" in error
+    assert error.endswith("\nHint: Sign the bundle in the environment that exported it.")
     assert not (bundle / "bundle.sig").exists()
 
 

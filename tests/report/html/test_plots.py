@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measurements import BenchRecord
 from optexport.report.html import plots
 from optexport.report.html.plots import Interval

@@ -134,8 +134,8 @@ def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("manifest.json", "{}", "manifest.json: it does not match its own digest"),
-        ("measurements.json", "", "measurements.json: it cannot be read: "),
+        ("manifest.json", "{}", "manifest.json: the content does not match its own digest"),
+        ("measurements.json", "", "measurements.json: the file cannot be read: "),
     ],
 )
 def test_a_champion_with_damaged_documents_keeps_the_alias(

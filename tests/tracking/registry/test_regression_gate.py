@@ -240,7 +240,7 @@ def test_an_interface_difference_is_one_short_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_with_impossible_figures_is_refused(tmp_path: Path, change: Change, where: str) -> None:
-    with pytest.raises(BundleError, match=rf"it does not follow the schema: .*{where}: "):
+    with pytest.raises(BundleError, match=rf"the document does not match its schema: .*{where}: "):
         verdict(tmp_path, {}, {"manifest": change})
 
 
