@@ -103,7 +103,7 @@ class Job:
     @property
     def failure(self) -> Path:
         """The folder that a failed parity check writes."""
-        return layout.beside(self.final_output or self.output, "failure")
+        return layout.sibling(self.final_output or self.output, "failure")
 
     @property
     def variants(self) -> list[Variant]:

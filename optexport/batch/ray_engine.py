@@ -239,7 +239,7 @@ def run_on_node(remote_task: RemoteTask, limits: Limits) -> RemoteResult:
         logs = Path(temporary)
         with supervise(limits, logs, threading.Event()) as supervisor:
             result = supervisor.run(task)
-        folders = [folder for folder in layout.kept(task.output) if folder.is_dir()]
+        folders = [folder for folder in layout.output_folders(task.output) if folder.is_dir()]
         files = {
             path.relative_to(task.output.parent).as_posix(): path.read_bytes()
             for folder in folders
@@ -274,7 +274,7 @@ def collect(task: Task, folder: Path, remote_result: RemoteResult) -> TaskResult
             (received / name).parent.mkdir(parents=True, exist_ok=True)
             (received / name).write_bytes(content)
         try:
-            for target in layout.kept(task.output):
+            for target in layout.output_folders(task.output):
                 if target != task.output and (received / target.name).is_dir():
                     shutil.copytree(received / target.name, target, dirs_exist_ok=True)
             bundle = received / task.output.name

@@ -132,7 +132,7 @@ def _number(error: BaseException) -> int | None:
 def _free_space_hint(error: BaseException) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return f"Free disk space in {os.path.dirname(os.path.abspath(error.filename))}, and run again."
-    folders = " and ".join(str(folder) for folder in (cache(), tempfile.gettempdir()) if folder is not None)
+    folders = " and ".join(str(folder) for folder in (find_cache_folder(), tempfile.gettempdir()) if folder is not None)
     return f"Free disk space for standard output, the output folder, {folders}, and run again."
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
+from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
 from optexport.errors import ConfigError
 
 _HTML_START = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)
@@ -21,7 +21,7 @@ def check_target(option: str, path: Path, bundles: Iterable[Path]) -> None:
         ConfigError: The file must not be written.
     """
     check_outside(option, path, bundles)
-    check_written_over(option, path, _HTML_START, "HTML file")
+    check_overwritable(option, path, _HTML_START, "HTML file")
 
 
 def write(path: Path, text: str, option: str) -> None:

@@ -23,9 +23,9 @@ def diagnose(path: Path) -> None:
     reproduces the failure.
     """
     if path.is_dir():
-        from optexport.diagnosis.bundle import blame_bundle
+        from optexport.diagnosis.bundle import diagnose_bundle
 
-        echo(f"{path}: {blame_bundle(path)}")
+        echo(f"{path}: {diagnose_bundle(path)}")
         return
     from optexport.config.load import load_config
 
@@ -36,4 +36,4 @@ def diagnose(path: Path) -> None:
 
         with prints_aside():
             result = pipeline_run.run(path, progress=progress, keep=False)
-    echo(f"{path}: all checks pass: {reproduction.standing(result.parity)}")
+    echo(f"{path}: all checks pass: {reproduction.describe_margin(result.parity)}")

@@ -45,7 +45,7 @@ def run(
     If a check fails, an earlier bundle is not changed, and OUTPUT-failure has a script that reproduces the failure.
     """
     from optexport._utils import packages
-    from optexport.bundle.layout import kept
+    from optexport.bundle.layout import output_folders
     from optexport.config.load import load_config
     from optexport.pipeline import lockfile
     from optexport.report import github
@@ -61,7 +61,7 @@ def run(
         github.publish(config.name, None, error)
         report_junit.write(junit, None, error)
         raise
-    report_junit.start(junit, [config, *kept(loaded_config.output_path(config.parent))])
+    report_junit.start(junit, [config, *output_folders(loaded_config.output_path(config.parent))])
     if loaded_config.generation is not None:
         options = {"--tune": tune, "--baseline": baseline, "--dump": dump, "--locked": locked, "--junit": junit}
         _check_generation_options(option for option, value in options.items() if value)

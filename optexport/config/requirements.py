@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optexport._utils import packages
 from optexport._utils.extras import check_extra
-from optexport.bundle.layout import check_place
+from optexport.bundle.layout import check_output_path
 from optexport.config.source import find_model_problem, find_source_folder, is_template
 from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, sentence_kind
 from optexport.config.validation import Mistakes
@@ -32,7 +32,7 @@ def check_machine(config: Config, path: Path) -> None:
     mistakes.collect(_check_model_folder, config, path)
     for key, extra, alternative in _extras(config, path.parent):
         mistakes.collect(check_extra, extra, f"{path}: {key}", alternative)
-    mistakes.collect(check_place, config.output_path(path.parent))
+    mistakes.collect(check_output_path, config.output_path(path.parent))
     mistakes.collect(packages.check)
     mistakes.raise_all()
 

@@ -28,8 +28,7 @@ from optexport.diagnosis.reproduction import (
     outputs_at,
 )
 from optexport.diagnosis.subgraph import extract
-from optexport.exporters import exported_program
-from optexport.exporters.torchscript import exporter
+from optexport.exporters import exported_program, pt2, torchscript
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch

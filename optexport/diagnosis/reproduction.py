@@ -181,7 +181,7 @@ def error(
         script = f"Reproduce: python {folder / SCRIPT}"
         explanation += f"\n{script if has_script else f'No script reproduces the failure. Its tensors: {folder}'}"
     lines = describe_failures(checker.targets)
-    kind = GateError if all(target.near for target in checker.targets) else ParityError
+    kind = GateError if all(target.outputs_passed for target in checker.targets) else ParityError
     hint = None if finding is None else finding.hint
     return kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from optexport._utils.module_state import buffers_kept
+from optexport._utils.module_state import restoring_buffers
 from optexport._utils.tensors import bytes_of
 from optexport.parity import distances
 from optexport.parity.cases.case import Case

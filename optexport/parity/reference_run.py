@@ -62,7 +62,7 @@ def run_original(
     Raises:
         TraceError: The original fails on a declared case or on the device.
     """
-    with torch.no_grad(), buffers_kept(model):
+    with torch.no_grad(), restoring_buffers(model):
         versions_before = float64.weight_versions(model)
         own = run_in_own_precision(run, model, cases, declared=declared)
         writes_weights = versions_before is None or versions_before != float64.weight_versions(model)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, REFERENCE, as_path
-from optexport.bundle.manifest import GateRecord, Manifest, ToleranceRecord
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.parity_records import GateRecord, ToleranceRecord
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import ParityChecker

@@ -30,6 +30,7 @@ from optexport.bundle.manifest import (
     TransformationRecord,
 )
 from optexport.bundle.outcomes import Outcome
+from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import printable
 from optexport.inference.describe import describe
 from optexport.job import VariantResult

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
-from optexport.cache.imported_modules import KNOWN, imported_from
+from optexport.cache.imported_modules import IDENTIFIED_PACKAGES, imported_from
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
@@ -211,7 +211,7 @@ def _packages(job: Job) -> set[str]:
     modules |= {
         name.removeprefix(CUSTOM_METRIC).partition(":")[0] for name in references if name.startswith(CUSTOM_METRIC)
     }
-    names = {module.partition(".")[0] for module in modules} - KNOWN
+    names = {module.partition(".")[0] for module in modules} - IDENTIFIED_PACKAGES
     names |= set() if job.loaded.pretrained is None else {"tokenizers"}
     names |= set() if job.config.inputs.images is None else {"PIL", "numpy"}
     installed = metadata.packages_distributions() if names else {}

@@ -97,9 +97,9 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
     rules = load_rules(config, path.parent, options.without)
     config = _apply_options(resolve_config(config, rules), options)
     output = config.output_path(path.parent)
-    baseline = layout.beside(output, "baseline") if options.baseline else None
+    baseline = layout.sibling(output, "baseline") if options.baseline else None
     if dump is not None:
-        layout.check_outside("--dump", dump, layout.kept(output), is_file=False)
+        layout.check_outside("--dump", dump, layout.output_folders(output), is_file=False)
     if options.keep:
         for folder in (output,) if baseline is None else (output, baseline):
             contents.check_output(folder)

@@ -124,7 +124,7 @@ def _restore_input_order(config: Config, manifest: Manifest) -> Config:
 
 def _list_input_differences(earlier: Manifest, later: Manifest) -> Iterator[str]:
     """Yields differences of versions and weights, which may explain other differences."""
-    yield from packages.changed(earlier.versions, later.versions)
+    yield from packages.describe_changes(earlier.versions, later.versions)
     if earlier.model.revision != later.model.revision:
         yield f"the model's revision was {earlier.model.revision}, and is {later.model.revision} now"
     if earlier.model.weights_sha256 != later.model.weights_sha256:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from optexport import tracking
 from optexport._utils import memory
-from optexport._utils.module_state import apart
+from optexport._utils.module_state import copy_shared_outputs
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
@@ -168,7 +168,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with one_pass(model):
-            outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
+            outputs = copy_shared_outputs(model, flatten_outputs(model(**as_arguments(copied))).values())
         signature = reduced if len(outputs) == len(reduced.outputs) else complete
         named = dict(zip(signature.output_names, outputs, strict=True))
         return {name: named[name].detach() for name in reduced.output_names}  # a model may turn gradients on

@@ -17,8 +17,8 @@ from optexport.bundle.outcomes import Outcome
 from optexport.cache import exports
 from optexport.config.schema import Format
 from optexport.diagnosis import reproduction
-from optexport.diagnosis.bisect_artifacts import blame_files
-from optexport.diagnosis.bisect_rules import blame_rules
+from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
+from optexport.diagnosis.bisect_rules import diagnose_rules
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import ExportError, OptexportError
 from optexport.exporters.graph_writer import GraphWriter
@@ -117,7 +117,7 @@ class VariantExporter:
         if not self._candidates.check(target, runner, content=exports.of_graph(graph_module)).passed:
             job = self._job
             retrace = partial(trace_original, job)
-            raise self._parity_error(partial(blame_rules, retrace, variant.rules, self._checker, job.loaded.model))
+            raise self._parity_error(partial(diagnose_rules, retrace, variant.rules, self._checker, job.loaded.model))
 
     def _lower_graph(
         self, variant: Variant, transformed: Transformed, suffix: str
@@ -149,7 +149,7 @@ class VariantExporter:
                 with self._progress.step(f"check {name}"):
                     self._check_file(files[name], artifact, content, variant.precision, is_quantized=is_quantized)
             if not self._checker.passed:
-                raise self._parity_error(partial(blame_files, writer.flat, files, self._checker, writer.device))
+                raise self._parity_error(partial(diagnose_artifacts, writer.flat, files, self._checker, writer.device))
             if precision is not None:
                 record = self._lower_onnx(files["onnx"], precision, writer)
                 artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]

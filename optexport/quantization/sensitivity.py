@@ -224,7 +224,7 @@ def _no_choice_error(target: str, choice: Choice, unit: str, checker: ParityChec
         f"no choice of layers in {choice.precision} passes the gates\n  " + "\n  ".join(lines),
         location=target,
         hint=f"Lower the gates in parity.metrics, or remove {choice.precision} from [precision].",
-        proof=parity_record(checker),
+        parity=parity_record(checker),
     )
 
 
@@ -254,7 +254,7 @@ def check_passed(target: TargetParity, checker: ParityChecker) -> None:
             f"{target.precision} fails a gate that it passed when the layers were chosen{reasons}",
             location=target.target,
             hint="Add layers to precision.keep_float32, or remove the format from [precision].",
-            proof=parity_record(checker),
+            parity=parity_record(checker),
         )
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 
-from optexport.bundle.manifest import OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.parity_records import OutputRecord, ParityRecord, TargetRecord
 from optexport.config.metrics import round_for_gate
 from optexport.errors import OptexportError, on_one_line, printable
 from optexport.report.parity_text import (

@@ -153,7 +153,9 @@ def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
         with torch.no_grad(), devices.full_float32(device):
-            results = apart(module, module(**{name: tensor.to(device) for name, tensor in copied.items()}))
+            results = copy_shared_outputs(
+                module, module(**{name: tensor.to(device) for name, tensor in copied.items()})
+            )
         return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 
     return run

@@ -11,6 +11,7 @@ from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord, FigureRecord
+from optexport.bundle.parity_records import TargetRecord
 from optexport.config.metrics import METRICS
 from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line

@@ -55,7 +55,7 @@ def log_bundle(folder: Path, uri: str, experiment: str | None = None, location: 
         BundleError: The bundle was changed or did not pass its checks.
         TrackingError: The store cannot be reached or rejects the request.
     """
-    with atomic_dir.locked(parts.whole(folder), wait=True):  # two uploads would start two runs
+    with atomic_dir.locked(parts.outermost(folder), wait=True):  # two uploads would start two runs
         return log_locked(folder, uri, experiment, location)
 
 

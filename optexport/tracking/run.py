@@ -193,9 +193,9 @@ def end_unfinished_run(client: Any, experiment: str, bundle: Path) -> None:
     with (
         contextlib.suppress(Exception),
         store.short_timeout(),
-        atomic_dir.locked(parts.whole(bundle), wait=False) as is_locked,
+        atomic_dir.locked(parts.outermost(bundle), wait=False) as is_locked,
         # A second lock succeeds only on a file system without locks. Then another process may be sending the bundle.
-        atomic_dir.locked(parts.whole(bundle), wait=False) as is_locked_twice,
+        atomic_dir.locked(parts.outermost(bundle), wait=False) as is_locked_twice,
     ):
         if not is_locked or is_locked_twice:
             return

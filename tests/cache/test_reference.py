@@ -40,7 +40,11 @@ def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None 
 
 
 def assert_same(first: Reference, second: Reference) -> None:
-    assert (first.float64_mismatches, first.variations, first.noise) == (second.float64_mismatches, second.variations, second.noise)
+    assert (first.float64_mismatches, first.variations, first.noise) == (
+        second.float64_mismatches,
+        second.variations,
+        second.noise,
+    )
     for a, b in zip(first.exact, second.exact, strict=True):
         assert list(a) == list(b)
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)

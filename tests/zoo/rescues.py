@@ -399,7 +399,7 @@ def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.T
     if isinstance(want, Exception):
         return "the model fails"
     with restoring_buffers(result.graph_module):
-        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in held})
+        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
     if isinstance(got, Exception):
         return "the graph fails"
     return "same" if _agree(got, want, 1e-3) else "differs"

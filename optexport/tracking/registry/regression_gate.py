@@ -6,17 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from optexport.bundle.manifest import (
-    ArtifactRecord,
-    DecisionRecord,
-    DimRecord,
-    Manifest,
-    OutputRecord,
-    TargetRecord,
-    TensorRecord,
-    ToleranceRecord,
-)
+from optexport.bundle.manifest import ArtifactRecord, DimRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured
+from optexport.bundle.parity_records import DecisionRecord, OutputRecord, TargetRecord, ToleranceRecord
 from optexport.config.registration import MaxRegressionConfig
 from optexport.errors import short_line
 from optexport.tracking.bundle_record import BundleRecord

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optexport.bundle.measurements import BenchRecord
+from optexport.bundle.parity_records import ParityRecord
 from optexport.report.html import plots
 from optexport.report.html.plots import Interval
 from tests._helpers import exports
