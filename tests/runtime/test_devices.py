@@ -18,7 +18,7 @@ import torch
 from optexport import Bundle, DeviceError, verify
 from optexport._utils import packages
 from optexport.bench.worker import bind_session
-from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.runtime import devices, onnx_session, runners
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.model import read_onnx_model
@@ -118,7 +118,7 @@ def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     (pt2,) = runners.list_openers(result.files["pt2"], "pt2", list(checker.tolerances))
     run = pt2[1]()
     checker.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
-    diagnosis = blame_files(None, result.files, checker, "cuda")
+    diagnosis = diagnose_artifacts(None, result.files, checker, "cuda")
     assert diagnosis.explanation.startswith("model.pt2 fails on cuda, at ")
     assert diagnosis.reproductions == ()
 
