@@ -73,10 +73,9 @@ def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
         count = f" (and {len(more)} more errors)" if more else ""
-        mistake = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
-        raise BundleError(
-            f"the document does not match its schema: {mistake}{count}", location=str(path)
-        ) from error
+        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        mistake = f"{key}: {message}" if key else message
+        raise BundleError(f"the document does not match its schema: {mistake}{count}", location=str(path)) from error
 
 
 def _digest(document: Mapping[str, Any]) -> str:
