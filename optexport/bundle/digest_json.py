@@ -73,9 +73,8 @@ def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
         count = f" (and {len(more)} more errors)" if more else ""
-        mistake = ": ".join(
-            filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")])
-        )
+        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        mistake = f"{key}: {message}" if key else message
         raise BundleError(f"the document does not match its schema: {mistake}{count}", location=str(path)) from error
 
 

@@ -18,7 +18,7 @@ import torch
 
 from optexport._utils import atomic_dir
 from optexport.bundle.layout import GENERATION, as_path
-from optexport.bundle.manifest import Manifest, TensorRecord
+from optexport.bundle.manifest import ArtifactRecord, Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
 from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
@@ -240,9 +240,8 @@ def open_parts(
 
 
 def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:
-    artifacts = {artifact.format: artifact for artifact in manifest.artifacts}
-    artifact = next((artifact for name, artifact in artifacts.items() if name == file_format), None)
-    if artifact is None:
+    artifacts: dict[str, ArtifactRecord] = {artifact.format: artifact for artifact in manifest.artifacts}
+    if (artifact := artifacts.get(file_format)) is None:
         hint = f"Choose from: {', '.join(artifacts)}."
         raise ConfigError(f"no file was exported in the format {file_format}", location=str(folder), hint=hint)
     outputs = [output.name for output in manifest.outputs]

@@ -166,7 +166,7 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
         generator.generate()
     with pytest.raises(ConfigError, match="no file was exported in the format openvino"):
         Generator.load(exported().output, "openvino")
-    with pytest.raises(ConfigError, match=r"holds no generation\.json"):
+    with pytest.raises(ConfigError, match=r"the folder has no generation\.json"):
         Generator.load(tmp_path)
 
 

@@ -316,15 +316,15 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_signed_statement_about_other_content_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
-    change, error = STATEMENTS[name]
+    change, problem = STATEMENTS[name]
     path = copied / "provenance.json"
     document = json.loads(path.read_bytes())
     change(document)
     path.write_text(json.dumps(document))
     sign_by_hand(copied, keys[0])
-    found = refused(copied, keys[1])
-    assert found.startswith(f"{copied}/provenance.json: ")
-    assert error in found
+    error = refused(copied, keys[1])
+    assert error.startswith(f"{copied}/provenance.json: ")
+    assert problem in error
 
 
 def test_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
