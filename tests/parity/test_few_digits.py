@@ -25,8 +25,8 @@ class OtherwiseInFloat64(nn.Module):
 
 def test_a_large_noise_floor_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH)
-    (told,) = result.manifest.few_digits
-    assert float(told.split("(noise floor ")[1].split(",")[0]) == pytest.approx(0.02, rel=0.1)
+    (output,) = result.manifest.few_digits
+    assert float(output.split("(noise floor ")[1].split(",")[0]) == pytest.approx(0.02, rel=0.1)
     terminal.show(result, Console(width=200))
     assert (
         f"large noise floor: the original differs from float64 in {output}; errors of that size pass"
