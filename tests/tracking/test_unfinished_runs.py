@@ -22,7 +22,7 @@ from tests.tracking.bundles import QUIET, bundle, runs
 pytestmark = QUIET
 
 
-def left(folder: Path, uri: str) -> tuple[Path, str]:
+def unfinished_bundle(folder: Path, uri: str) -> tuple[Path, str]:
     """Returns a bundle and the id of its unfinished run."""
     tracker = Tracker(TrackingConfig(uri=uri), folder / "config.toml", folder / "none")
     tracker.start({}, {})
@@ -31,24 +31,24 @@ def left(folder: Path, uri: str) -> tuple[Path, str]:
     return target, tracker.run_id
 
 
-def after_the_next(folder: Path, uri: str, target: Path, left_run: str) -> Run:
+def start_next_run(folder: Path, uri: str, target: Path, unfinished_id: str) -> Run:
     """Starts another run in the bundle's folder and returns the unfinished run."""
     following = Tracker(TrackingConfig(uri=uri), folder / "config.toml", target)
     following.start({}, {})
     assert following.failure is None
-    assert following.run_id not in (None, left_run)
-    return mlflow.MlflowClient(uri).get_run(left_run)
+    assert following.run_id not in (None, unfinished_id)
+    return mlflow.MlflowClient(uri).get_run(unfinished_id)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_next_run_ends_a_leftover_and_upload_completes_it(tmp_path: Path, sent: bool) -> None:
     uri = stores.store(tmp_path)
-    target, run_id = left(tmp_path, uri)
+    target, run_id = unfinished_bundle(tmp_path, uri)
     if sent:  # everything except its end
         log_bundle(target, uri)
         mlflow.MlflowClient(uri).update_run(run_id, "RUNNING")
-    ended = after_the_next(tmp_path, uri, target, run_id)
+    ended = start_next_run(tmp_path, uri, target, run_id)
     assert ended.info.status == "FAILED"
     assert ended.data.tags[REASON_TAG] == "the upload was incomplete when another run to the same output started"
     logged = log_bundle(target, uri)
@@ -61,27 +61,27 @@ def test_the_next_run_ends_a_leftover_and_upload_completes_it(tmp_path: Path, se
 @pytest.mark.slow
 def test_a_run_still_uploading_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    target, run_id = left(tmp_path, uri)
+    target, run_id = unfinished_bundle(tmp_path, uri)
     with atomic_dir.locked(target, wait=True):
-        assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
+        assert start_next_run(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_run_uploading_from_a_copy_is_not_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    target, run_id = left(tmp_path, uri)
+    target, run_id = unfinished_bundle(tmp_path, uri)
     copy = Path(shutil.copytree(target, tmp_path / "copy"))
     mlflow.MlflowClient(uri).set_tag(run_id, FOLDER_TAG, folder_id(copy))
-    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
+    assert start_next_run(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_run_is_not_ended_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems do not support locks."""
     uri = stores.store(tmp_path)
-    target, run_id = left(tmp_path, uri)
+    target, run_id = unfinished_bundle(tmp_path, uri)
     monkeypatch.setattr(atomic_dir, "_acquire", lambda path, *, wait: contextlib.ExitStack())
-    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
+    assert start_next_run(tmp_path, uri, target, run_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
@@ -91,16 +91,16 @@ def test_a_run_of_another_bundle_is_not_ended(tmp_path: Path) -> None:
     foreign_id = log_bundle(bundle(tmp_path), uri).run_id
     mlflow.MlflowClient(uri).update_run(foreign_id, "RUNNING")
     target = bundle(tmp_path, measurements=lambda m: m["origin"].update(mlflow_run=foreign_id))
-    assert after_the_next(tmp_path, uri, target, foreign_id).info.status == "RUNNING"
+    assert start_next_run(tmp_path, uri, target, foreign_id).info.status == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_refused_lookup_does_not_fail_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = stores.store(tmp_path)
-    target, run_id = left(tmp_path, uri)
+    target, run_id = unfinished_bundle(tmp_path, uri)
 
     def refuse(*_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(run, "find_run", refuse)
-    assert after_the_next(tmp_path, uri, target, run_id).info.status == "RUNNING"
+    assert start_next_run(tmp_path, uri, target, run_id).info.status == "RUNNING"
