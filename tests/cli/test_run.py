@@ -46,7 +46,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "dimension of no input": (
         config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
         2,
-        'inputs.dynamic.bach: no input has a dimension of this name\nHint: Did you mean "batch"?',
+        'inputs.dynamic.bach: no input has such a dimension\nHint: Did you mean "batch"?',
     ),
     "dimension that the model fixes": (
         config(inputs='data = "x.npz"\naxes.x = ["batch", "width"]\ndynamic.width = [4, 8]'),

@@ -332,7 +332,7 @@ def test_result_viewed_as_contiguous_is_skipped() -> None:
         q, k, v = _heads(m, x)
         return ((q @ k.mT).softmax(-1) @ v).view(x.shape[0] * 2, x.shape[1], 4)
 
-    check_refused(FuseAttention(), _graph(body), X, "view_3 may view its result")
+    check_refused(FuseAttention(), _graph(body), X, "view_3 may view the result")
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def _inner(graph_module: fx.GraphModule, name: str) -> fx.Node:
     names = {"fuse-attention": "softmax", "remove-no-ops": "reshape", "share-equal": "tanh_1"}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     if name in names:
-        return next(by_name[name] for name in by_name if name.startswith((names[name], "view")))
+        return next(by_name[key] for key in by_name if key.startswith((names[name], "view")))
     return next(node for node in by_name.values() if node.op == "call_module" and node.target == "b")
 
 
