@@ -172,7 +172,7 @@ def test_changed_versions_are_named(project: Path) -> None:
         project / "build" / "model" / MANIFEST, lambda manifest: manifest["versions"].update(torch="2.11.0")
     )
     told = message(reproduce(project), 4)
-    assert "torch was 2.11.0, and is 2" in told
+    assert "torch: 2.11.0 before, 2" in told
 
 
 def test_other_machine_and_threads_are_named_if_results_differ(project: Path) -> None:
