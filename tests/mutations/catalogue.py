@@ -243,7 +243,7 @@ MUTATIONS = (
         "optexport/generation/runtime.py",
         "token = torch.where(ended, pad, logits.argmax(-1))",
         "token = logits.argmax(-1)",
-        ("tests/generation/test_export.py", "tests/generation/test_run.py"),
+        ("tests/generation/test_tokens.py", "tests/generation/test_export.py"),
     ),
     Mutation(
         "least-harmful-layers-kept",
@@ -256,8 +256,15 @@ MUTATIONS = (
     Mutation(
         "renamed-cache-entry-taken",
         "optexport/cache/store.py",
-        'if found != files or said["sha256"] != _digest(entry, files, notes):',
-        "if found != files:",
+        'if digests != files or record["sha256"] != _digest(entry, files, notes):',
+        "if digests != files:",
+        ("tests/cache/test_store.py",),
+    ),
+    Mutation(
+        "changed-file-of-cache-entry-taken",
+        "optexport/cache/store.py",
+        'if digests != files or record["sha256"] != _digest(entry, files, notes):',
+        'if digests.keys() != files.keys() or record["sha256"] != _digest(entry, files, notes):',
         ("tests/cache/test_store.py",),
     ),
     # sources
@@ -279,7 +286,7 @@ MUTATIONS = (
     Mutation(
         "partial-signature-accepted",
         "optexport/bundle/signing/signature.py",
-        'if predicate.get("serialization") != _WHOLE:',
+        'if predicate.get("serialization") != _EXPECTED_SERIALIZATION:',
         'if "serialization" not in predicate:',
         ("tests/bundle/signing/test_signature.py",),
     ),

@@ -173,7 +173,7 @@ def test_changed_versions_are_named(project: Path) -> None:
     earlier = later.model_copy(update={"versions": {**later.versions, "torch": "2.11.0"}})
     assert list(pipeline_reproduce._list_input_differences(later, later)) == []
     (difference,) = pipeline_reproduce._list_input_differences(earlier, later)
-    assert difference.startswith("torch was 2.11.0, and is 2")
+    assert difference.startswith("torch: 2.11.0 before, 2")
 
 
 def test_other_machine_and_other_threads_are_named(project: Path) -> None:

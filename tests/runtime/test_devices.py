@@ -149,4 +149,4 @@ def test_mlflow_gets_no_model_for_cuda(for_a_card: Path) -> None:
 
 def test_another_package_may_provide_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_IN_PLACE_OF", {"no-such-package": ["numpy"]})
-    assert packages._version("no-such-package") == np.__version__
+    assert packages._find_version("no-such-package") == np.__version__

@@ -163,9 +163,8 @@ def _verify(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], 
             ) from error
     assert hash_config.digests is not None
     predicate = json.loads(payload).get("predicate", {})
-    if (
-        predicate.get("serialization") != _EXPECTED_SERIALIZATION
-    ):  # another tool may have signed only some files with this key
+    # Another tool may have signed only some files with this key.
+    if predicate.get("serialization") != _EXPECTED_SERIALIZATION:
         raise BundleError(
             "the signature does not cover all files of the folder", location=str(folder / SIGNATURE), hint=_SIGN_HINT
         )
