@@ -76,7 +76,7 @@ class CountingAside(Counting):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Counting, CountingAside])
 def test_state_that_results_depend_on_is_refused_by_name(make: type[nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"at the next call \(output\w* by 1\), by the state that it keeps in calls"):
+    with pytest.raises(TraceError, match=r"returns different results \(output\w* by 1\), because they depend on calls"):
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 

@@ -51,8 +51,8 @@ def test_details_that_are_added_later_are_printed() -> None:
 
 def test_similar_word_is_suggested_and_otherwise_all() -> None:
     assert did_you_mean("hihg", ["high", "low"]) == 'Did you mean "high"?'
-    assert did_you_mean("zzz", ["high", "low"]) == "Choose from: high, low."
-    assert did_you_mean("zzz", []) == "There is nothing to choose from."
+    assert did_you_mean("zzz", ["high", "low"]) == "Choose one of: high, low."
+    assert did_you_mean("zzz", []) == "There are no names to choose from."
 
 
 def test_missing_permission_is_a_config_error() -> None:

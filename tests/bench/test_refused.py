@@ -61,7 +61,7 @@ def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
 def test_paths_without_exported_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     assert "the path is neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)
-    assert "it holds no manifest.json" in message(call(tmp_path), 2)
+    assert "the folder is not a bundle (manifest.json is missing)" in message(call(tmp_path), 2)
     (tmp_path / "a.onnx").write_text("x")
     assert "the file is not a valid ONNX file" in message(call(tmp_path / "a.onnx"), 5)
     assert call(tmp_path / "nowhere.onnx").exit_code == 2

@@ -310,7 +310,7 @@ def test_tensors_that_share_memory_are_stored_separately(tmp_path: Path) -> None
 
 def test_reference_without_an_output_is_refused(tmp_path: Path) -> None:
     names = write_reference(tmp_path / "reference.safetensors", _reference([2]))
-    with pytest.raises(BundleError, match="the outputs that the manifest names"):
+    with pytest.raises(BundleError, match="the file does not have exactly the outputs that the manifest lists"):
         read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n", "more"])
 
 

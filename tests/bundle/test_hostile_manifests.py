@@ -159,7 +159,10 @@ def _no_place(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [(_fewer_cases, "it holds more cases than the manifest names"), (_no_place, "it holds no proof of torchscript")],
+    [
+        (_fewer_cases, "the file has more cases than the manifest lists"),
+        (_no_place, "the manifest has no parity record of torchscript"),
+    ],
 )
 def test_manifest_that_omits_verified_results_is_refused(
     change: Callable[[dict[str, Any]], None], error: str, small: Path, tmp_path: Path

@@ -269,7 +269,7 @@ def test_missing_extra_is_reported_before_any_output(
     before = {*tmp_path.iterdir()}
     monkeypatch.setitem(sys.modules, {"adapters": "peft", "images": "PIL"}.get(extra, "sentence_transformers"), None)
     error = message(call(command, text), 2)
-    assert f": {key}: it needs the extra {extra}, of which " in error
+    assert f': {key}: the extra "{extra}" is not installed (' in error
     assert f"pip install -c constraints.txt -e '.[{extra}]'" in error
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 

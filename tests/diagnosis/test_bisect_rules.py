@@ -74,7 +74,7 @@ def test_rule_and_node_are_named_and_reproduced(tmp_path: Path) -> None:
     text = failing(tmp_path / "block", MergeLinears(), Relu(), ChangeTrueDivToMulByInverse())
     assert "--without" not in text
     assert "Relu caused the difference. It changed gelu." in text
-    assert text.endswith("\nHint: Leave Relu out of transformations.")
+    assert text.endswith("\nHint: Remove Relu from transformations.")
     assert "First difference: gelu (aten.gelu.default in module act), 1." in text
     assert "\n  Its input agrees: linear_4.\n" in text
     folder = tmp_path / "block-failure"

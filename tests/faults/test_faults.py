@@ -24,7 +24,7 @@ from tests.faults.subjects import subject
 from tests.faults.unseen import BELOW_THE_FLOOR, CANNOT_SHOW, LostInRounding, double, in_float64
 
 TARGETS = ("original", "graph", "torchscript", "onnx", "onnx-optimized", "pt2")
-BLAMED = f"{Seeded.__module__}:{Seeded.__qualname__} is to blame"
+BLAMED = f"{Seeded.__module__}:{Seeded.__qualname__} caused the difference"
 SAID_OF_FILES = (
     "The graph passes, so the exporter or ",
     "The file passes without optimizations, so ONNX Runtime's optimizations of level ORT_ENABLE_",
@@ -46,7 +46,7 @@ def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | 
 
 def failing(error: ParityError) -> tuple[str, ...]:
     """Returns the targets that a parity error names, in the order of the pipeline."""
-    return tuple(target for target in TARGETS if f"\n  {target}: " in str(error))
+    return tuple(target for target in TARGETS if f"\n{target}: " in f"\n{error}")
 
 
 def faults() -> Iterator[object]:

@@ -98,7 +98,7 @@ def test_each_part_has_its_own_mlflow_run(tmp_path: Path) -> None:
 )
 def test_conflicting_config_keys_are_refused_before_any_work(table: str, place: str, tmp_path: Path) -> None:
     text = f'[model]\nsource = "python:tests.generation.models:make"\n[generation]\n{table}\n'
-    with pytest.raises(ConfigError, match="does not go with") as raised:
+    with pytest.raises(ConfigError, match="cannot be combined with") as raised:
         parse_config(text, tmp_path / "config.toml")
     assert raised.value.location == f"{tmp_path / 'config.toml'}: {place}"
 

@@ -181,8 +181,8 @@ MUTATIONS = (
     # config and command line
     Mutation(
         "tolerance-asked-for-rules-left-out",
-        "optexport/config/checks.py",
-        "if name is not None and name not in left_out and not",
+        "optexport/config/consistency.py",
+        "if name is not None and name not in omitted and not",
         "if name is not None and not",
         ("tests/cli/test_run.py",),
     ),

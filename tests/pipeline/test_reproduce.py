@@ -85,7 +85,7 @@ def test_reproduction_in_another_folder_is_equal_to_the_byte(project: Path) -> N
     before = {path: path.read_bytes() for path in (project / "build" / "model").rglob("*") if path.is_file()}
     done = reproduce(project)
     assert done.exit_code == 0, done.stderr
-    assert "every file of its manifest is the same to the byte" in done.stdout
+    assert "every file of the manifest is identical" in done.stdout
     assert {path: path.read_bytes() for path in before} == before
 
 

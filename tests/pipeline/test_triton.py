@@ -295,8 +295,8 @@ def test_model_without_inputs_is_refused_for_such_a_backend() -> None:
 @pytest.mark.parametrize(
     ("tables", "problem"),
     [
-        ('[export]\nlayout = "triton"\nformats = ["pt2"]\n', "no file is exported that Triton serves"),
-        ('[export]\nlayout = "triton"\n[generation]\n', "export.layout: it does not go with"),
+        ('[export]\nlayout = "triton"\nformats = ["pt2"]\n', "Triton serves no .pt2 files"),
+        ('[export]\nlayout = "triton"\n[generation]\n', "export.layout: export.layout cannot be combined with"),
         ('[export]\nlayout = "tritn"\n', "triton"),
     ],
 )

@@ -126,10 +126,13 @@ def test_failure_in_one_graph_is_blamed_on_its_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        (("[tracking]", '[export]\nformats = ["onnx"]\n[tracking]'), "transformations\\[0\\].formats: no torchscript"),
+        (
+            ("[tracking]", '[export]\nformats = ["onnx"]\n[tracking]'),
+            "transformations\\[0\\].formats: the format torchscript is not exported",
+        ),
         (('use = "merge-linears"', 'use = "keep-outputs"\noutputs = ["hidden"]'), "all files have the same outputs"),
         (('"torchscript", "pt2"', '"torchsript"'), "transformations\\[0\\].formats\\[0\\]"),
-        (("[tracking]", '[export.passes]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
+        (("[tracking]", '[export.passes]\nonnx = ["sum"]\n[tracking]'), 'passes.onnx: unknown format pass "sum"'),
     ],
 )
 def test_invalid_variants_are_refused(tmp_path: Path, changed: tuple[str, str], problem: str) -> None:

@@ -69,7 +69,7 @@ def test_parts_are_verified_without_a_key(folder: Path, tmp_path: Path) -> None:
         str(folder / "encoder"),
     ]
     done = signed.call("verify", folder, None, "--junit", str(tmp_path / "document.xml"))
-    assert "--junit: it is of one bundle" in message(done, 2)
+    assert "--junit: a JUnit file can describe only one bundle (found 2 parts)" in message(done, 2)
     with (folder / "encoder" / "model.onnx").open("ab") as file:
         file.write(b"x")
     assert "encoder/model.onnx: the file was changed" in message(signed.call("verify", folder), 4)

@@ -114,7 +114,10 @@ def test_new_report_invalidates_the_signature_with_a_message(copied: Path, keys:
     assert signed.call("report", copied).stdout == f"Wrote {copied / 'report.html'}\n"
     check(copied, keys[1])  # the bytes are the same
     exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
-    assert "The signature is of the earlier one." in signed.call("report", copied).stdout
+    assert (
+        "The signature of the bundle is invalid now, because the report changed."
+        in signed.call("report", copied).stdout
+    )
     error = refused(copied, keys[1])
     assert '\n  measurements.json was changed\n  report.html was changed\nHint: "optexport report" replaces ' in error
     sign(copied, keys[0])
