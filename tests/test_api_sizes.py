@@ -76,7 +76,7 @@ def test_undeclared_range_ends_where_the_model_branches(tmp_path: Path) -> None:
 def test_size_that_float32_rounds_differently_is_tried(tmp_path: Path) -> None:
     model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=0.7, mode="bilinear"))
     dynamic = {"x": {2: Dim("h", 8, 256), 3: Dim("w", 8, 256)}}
-    with pytest.raises(ParityError, match="onnx: output, at h 90"):  # 0.7 * 90 is 62.99999 in float64 only
+    with pytest.raises(ParityError, match=r"onnx: output: .* \(case: h 90,"):  # 0.7 * 90 is 62.99999 in float64 only
         quick(model, {"x": torch.rand(1, 2, 17, 20)}, tmp_path / "bundle", dynamic=dynamic, formats=["onnx"])
 
 
