@@ -58,7 +58,7 @@ def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
         upload = logged[0].result(60)
     assert result.failure is None
     assert len(errors) == 2
-    assert all("what is there is being sent to MLflow" in error for error in errors)
+    assert all("the bundle in this folder is being uploaded to MLflow" in error for error in errors)
     assert (upload.run_id, upload.before) == (result.run_id, True)
     client = mlflow.MlflowClient(uri)
     assert len(client.search_logged_models([only_run(uri).info.experiment_id])) == 1
