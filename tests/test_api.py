@@ -275,5 +275,5 @@ def test_invalid_path_is_one_clear_error(path: Any) -> None:
         lambda path: optexport.export_generation(nn.Linear(4, 2), [], path),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match="is no path"):
+        with pytest.raises(ConfigError, match="is not a path"):
             call(path)

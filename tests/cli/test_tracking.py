@@ -94,7 +94,7 @@ def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
         (["rollback", "block"], "--uri: no MLflow store is set"),
         (["promote", "block", "1", "--uri", "URI"], "block: unknown registered model"),
         (["rollback", "block", "--uri", "URI"], "block: unknown registered model"),
-        (["upload", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
+        (["upload", "nowhere", "--uri", "URI"], "nowhere: the folder does not exist"),
         (["upload", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: the config file does not exist"),
     ],
     ids=" ".join,

@@ -140,7 +140,7 @@ def test_signature_is_checked_before_anything_runs(project: Path, tmp_path: Path
     bundle = project / "build" / "model"
     (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
     arguments = ["reproduce", str(bundle), "--folder", str(project), "--key", str(public)]
-    assert "nobody signed this" in message(CliRunner().invoke(cli, arguments), 4)
+    assert "the signature is missing" in message(CliRunner().invoke(cli, arguments), 4)
     assert not (project / "ran").exists()
     sign(bundle, private)
     done = CliRunner().invoke(cli, arguments)
