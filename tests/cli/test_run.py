@@ -28,25 +28,25 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory that leaves": (config("halves:leaves"), 3, "SystemExit"),
     "factory that is cancelled": (config("halves:cancelled"), 1, "which is not an Exception"),
     "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
-    "factory of no model": (config("halves:number"), 3, "not a module"),
+    "factory of no model": (config("halves:number"), 3, "the factory returned int, expected a torch.nn.Module"),
     "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
     "no folder of a model": (config().replace("python:halves:load", "."), 3, "has no config.json"),
     "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves has no input of this name"),
     "inputs of wrong shape": (
         config(inputs='tensors.x.shape = ["batch", 5]'),
         3,
-        "the model itself fails",
+        "the model itself fails on the inputs x [2, 5]",
     ),
     "inputs of wrong dtype": (
         config(inputs='tensors.x = { shape = ["batch", 4], dtype = "int64" }'),
         3,
-        "the model itself fails",
+        "the original model fails on case traced",
     ),
     "inputs of nothing": (config(inputs=""), 2, "the config does not describe the model's inputs"),
     "dimension of no input": (
         config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
         2,
-        'inputs.dynamic.bach: no input has such a dimension\nHint: Did you mean "batch"?',
+        'inputs.dynamic.bach: no input has a dimension "bach"\nHint: Did you mean "batch"?',
     ),
     "dimension that the model fixes": (
         config(inputs='data = "x.npz"\naxes.x = ["batch", "width"]\ndynamic.width = [4, 8]'),
@@ -62,7 +62,11 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "axes of no input": (config(inputs='data = "x.npz"\naxes.z = ["a", "b"]'), 2, "inputs.axes.z"),
     "data of another precision": (config(inputs='data = "double.npz"'), 3, "dtype"),
     "damaged data": (config(inputs='data = "halves.npz"'), 2, "inputs.data: halves.npz: the file cannot be read"),
-    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Give .safetensors, .npz, or .jsonl."),
+    "data of unknown kind": (
+        config(inputs='data = "halves.py"'),
+        2,
+        "Write the name of a .safetensors, .npz or .jsonl file.",
+    ),
     "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: the model has no tokenizer"),
     "images without a processor": (config(inputs='images = ["halves.py"]'), 2, "inputs.images"),
     "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "the keys differ from the keys of other lines"),
@@ -187,7 +191,8 @@ def test_json_output_of_a_failure_is_one_document(name: str, call: Caller) -> No
     result = call("run", text, "--json")
     read = json.loads(result.stdout)
     assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
-    assert result.stderr.endswith(f"Error: {read['error']}\n")
+    label = "FAILED  " if read["parity"] else "Error: "
+    assert result.stderr.endswith(f"{label}{read['error']}\n")
     if code == 4:
         assert {place["target"] for place in read["parity"]["targets"]} == {"original", "graph"}
     else:
