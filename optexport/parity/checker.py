@@ -360,7 +360,7 @@ def _find_failure(
         return _describe_other_values(candidate, original, exact)
     worst_at = torch.where(distance > allowed, distance, -1.0).argmax()
     worst, limit = (float(values.expand_as(distance).flatten()[worst_at]) for values in (distance, allowed))
-    return f"{worst:.3g} from the reference, {limit:.3g} allowed"
+    return f"off by {worst:.3g}, tolerance {limit:.3g}"
 
 
 def _find_gross_failure(name: str, reference: Reference, distance: torch.Tensor, magnitude: torch.Tensor) -> str | None:

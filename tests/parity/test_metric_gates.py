@@ -296,5 +296,5 @@ def test_gates_can_be_set_from_python(tmp_path: Path) -> None:
     result = export(exports.block(), exports.batch(), tmp_path / "block", metrics=demanded, **gates)
     assert [d.gate.measure for d in result.parity[-1].decisions] == ["cosine", "argmax_agreement"]
     assert all(d.value == pytest.approx(1.0) for d in result.parity[-1].decisions)
-    with pytest.raises(ConfigError, match='no measure "cosin". Did you mean "cosine"'):
+    with pytest.raises(ConfigError, match='unknown metric "cosin"\nHint: Did you mean "cosine"'):
         export(exports.block(), exports.batch(), tmp_path / "other", metrics={"cosin": 1.0}, **gates)

@@ -194,7 +194,7 @@ def test_reasons_come_before_a_difference_of_the_results(project: Path) -> None:
     resealed = json.loads(manifest.read_bytes())["digest"]
     exports.edit_json(measured, lambda document: document.update(processor="i8080", manifest=resealed))
     error = message(reproduce(project), 4)
-    assert "torch was 2.11.0, and is 2" in error
+    assert "torch: 2.11.0 before, 2" in error
     assert "the processor was i8080, and is " in error
     assert "manifest.json differs: parity" in error
 
