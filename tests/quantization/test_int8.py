@@ -176,7 +176,7 @@ def test_gates_that_no_choice_passes_fail_with_the_nearest_one(tmp_path: Path) -
     assert "no choice of layers" in error
     assert "all layers lowered: output, cosine is" in error
     assert re.search(r"nearest, only layers.\d lowered: output, cosine is", error)
-    assert raised.value.proof is not None
+    assert raised.value.parity is not None
     assert not (tmp_path / "bundle").exists()
 
 

@@ -119,7 +119,7 @@ def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     run = pt2[1]()
     checker.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
     diagnosis = diagnose_artifacts(None, result.files, checker, "cuda")
-    assert diagnosis.explanation.startswith("model.pt2 fails on cuda, at ")
+    assert diagnosis.explanation.startswith("model.pt2 fails on cuda (case: ")
     assert diagnosis.reproductions == ()
 
 
