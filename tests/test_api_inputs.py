@@ -70,7 +70,7 @@ def test_tensor_that_no_file_supports_is_refused_by_name(tensor: torch.Tensor, p
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.uint16, torch.float8_e4m3fn, torch.complex128])
 def test_dtype_that_no_file_supports_is_an_error_with_its_name(dtype: torch.dtype, tmp_path: Path) -> None:
     """Some of them raised errors of torch when the verification made inputs of them."""
-    with pytest.raises(ConfigError, match=f"inputs: input is of {str(dtype).removeprefix('torch.')}, which"):
+    with pytest.raises(ConfigError, match=f"inputs: the dtype of input, {str(dtype).removeprefix('torch.')}, is not"):
         quick(randomise(nn.Linear(4, 3)), {"input": torch.ones(3, 4).to(dtype)}, tmp_path / "bundle")
 
 
