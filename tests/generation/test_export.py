@@ -180,7 +180,7 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
         ({"input_ids": "a text"}, "input_ids: found dtype <U6, expected int64"),
         ({"input_ids": [5, 6]}, r"input_ids: found shape \[2\], expected \[batch, sequence\]"),
         ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: the input is empty"),
-        ({"input_ids": [[5, -6]]}, "input_ids: a token is below 0"),
+        ({"input_ids": [[5, -6]]}, "input_ids: token ids must not be negative"),
         ({"input_ids": [[5, 6000]]}, "the exported files fail on these inputs"),
         (
             {"input_ids": [[5]] * 2, "input_features": np.ones((1, 2, 3), np.float32)},
