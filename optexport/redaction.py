@@ -28,6 +28,8 @@ _ASSIGNMENT = re.compile(
     r"(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|\\?[\"']?[^\s&;,\"'<>(){}\[\]\\]+)",
     re.IGNORECASE,
 )
+# Environment variables of a shell that end like a password, and hold folders that a message must show.
+_FOLDER_VARIABLES = {"PWD", "OLDPWD"}
 # In characters. A shorter value could be an ordinary word of a message.
 _SHORTEST_SECRET = 6
 # In characters. Servers may answer with whole pages.
@@ -96,7 +98,7 @@ def _is_secret_name(name: str) -> bool:
 def _known_secrets() -> list[str]:
     """Returns the secrets of this process with their encodings, longest first."""
     environment = os.environ
-    secrets = {value for name, value in environment.items() if _is_secret_name(name)}
+    secrets = {value for name, value in environment.items() if _is_secret_name(name) and name not in _FOLDER_VARIABLES}
     mlflow = (environment.get("MLFLOW_TRACKING_USERNAME", ""), environment.get("MLFLOW_TRACKING_PASSWORD", ""))
     for user, password in {*_credentials, mlflow}:
         secrets |= {password, b64encode(f"{user}:{password}".encode()).decode() if password else ""}

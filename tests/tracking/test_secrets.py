@@ -103,6 +103,15 @@ def test_redact_error_hides_secrets_of_the_environment(monkeypatch: pytest.Monke
     assert redact_error("the server had none of us") == "the server had none of us"
 
 
+def test_redact_error_shows_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell exports it as PWD, which ends like the name of a password."""
+    monkeypatch.setenv("PWD", "/home/ann/project")
+    monkeypatch.setenv("OLDPWD", "/home/ann/models")
+    monkeypatch.setenv("DB_PWD", "open sesame")
+    text = "python /home/ann/project/build/reproduce.py /home/ann/models/a.onnx {}"
+    assert redact_error(text.format("open sesame")) == text.format("***")
+
+
 @pytest.mark.parametrize("start", ["http://", "http://127.0.0.1:9/?token=", "postgresql://someone:a/"])
 def test_secret_is_hidden_before_a_message_is_cut(start: str) -> None:
     error = ConnectionError(f"cannot reach {start}{SECRET * 200}@127.0.0.1:9")
