@@ -178,7 +178,7 @@ def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
 
 def _check_constant(constant: Any, value: Any, location: str) -> None:
     """Checks that a line has the value that is constant in the file, or a row of it."""
-    from optexport.inference.bundle import constant_error, is_constant
+    from optexport.inference.arrays import constant_error, is_constant
 
     rows = constant if isinstance(constant, list) and constant else [constant]
     if not (is_constant(constant, value) or all(is_constant(row, value) for row in rows)):

@@ -22,7 +22,7 @@ from optexport.bundle.manifest import ArtifactRecord, Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
 from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
-from optexport.inference.bundle import as_input
+from optexport.inference.arrays import as_input
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
 

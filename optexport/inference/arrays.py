@@ -1,0 +1,82 @@
+"""Inputs of a bundle as numpy arrays, checked against the manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from optexport.bundle.manifest import TensorRecord
+from optexport.errors import ConfigError
+
+
+def numpy_dtype(spec: TensorRecord) -> np.dtype[Any]:
+    """Returns the numpy dtype of an input.
+
+    Raises:
+        ConfigError: numpy does not support the dtype.
+    """
+    if spec.dtype == "bfloat16":
+        raise ConfigError("the input is bfloat16, which numpy does not support", location=spec.name)
+    return np.dtype(spec.dtype)
+
+
+def is_constant(constant: Any, value: Any) -> bool:
+    """Returns True if a value equals a constant of the file; floats may be rounded to float32."""
+    value = _as_numpy(value)
+    try:
+        array, expected = np.asarray(value), np.asarray(constant)
+    except (ValueError, TypeError):  # rows of different lengths, or a tensor that numpy cannot represent
+        return False
+    if array.tolist() == constant:
+        return True
+    if expected.dtype.kind != "f" or array.dtype.kind not in "fiu" or expected.shape != array.shape:
+        return False
+    return np.array_equal(array.astype(np.float32), expected) or np.array_equal(array, expected.astype(np.float32))
+
+
+def constant_error(name: str, constant: Any) -> ConfigError:
+    """Returns the error for an input that differs from the file's constant."""
+    return ConfigError(
+        f"the file is for the constant {constant} only",
+        location=name,
+        hint="Pass that value or none, or export the model for another value.",
+    )
+
+
+def _as_numpy(value: Any) -> Any:
+    """Converts a torch tensor to a numpy array if possible; returns other values unchanged."""
+    if not hasattr(value, "detach"):  # avoids an import of torch
+        return value
+    try:
+        value = value.detach().cpu()
+        # numpy has no bfloat16, and float32 represents it exactly.
+        return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    except (TypeError, RuntimeError):  # for example a sparse tensor
+        return value
+
+
+def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
+    """Converts an input to the array that a runtime takes.
+
+    Args:
+        value: A numpy array, or a torch tensor.
+
+    Raises:
+        ConfigError: The value has another type, dtype or rank, or a token below 0.
+    """
+    value = _as_numpy(value)
+    if not isinstance(value, np.ndarray | np.generic):
+        raise ConfigError(f"found {type(value).__name__}, expected a numpy array or a tensor", location=spec.name)
+    array, dtype = np.asarray(value), numpy_dtype(spec)
+    are_integers = array.dtype.kind in "iub" and dtype.kind in "iu"
+    if not (array.dtype.kind == dtype.kind or are_integers) or not np.can_cast(array.dtype, dtype, "safe"):
+        raise ConfigError(f"found dtype {array.dtype}, expected {spec.dtype}", location=spec.name)
+    if array.ndim != len(spec.shape):
+        shape = ", ".join(map(str, spec.shape))
+        raise ConfigError(f"found shape {list(array.shape)}, expected [{shape}]", location=spec.name)
+    # PyTorch rejects a token below 0, but ONNX counts it from the end of the vocabulary.
+    if spec.name.endswith("input_ids") and array.size and array.min() < 0:
+        raise ConfigError("token ids must not be negative", location=spec.name)
+    return np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
