@@ -88,7 +88,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f'Did you mean "{near[0]}"?'
-    return f"Choose one of: {', '.join(names)}." if names else "There are no names to choose from."
+    return f"Choose one of: {', '.join(names)}." if names else "There is no name to choose from."
 
 
 def with_hint(message: str, hint: str | None) -> str:
@@ -189,7 +189,7 @@ class ValuesAskedError(UntraceableError):
 class CheckError(OptexportError):
     """A check of results that failed.
 
-    If targets were compared, each line of the message that is not indented is one failure.
+    If targets were compared, each line of the message is one failure.
     """
 
     @property
@@ -197,8 +197,7 @@ class CheckError(OptexportError):
         if self.parity is None:
             return super().labelled
         message = f"{self.location}: {self.message}" if self.location else self.message
-        lines = [line if line.startswith(" ") else f"FAILED  {line}" for line in message.splitlines()]
-        return self._text("\n".join(lines))
+        return self._text("\n".join(f"FAILED  {line}" for line in message.splitlines()))
 
 
 class ParityError(CheckError):

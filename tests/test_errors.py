@@ -33,7 +33,7 @@ def test_error_before_any_comparison_is_not_a_failed_check(kind: type[OptexportE
 
 
 def test_location_of_a_failed_check_is_on_its_first_line() -> None:
-    error = GateError("the exported files miss the gates\n  onnx: 12 MB", location="[gate]", parity=PARITY)
+    error = GateError("the exported files miss the gates", location="[gate]", details="onnx: 12 MB", parity=PARITY)
     assert error.labelled == "FAILED  [gate]: the exported files miss the gates\n  onnx: 12 MB"
 
 
@@ -52,7 +52,7 @@ def test_details_that_are_added_later_are_printed() -> None:
 def test_similar_word_is_suggested_and_otherwise_all() -> None:
     assert did_you_mean("hihg", ["high", "low"]) == 'Did you mean "high"?'
     assert did_you_mean("zzz", ["high", "low"]) == "Choose one of: high, low."
-    assert did_you_mean("zzz", []) == "There are no names to choose from."
+    assert did_you_mean("zzz", []) == "There is no name to choose from."
 
 
 def test_missing_permission_is_a_config_error() -> None:

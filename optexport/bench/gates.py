@@ -35,8 +35,9 @@ def check(
         failures += [*_latency_failures(gate.max_latency_ms, artifacts, report)]
         failures += [*_speedup_failures(gate.min_speedup, artifacts, report, without_plain)]
     if failures:
-        lines = "".join(f"\n  {failure}" for failure in failures)
-        raise GateError(f"the exported files miss the gates{lines}", location="[gate]", parity=parity)
+        raise GateError(
+            "the exported files miss the gates", location="[gate]", details="\n".join(failures), parity=parity
+        )
 
 
 def check_never_slower(
@@ -52,11 +53,13 @@ def check_never_slower(
     slower_once = [pair for pair in report.comparisons if pair.comparison.verdict == "slower"]
     slower = [pair for pair in map(measure_again, slower_once) if pair.comparison.verdict == "slower"]
     if slower:
-        lines = "".join(f"\n  {_speedup_text(pair)}" for pair in slower)
         lowered = ", ".join(pair.artifact.format for pair in slower if pair.artifact.precision is not None)
         hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
         raise GateError(
-            f"the tuned files are slower than the plain export{lines}", hint=hint if lowered else None, parity=parity
+            "the tuned files are slower than the plain export",
+            details="\n".join(map(_speedup_text, slower)),
+            hint=hint if lowered else None,
+            parity=parity,
         )
 
 

@@ -145,13 +145,13 @@ def _find_package_problem() -> str | None:
     return None
 
 
-def _has_package_problem(error: BaseException) -> bool:  # noqa: ARG001 - the table's
+def _has_package_problem(error: BaseException) -> bool:  # noqa: ARG001 - the table passes it
     with contextlib.suppress(MemoryError):
         return _find_package_problem() is not None
     return False
 
 
-def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table's
+def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table passes it
     try:
         return _find_package_problem() or _REPORT
     except MemoryError:  # not enough memory to check the packages

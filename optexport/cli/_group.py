@@ -29,7 +29,7 @@ _DEBUG = "optexport.debug"
 
 
 def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
-    def callback(context: click.Context, option: click.Parameter, value: bool) -> bool:  # noqa: ARG001 - click's
+    def callback(context: click.Context, option: click.Parameter, value: bool) -> bool:  # noqa: ARG001 - click passes it
         context.meta[key] = context.meta.get(key, False) or value
         return value
 
@@ -56,7 +56,7 @@ debug_option = click.option(
 )
 
 
-def _forbid_code(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 - click's
+def _forbid_code(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 - click passes it
     if value:
         os.environ[custom_code.VARIABLE] = "1"
 

@@ -44,6 +44,6 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         with prints_aside():
             differing = pipeline_reproduce.reproduce(bundle, folder, progress)
     if differing:
-        lines = "".join(f"\n  {line}" for line in differing)
-        raise ParityError(f"the repeated export differs from the bundle{lines}", location=str(bundle))
+        details = "\n".join(differing)
+        raise ParityError("the repeated export differs from the bundle", location=str(bundle), details=details)
     echo(f"{bundle}: reproduced, every file of the manifest is identical")

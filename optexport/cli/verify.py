@@ -102,11 +102,11 @@ class _BundleCheck:
 
     @property
     def failure(self) -> OptexportError | None:
-        lines = "\n  ".join(self.failures + self.gates)
+        location, details = str(self.folder), "\n".join(self.failures + self.gates)
         if self.failures:
-            return ParityError(f"the files do not reproduce the stored outputs\n  {lines}", location=str(self.folder))
+            return ParityError("the files do not reproduce the stored outputs", location=location, details=details)
         if self.gates:
-            return GateError(f"the files no longer meet their gates\n  {lines}", location=str(self.folder))
+            return GateError("the files no longer meet their gates", location=location, details=details)
         return None
 
     def as_json(self) -> dict[str, Any]:

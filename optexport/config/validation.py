@@ -179,8 +179,8 @@ def _join(mistakes: Sequence[ConfigError], name: str, hint: str | None = None) -
     lines = []
     for mistake in mistakes:
         location = (mistake.location or name).removeprefix(f"{name}: ")
-        lines.append(f"\n  {location}: {'. '.join(filter(None, [mistake.message, mistake.hint]))}")
-    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", location=name, hint=hint)
+        lines.append(f"{location}: {'. '.join(filter(None, [mistake.message, mistake.hint]))}")
+    return ConfigError(f"{len(mistakes)} mistakes", location=name, details="\n".join(lines), hint=hint)
 
 
 def show_value(value: Any) -> str:

@@ -139,7 +139,7 @@ def _read(path: Path, location: str, model: nn.Module, pretrained: Pretrained | 
             return load_file(path)
         if path.suffix == ".npz":
             if not zipfile.is_zipfile(path):
-                raise ValueError("it is not an archive of arrays")
+                raise ValueError("not an archive of arrays")
             _check_memory(path, location)
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}

@@ -172,9 +172,11 @@ def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _raise_differences(differences: list[str], path: Path) -> None:
     if differences:
-        lines = "".join(f"\n  {difference}" for difference in differences)
         raise ConfigError(
-            f"the lock does not match this environment{lines}", location=lock_path(path).name, hint=_HINT.format(path)
+            "the lock does not match this environment",
+            location=lock_path(path).name,
+            details="\n".join(differences),
+            hint=_HINT.format(path),
         )
 
 

@@ -221,8 +221,9 @@ def _no_choice_error(target: str, choice: Choice, unit: str, checker: ParityChec
     if len(choice.by_unit) > 1:
         lines.append(f"nearest, only {unit} lowered: {'; '.join(list_failures(choice.chosen))}")
     return ParityError(
-        f"no choice of layers in {choice.precision} passes the gates\n  " + "\n  ".join(lines),
+        f"no choice of layers in {choice.precision} passes the gates",
         location=target,
+        details="\n".join(lines),
         hint=f"Lower the gates in parity.metrics, or remove {choice.precision} from [precision].",
         parity=parity_record(checker),
     )
@@ -249,10 +250,10 @@ def check_passed(target: TargetParity, checker: ParityChecker) -> None:
         ParityError: The target failed.
     """
     if target.precision is not None and not target.passed:
-        reasons = "".join(f"\n  {failure}" for failure in list_failures(target))
         raise ParityError(
-            f"{target.precision} fails a gate that it passed when the layers were chosen{reasons}",
+            f"{target.precision} fails a gate that it passed when the layers were chosen",
             location=target.target,
+            details="\n".join(list_failures(target)),
             hint="Add layers to precision.keep_float32, or remove the format from [precision].",
             parity=parity_record(checker),
         )

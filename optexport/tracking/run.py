@@ -101,7 +101,7 @@ class Tracker:
 
         if error is None and self.run_id is not None:
             self._guarded(action)
-        error = error or self.failure
+        error = self.failure if error is None else error
         if error is not None and self.run_id is not None:
             end_failed(self._client, self.run_id, reason_of(error), status_of(error))
 

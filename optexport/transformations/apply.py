@@ -162,9 +162,9 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
 
 def _check_matches(rule: NamedRule, report: Report) -> None:
     if len(report.changes) < rule.min_matches:
-        misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
         raise GateError(
-            f"too few matches (found {len(report.changes)}, expected at least {rule.min_matches}){misses}",
+            f"too few matches (found {len(report.changes)}, expected at least {rule.min_matches})",
             location=rule.name,
+            details="\n".join(f"skipped at {miss.node}: {miss.reason}" for miss in report.near_misses),
             hint="Change the model, or lower min_matches of the rule.",
         )

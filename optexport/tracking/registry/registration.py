@@ -60,10 +60,10 @@ class Registered:
         """Returns the error for an alias that did not move, or None."""
         if self.moved:
             return None
-        reasons = "".join(f"\n  {reason}" for reason in self.why)
         return GateError(
-            f"{self.summary}{reasons}",
+            self.summary,
             location="register",
+            details="\n".join(self.why),
             hint=f"To move the alias anyway, run: {promote_command(self.name, self.version, self.alias, self.uri)}",
         )
 
