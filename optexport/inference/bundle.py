@@ -30,7 +30,7 @@ from optexport.errors import (
     panics_as_errors,
 )
 from optexport.inference import images, sounds
-from optexport.inference.arrays import as_input, constant_error, numpy_dtype, is_constant
+from optexport.inference.arrays import as_input, constant_error, is_constant, numpy_dtype
 from optexport.loading import preprocessors
 from optexport.runtime import onnx_session
 
