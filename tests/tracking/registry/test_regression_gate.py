@@ -322,7 +322,7 @@ def test_half_an_interval_is_not_compared(tmp_path: Path) -> None:
 def test_measurements_of_another_bundle_are_refused(tmp_path: Path) -> None:
     target = bundle(tmp_path)
     exports.edit_json(target / "measurements.json", lambda document: document.update(manifest="0" * 64))
-    with pytest.raises(BundleError, match="it belongs to another bundle"):
+    with pytest.raises(BundleError, match="the measurements belong to another bundle"):
         BundleRecord.read(target)
 
 
