@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 import shutil
 import warnings
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests import sharing
 from tests._helpers import exports
+
+_numbers = itertools.count()
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
@@ -54,7 +56,7 @@ output = "out/block"
 def project(folder: Path, uri: str, rules: str = "", formats: str = '["onnx", "pt2"]') -> Path:
     """Writes a config that tracks the export of a block, with its model code, and returns the path."""
     # Each project has its own module name, because Python caches modules by name.
-    module = f"tracked_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    module = f"tracked_{next(_numbers)}"
     (folder / f"{module}.py").write_text("from tests._helpers.exports import block as load\n")
     (folder / "config.toml").write_text(CONFIG.format(module=module, rules=rules, uri=uri, formats=formats))
     return folder / "config.toml"

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +54,10 @@ def load_pt2(path: Path) -> ExportedProgram:
     warned, log = _LoggedError(), logging.getLogger("torch.export")
     log.addFilter(warned)
     try:
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            # torch 2.11 warns of its own way to read weights.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            program = torch.export.load(path)
         _check_call(program)
         return program
     except Exception as error:  # any part of an archive may be damaged
@@ -185,7 +189,9 @@ class _Archive:
             raise SourceError("two members of the archive have the same name", location=str(path), hint=HINT)
         binding: Any = torch._C  # its type stubs lack PyTorchFileReader
         reader = binding.PyTorchFileReader(str(path))
-        sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
+        # torch 2.11 has no get_record_size; there, each member is read once more.
+        size_of = getattr(reader, "get_record_size", lambda name: len(reader.get_record(name)))
+        sizes = {name: int(size_of(name)) for name in reader.get_all_records()}
         if sizes != members:
             raise SourceError("the file contains more than one archive", location=str(path), hint=HINT)
         return cls(sizes, reader)

@@ -84,15 +84,24 @@ def archive(tmp_path: Path) -> Path:
     return saved(Plain().eval(), tmp_path / "model.pt2")
 
 
+def python_reads(path: Path) -> bool:
+    """Returns True if Python opens the archive; Python 3.12.3 and later refuse some forgeries."""
+    try:
+        return bool(members_of(path))
+    except zipfile.BadZipFile:
+        return False
+
+
 def test_locator_of_another_directory_is_refused(archive: Path, tmp_path: Path) -> None:
     """The pickle that torch found there ran, in `verify` as well, and with --no-custom-code."""
     good = members_of(archive)
     (sample,) = (name for name in good if name.endswith(_SAMPLE))
     evil = good | {sample: malice(tmp_path / "ran")}
     forged(archive, good, evil)
-    assert members_of(archive) == good
     assert as_torch_reads(archive, _SAMPLE) == evil[sample]
-    refused(archive, tmp_path / "ran", "the file contains more than one archive")
+    is_readable = python_reads(archive)
+    assert not is_readable or members_of(archive) == good
+    refused(archive, tmp_path / "ran", "more than one archive" if is_readable else "end of central directory")
 
 
 def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -> None:
@@ -105,7 +114,8 @@ def test_torchscript_is_refused_if_torch_finds_another_program(tmp_path: Path) -
         path.write_bytes(written.getvalue())
         programs.append({f"model/{name.partition('/')[2]}": data for name, data in members_of(path).items()})
     forged(path, *programs)
-    with pytest.raises(SourceError, match="the file contains more than one archive"):
+    problem = "the file contains more than one archive" if python_reads(path) else "damaged: "
+    with pytest.raises(SourceError, match=problem):
         archives.load_torchscript(path)
 
 
