@@ -53,7 +53,7 @@ class Job:
 
     Attributes:
         example: The batch to trace with.
-        real: The user's batches to check.
+        user_batches: The user's batches to check.
         dump: A folder for the graph before and after every transformation.
         rows: How many rows the user's data have, if they were split into batches.
         metrics: The user's own metrics of gates, by name.
@@ -66,7 +66,7 @@ class Job:
     config: Config
     loaded: Loaded
     example: Batch
-    real: tuple[Batch, ...]
+    user_batches: tuple[Batch, ...]
     dynamic: Dynamic | None
     rules: tuple[NamedRule, ...]
     output: Path
@@ -87,18 +87,18 @@ class Job:
         if not values:
             return self
         for name, value in values.items():
-            if any(not torch.equal(batch[name], value) for batch in self.real):
+            if any(not torch.equal(batch[name], value) for batch in self.user_batches):
                 raise TraceError(
                     "the model can only be traced for one value of this input, but the data have several",
                     location=f"inputs: {name}",
                     hint="Export the model once for each value.",
                 )
-        example, *real = (
+        example, *user_batches = (
             {name: tensor for name, tensor in batch.items() if name not in values}
-            for batch in (self.example, *self.real)
+            for batch in (self.example, *self.user_batches)
         )
         loaded = self.loaded.with_constants(list(self.example), values)
-        return replace(self, loaded=loaded, example=example, real=tuple(real))
+        return replace(self, loaded=loaded, example=example, user_batches=tuple(user_batches))
 
     @property
     def failure(self) -> Path:

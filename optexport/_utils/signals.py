@@ -1,7 +1,7 @@
 """Turns signals that end the program into KeyboardInterrupt, so that cleanups run.
 
 Python swallows an exception in a finaliser. So the module also stores the signal, and `check` raises again at the
-beginning and the end of every stage.
+beginning and the end of every step.
 
 Python calls no handler during code in another language. The handler runs when that code returns.
 """

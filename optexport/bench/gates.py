@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from optexport.bench.artifact import Artifact
 from optexport.bench.measure import PairwiseComparison, Report
 from optexport.bundle.parity_records import ParityRecord
-from optexport.config.benchmarks import BarConfig, GateConfig
+from optexport.config.benchmarks import FormatLimits, GateConfig
 from optexport.errors import GateError
 
 
@@ -69,22 +69,22 @@ def _speedup_text(pair: PairwiseComparison) -> str:
     return f"{pair.artifact.name} {speedup} at {pair.workload.label}"
 
 
-def _bars(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:
-    """Yields the artifacts that have a bar, with the bar."""
+def _limited_artifacts(limits: FormatLimits | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:
+    """Yields the artifacts that have a limit, with the limit."""
     for artifact in artifacts:
-        value = None if bar is None else bar.of(artifact.format)
+        value = None if limits is None else limits.of(artifact.format)
         if value is not None:
             yield artifact, value
 
 
-def _size_failures(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[str]:
-    for artifact, maximum in _bars(bar, artifacts):
+def _size_failures(limits: FormatLimits | None, artifacts: Sequence[Artifact]) -> Iterator[str]:
+    for artifact, maximum in _limited_artifacts(limits, artifacts):
         if artifact.size > maximum * 1e6:
             yield f"max_size_mb: {artifact.name} has {artifact.size / 1e6:.4g} MB, maximum {maximum:g}"
 
 
-def _latency_failures(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
-    for artifact, maximum in _bars(bar, artifacts):
+def _latency_failures(limits: FormatLimits | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
+    for artifact, maximum in _limited_artifacts(limits, artifacts):
         measured = [figures for figures in report.figures if figures.artifact == artifact]
         if not measured:
             yield f"max_latency_ms: {artifact.name} was not measured, because it accepts only the traced shape"
@@ -95,9 +95,9 @@ def _latency_failures(bar: BarConfig | None, artifacts: Sequence[Artifact], repo
 
 
 def _speedup_failures(
-    bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report, without_plain: Mapping[str, str]
+    limits: FormatLimits | None, artifacts: Sequence[Artifact], report: Report, without_plain: Mapping[str, str]
 ) -> Iterator[str]:
-    for artifact, minimum in _bars(bar, artifacts):
+    for artifact, minimum in _limited_artifacts(limits, artifacts):
         pairs = [pair for pair in report.comparisons if pair.artifact == artifact]
         if artifact.format in without_plain:
             cause = without_plain[artifact.format]

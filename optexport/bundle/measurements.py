@@ -107,12 +107,12 @@ class Origin(_Record):
 
 
 class Measured(_Record):
-    """Measurements of a run: date, machine, duration of each stage, and benchmarks.
+    """Measurements of a run: date, machine, duration of each step, and benchmarks.
 
     Attributes:
         manifest: The digest of the bundle's manifest.
         date: The date in ISO 8601 format.
-        seconds: The duration of each stage, in seconds.
+        seconds: The duration of each step, in seconds.
     """
 
     manifest: str

@@ -43,10 +43,10 @@ class OutputRecord(_Record):
         max_rel: The largest relative distance in ordinary cases. The divisor is the reference's element, or a millionth
             of the largest one if that is more.
         cosine: The smallest cosine similarity in a case.
-        multiple: The distance divided by the noise floor; null if the noise floor is zero.
+        floor_ratio: The distance divided by the noise floor; null if the noise floor is zero.
         step: The distance from the target that this one was made from.
         argmax_agreement: The share of positions with the same largest element along the last axis.
-        tolerance: The smallest absolute tolerance against the original itself that would pass.
+        passing_atol: The smallest absolute tolerance against the original itself that would pass.
         worst_case: The case with the largest absolute distance.
         cases: The result of each case, including extreme cases.
     """
@@ -55,10 +55,10 @@ class OutputRecord(_Record):
     max_abs: Distance | None
     max_rel: Distance | None
     cosine: float
-    multiple: Distance | None
+    floor_ratio: Distance | None
     step: Distance | None
     argmax_agreement: float
-    tolerance: Distance | None
+    passing_atol: Distance | None
     worst_case: str
     cases: list[CaseRecord]
 
@@ -74,7 +74,7 @@ class GateRecord(_Record):
         classes: True if the channels of a mask are classes that exclude each other.
         slack: The largest change of a value by rounding alone. Differences that it can explain are ignored.
         cases: The cases that count.
-        real: True if these cases are the user's data.
+        is_user_data: True if these cases are the user's data.
     """
 
     measure: str
@@ -84,10 +84,10 @@ class GateRecord(_Record):
     classes: bool
     slack: float
     cases: list[str]
-    real: bool
+    is_user_data: bool
 
 
-class CaseDecisionRecord(_Record):
+class CaseMetricRecord(_Record):
     """Values of a metric in one case.
 
     Attributes:
@@ -103,7 +103,7 @@ class CaseDecisionRecord(_Record):
     count: Count
 
 
-class DecisionRecord(_Record):
+class GateResultRecord(_Record):
     """Result of a metric at a target.
 
     Attributes:
@@ -130,7 +130,7 @@ class DecisionRecord(_Record):
     ties: Count
     min: float
     failure: str | None
-    cases: list[CaseDecisionRecord]
+    cases: list[CaseMetricRecord]
 
 
 class TargetRecord(_Record):
@@ -140,14 +140,14 @@ class TargetRecord(_Record):
         target: The name of the target.
         made_from: The name of the target that this one was made from.
         outputs: The result of each output.
-        decisions: The result of each metric.
+        gate_results: The result of each metric.
         precision: The lower precision of the target, or null. Gates on metrics then replace limits on distances.
     """
 
     target: str
     made_from: str
     outputs: list[OutputRecord]
-    decisions: list[DecisionRecord]
+    gate_results: list[GateResultRecord]
     precision: str | None = None
 
     @property

@@ -98,7 +98,7 @@ def printable_console(**options: Any) -> Console:
 
 @contextlib.contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere.
+    """Shows the steps on standard error: a spinner on a terminal, plain lines elsewhere.
 
     Args:
         quiet: Show nothing.

@@ -142,7 +142,7 @@ def _check(folder: Path, manifest: Manifest, shown_folder: Path) -> _BundleCheck
     failures = [
         f"{p.target}: {on_one_line(o.output)}, {o.failure}" for p in targets for o in p.outputs if o.failure is not None
     ]
-    gates = [f"{p.target}: {d.failure}" for p in targets for d in p.decisions if d.failure is not None]
+    gates = [f"{p.target}: {d.failure}" for p in targets for d in p.gate_results if d.failure is not None]
     fixed = [artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None]
     record, unchecked = parity_record(checker), list_unchecked_gates(manifest)
     return _BundleCheck(shown_folder, checker, record, unchecked, failures, gates, fixed)

@@ -73,32 +73,32 @@ class TuneConfig(Table):
         return parse_duration(self.budget)
 
 
-_Bound = Annotated[float | None, Field(gt=0)]
+_Limit = Annotated[float | None, Field(gt=0)]
 
 
-class BarConfig(Table):
-    """A bound for exported files, for all formats or by format; a number alone is ``every``.
+class FormatLimits(Table):
+    """Limits of exported files, for all formats or by format; a number alone is ``every``.
 
     Attributes:
-        every: The bound of all formats without a specific bound.
-        onnx: The bound of the ONNX file.
-        torchscript: The bound of the TorchScript file.
-        pt2: The bound of the ``.pt2`` file.
+        every: The limit of all formats without a limit of their own.
+        onnx: The limit of the ONNX file.
+        torchscript: The limit of the TorchScript file.
+        pt2: The limit of the ``.pt2`` file.
     """
 
-    every: _Bound = None
-    onnx: _Bound = None
-    torchscript: _Bound = None
-    pt2: _Bound = None
+    every: _Limit = None
+    onnx: _Limit = None
+    torchscript: _Limit = None
+    pt2: _Limit = None
 
     def of(self, file_format: str) -> float | None:
-        """Returns the bound of a format; None if it has none."""
-        bound: float | None = getattr(self, file_format)
-        return self.every if bound is None else bound
+        """Returns the limit of a format; None if it has none."""
+        limit: float | None = getattr(self, file_format)
+        return self.every if limit is None else limit
 
 
 def _as_table(value: Any) -> Any:
-    if isinstance(value, dict | BarConfig):
+    if isinstance(value, dict | FormatLimits):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InvalidValueError(
@@ -108,11 +108,13 @@ def _as_table(value: Any) -> Any:
     return {"every": value}
 
 
-Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | BarConfig)]
+FormatLimit = Annotated[
+    FormatLimits, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | FormatLimits)
+]
 
 
 class GateConfig(Table):
-    """``[gate]``: bounds for the exported files; a run that misses one fails with exit code 6.
+    """``[gate]``: limits of the exported files; a run that misses one fails with exit code 6.
 
     Attributes:
         max_size_mb: The largest size of a file, in millions of bytes.
@@ -120,9 +122,9 @@ class GateConfig(Table):
         min_speedup: The smallest speedup over the same format exported without rules.
     """
 
-    max_size_mb: Bar | None = None
-    max_latency_ms: Bar | None = None
-    min_speedup: Bar | None = None
+    max_size_mb: FormatLimit | None = None
+    max_latency_ms: FormatLimit | None = None
+    min_speedup: FormatLimit | None = None
 
     @property
     def needs_times(self) -> bool:

@@ -16,7 +16,7 @@ from optexport.errors import ConfigError, did_you_mean
 from optexport.transformations import registry
 
 if TYPE_CHECKING:
-    from optexport.config.benchmarks import BarConfig, BenchConfig, GateConfig
+    from optexport.config.benchmarks import BenchConfig, FormatLimits, GateConfig
     from optexport.config.schema import Config, InputsConfig
 
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
@@ -313,15 +313,15 @@ def check_benchmarks(
         ConfigError: A gate applies to a format that is not exported, or a shape has an undeclared dimension.
     """
     for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
-        bar: BarConfig | None = getattr(gate, key)
-        if bar is not None and not any(bar.of(name) for name in FORMATS):
+        limits: FormatLimits | None = getattr(gate, key)
+        if limits is not None and not any(limits.of(name) for name in FORMATS):
             raise ConfigError(
                 "the gate has no bound",
                 location=f"{location}: gate.{key}",
                 hint=f"Write a number, such as {key} = 2, or remove gate.{key}.",
             )
-        for name in FORMATS if bar is not None else ():
-            if getattr(bar, name) is not None:
+        for name in FORMATS if limits is not None else ():
+            if getattr(limits, name) is not None:
                 _check_exported([name], formats, f"{location}: gate.{key}.{name}")
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
         raise ConfigError(

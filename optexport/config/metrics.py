@@ -29,7 +29,7 @@ def round_for_gate(value: float, minimum: float, digits: int = 6) -> str:
     return rounded if (float(rounded) >= minimum) == (value >= minimum) else repr(value)
 
 
-class DecisionConfig(Table):
+class MetricGateConfig(Table):
     """A gate on a metric; a number alone is its ``min``.
 
     Attributes:
@@ -49,7 +49,7 @@ def _as_table(value: Any) -> Any:
     return {"min": value} if isinstance(value, int | float) else value
 
 
-def _check_metrics(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig]:
+def _check_metrics(gates: dict[str, MetricGateConfig]) -> dict[str, MetricGateConfig]:
     for name, gate in gates.items():
         allowed = ("min", *_allowed_options(name, gate))
         for option in ("output", "k", "classes"):
@@ -58,7 +58,7 @@ def _check_metrics(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig
     return gates
 
 
-def _allowed_options(name: str, gate: DecisionConfig) -> tuple[str, ...]:
+def _allowed_options(name: str, gate: MetricGateConfig) -> tuple[str, ...]:
     """Returns the options of a metric besides ``min``; checks its name and its minimum."""
     if name.startswith(CUSTOM_METRIC):
         if len([part for part in name.removeprefix(CUSTOM_METRIC).split(":") if part]) != 2:
@@ -78,8 +78,8 @@ def _allowed_options(name: str, gate: DecisionConfig) -> tuple[str, ...]:
     return ("output", *options)
 
 
-Decisions = Annotated[
-    dict[str, Annotated[DecisionConfig, BeforeValidator(_as_table, json_schema_input_type=float | DecisionConfig)]],
+MetricGates = Annotated[
+    dict[str, Annotated[MetricGateConfig, BeforeValidator(_as_table, json_schema_input_type=float | MetricGateConfig)]],
     Field(min_length=1),
     AfterValidator(_check_metrics),
 ]

@@ -20,7 +20,7 @@ from pydantic import (
 
 from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
-from optexport.config.metrics import Decisions
+from optexport.config.metrics import MetricGates
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri
@@ -287,7 +287,7 @@ class ParityConfig(Table):
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     effort: Effort = "standard"
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    metrics: Decisions | None = None
+    metrics: MetricGates | None = None
 
 
 class ExportConfig(Table):

@@ -194,7 +194,9 @@ def describe_failures(targets: Sequence[TargetParity]) -> list[str]:
         for output in target.outputs
         if (case := _find_failing_case(output)) is not None
     ]
-    gates = [f"{target.target}: {d.failure}" for target in targets for d in target.decisions if d.failure is not None]
+    gates = [
+        f"{target.target}: {d.failure}" for target in targets for d in target.gate_results if d.failure is not None
+    ]
     return outputs + gates
 
 

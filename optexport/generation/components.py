@@ -182,7 +182,7 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
         ) from error
 
 
-def find_turn(model: nn.Module) -> int | None:
+def find_recompute_length(model: nn.Module) -> int | None:
     """Returns the number of tokens after which ``generate`` recomputes the cache, or None.
 
     Phi-3 does so: beyond this length, it rotates the positions of all tokens by other factors.

@@ -21,7 +21,7 @@ from optexport.config.schema import FORMATS, Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.caches import NO_CACHE_HINT
-from optexport.generation.components import STEPS, Component, Prompt, components, find_turn
+from optexport.generation.components import STEPS, Component, Prompt, components, find_recompute_length
 from optexport.generation.runtime import Parts
 from optexport.generation.tokens import TokenComparison
 from optexport.job import Job
@@ -141,7 +141,7 @@ def produce(
             # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
             # declared, so sizes without positions in the model are omitted.
             job = make_job(part, draft / part.name)
-            job = replace(job, final_output=output, real=part.batches[1:], is_dynamic_declared=False)
+            job = replace(job, final_output=output, user_batches=part.batches[1:], is_dynamic_declared=False)
             announce = progress.prefixed(part.name)
             try:
                 results[part.name] = run.export_bundle(job, announce)
@@ -171,7 +171,7 @@ def _compare(
     manifests = {name: result.manifest for name, result in results.items()}
     caches = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
     runs = {part.name: _eager(part.module) for part in parts}
-    original = Parts(runs["decoder"], caches, runs.get("encoder"), start, find_turn(model))
+    original = Parts(runs["decoder"], caches, runs.get("encoder"), start, find_recompute_length(model))
     limit = manifests["decoder"].parity.bounds["logits"].limit
     checked = []
     for case in tokens.cases(prompts):
@@ -179,7 +179,7 @@ def _compare(
         checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, room))))
     compared = []
     for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
-        candidate = runtime.open_parts(draft, manifests, name, start, original.turn)
+        candidate = runtime.open_parts(draft, manifests, name, start, original.recompute_length)
         compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
     return compared
 
@@ -211,7 +211,7 @@ def _document(
         "version": 1,
         "parts": {name: digest_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
         "start": start,
-        "turn": find_turn(model),
+        "recompute_length": find_recompute_length(model),
         "eos": ends,
         "pad": int(pad),
         "tokens": [asdict(comparison) for comparison in compared],

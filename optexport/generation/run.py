@@ -62,7 +62,7 @@ def run_generation(
             loaded = steps.load_model(config, folder, downloads)
         with progress.step("inputs"):
             prepared = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
-            prompts = [_prompt(batch, loaded) for batch in prepared.real or (prepared.example,)]
+            prompts = [_prompt(batch, loaded) for batch in prepared.user_batches or (prepared.example,)]
 
         def origin(part: str) -> Origin:
             return Origin(git=git, part=part)

@@ -38,14 +38,14 @@ class Parts:
         encoder: The encoder, or None. Without it, ``start`` is None too.
         caches: The decoder's inputs for its self-attention cache.
         start: The first token of a decoder with an encoder.
-        turn: The number of tokens after which the cache is recomputed, or None.
+        recompute_length: The number of tokens after which the cache is recomputed, or None.
     """
 
     decoder: Run
     caches: tuple[TensorRecord, ...]
     encoder: Run | None = None
     start: int | None = None
-    turn: int | None = None
+    recompute_length: int | None = None
 
     def begin(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         """Returns the first inputs of the decoder: prompt or start, masks, and caches."""
@@ -89,7 +89,7 @@ class Parts:
             if "attention_mask" in step_inputs:
                 mask = step_inputs["attention_mask"]
                 step_inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-                if mask.shape[1] == self.turn:
+                if mask.shape[1] == self.recompute_length:
                     ids = torch.cat([inputs["input_ids"], torch.stack(new_tokens, 1)], 1)
                     step_inputs = self.begin({"input_ids": ids, "attention_mask": step_inputs["attention_mask"]})
         return torch.stack(new_tokens, 1)
@@ -119,7 +119,7 @@ class Generator:
                 f"the folder has no {GENERATION}", location=str(folder), hint="Give the output of export_generation."
             )
         document, manifests = read_generation(folder)
-        parts = open_parts(folder, manifests, file_format, document["start"], document.get("turn"))
+        parts = open_parts(folder, manifests, file_format, document["start"], document.get("recompute_length"))
         first = manifests.get("encoder", manifests["decoder"])
         return cls(parts, [spec for spec in first.inputs if spec not in parts.caches], document["eos"], document["pad"])
 
@@ -226,7 +226,7 @@ def check_left_padded(inputs: Mapping[str, torch.Tensor], location: str) -> None
 
 
 def open_parts(
-    folder: Path, manifests: Mapping[str, Manifest], file_format: str, start: int | None, turn: int | None
+    folder: Path, manifests: Mapping[str, Manifest], file_format: str, start: int | None, recompute_length: int | None
 ) -> Parts:
     """Opens the files of one format.
 
@@ -236,7 +236,7 @@ def open_parts(
     """
     runs = {name: _open(folder / name, manifest, file_format) for name, manifest in manifests.items()}
     caches = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
-    return Parts(runs["decoder"], caches, runs.get("encoder"), start, turn)
+    return Parts(runs["decoder"], caches, runs.get("encoder"), start, recompute_length)
 
 
 def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:

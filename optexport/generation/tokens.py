@@ -70,8 +70,8 @@ def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
         if rows > 1:
             first_row = {name: tensor[:1] for name, tensor in prompt.items()}
             if "attention_mask" in first_row:
-                real = first_row["attention_mask"][0] != 0
-                first_row = {name: tensor[:, real] for name, tensor in first_row.items()}
+                is_token = first_row["attention_mask"][0] != 0
+                first_row = {name: tensor[:, is_token] for name, tensor in first_row.items()}
             yield f"prompt {index}, first row", first_row
 
 

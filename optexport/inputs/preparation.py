@@ -28,13 +28,13 @@ class Inputs:
 
     Attributes:
         example: Batch to trace with; each dynamic axis has at least size 2, as tracing requires.
-        real: The user's data, whole or cut into batches; empty without data.
+        user_batches: The user's data, whole or cut into batches; empty without data.
         dynamic: Dynamic dimension of each axis, by input; None to detect the dynamic axes.
         rows: Number of rows of data that was cut into batches; otherwise 0.
     """
 
     example: Batch
-    real: tuple[Batch, ...]
+    user_batches: tuple[Batch, ...]
     dynamic: Dynamic | None
     rows: int = 0
 
@@ -58,24 +58,24 @@ def prepare(
     Raises:
         ConfigError: The data cannot be read or do not fit the model, or no input has a declared dimension.
     """
-    real = read_data(config, folder, model, pretrained)
-    example = real[0] if real else _make_example(config, model, seed, program)
-    for batch in real or (example,):
+    user_batches = read_data(config, folder, model, pretrained)
+    example = user_batches[0] if user_batches else _make_example(config, model, seed, program)
+    for batch in user_batches or (example,):
         check_images(model, batch)
     _check_example(example, config, model, program)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
-    real, rows = _cut_into_batches(real, axes, config, model)
-    example = real[0] if real else example
+    user_batches, rows = _cut_into_batches(user_batches, axes, config, model)
+    example = user_batches[0] if user_batches else example
     if config.dynamic is None:
         if program is not None and not config.axes:  # not traced again, and may require a batch of one
-            return Inputs(example, real, None, rows)
-        return replace(_without_declared_axes(example, real, config), rows=rows)
+            return Inputs(example, user_batches, None, rows)
+        return replace(_without_declared_axes(example, user_batches, config), rows=rows)
     declared = _declared_axes(config.dynamic, axes)
-    for batch in real:
+    for batch in user_batches:
         _check_sizes(batch, declared)
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
     dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in declared.items()}
-    return Inputs(make_traceable(example, declared), real, dynamic, rows)
+    return Inputs(make_traceable(example, declared), user_batches, dynamic, rows)
 
 
 def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: ExportedProgram | None) -> Batch:
@@ -132,24 +132,24 @@ def _declared_axes(
 
 
 def _cut_into_batches(
-    real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig, model: nn.Module
+    user_batches: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig, model: nn.Module
 ) -> tuple[tuple[Batch, ...], int]:
     """Cuts data into batches if the first axis is a batch; returns the number of rows too."""
     head = next((names[0] for names in axes.values() if names), None)
-    if not real or head is None:
-        return real, 0
+    if not user_batches or head is None:
+        return user_batches, 0
     if config.dynamic is not None:
         low, high = config.dynamic.get(head, (1, 1))
         if low == high:
-            return real, 0
+            return user_batches, 0
         dim = Dim(head, low, high)
     elif hasattr(model, "main_input_name"):  # transformers models only; the first axis of others may differ
         dim = Dim(head)
     else:
-        return real, 0
+        return user_batches, 0
     inputs = [name for name, names in axes.items() if names and names[0] == head]
-    cut = split_batch(real[0], inputs, dim, declared=config.dynamic is not None)
-    return cut, real[0][inputs[0]].shape[0] if len(cut) > 1 else 0
+    cut = split_batch(user_batches[0], inputs, dim, declared=config.dynamic is not None)
+    return cut, user_batches[0][inputs[0]].shape[0] if len(cut) > 1 else 0
 
 
 def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None:
@@ -173,15 +173,15 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
                 )
 
 
-def _without_declared_axes(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
+def _without_declared_axes(example: Batch, user_batches: tuple[Batch, ...], config: InputsConfig) -> Inputs:
     """Leaves dynamic dimensions to detection, except for axes that the user named."""
     named: dict[str, dict[int, str | Dim]] = {
         name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
         for name, spec in (config.tensors or {}).items()
     } or {name: dict(enumerate(names)) for name, names in config.axes.items()}
     if any(named.values()):
-        return Inputs(make_traceable(example, named), real, named)
-    return Inputs(repeat_single_row(example), real, None)
+        return Inputs(make_traceable(example, named), user_batches, named)
+    return Inputs(repeat_single_row(example), user_batches, None)
 
 
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from optexport._utils.platform import is_of_memory
 from optexport.errors import ExportError, first_line
 from optexport.parity import distances
-from optexport.parity.gates import Decision, Gate, judge
+from optexport.parity.gates import Gate, GateResult, judge
 from optexport.parity.noise_floor import Tolerance, relax_for_lower_precision
 from optexport.parity.reference import Outputs, Reference, store_results
 from optexport.runtime.runners import Run
@@ -56,10 +56,10 @@ class OutputParity:
         cosine: Smallest cosine similarity with the reference over the cases; 1 is the same direction.
         floor: Noise floor: the original's own distance from float64.
         limit: Largest distance that passes.
-        multiple: ``max_abs`` divided by the noise floor.
+        floor_ratio: ``max_abs`` divided by the noise floor.
         step: Distance from the target that this one derives from, so the change of this step.
         argmax_agreement: Share of positions with the same largest element along the last axis.
-        tolerance: Smallest absolute tolerance, relative to the original, that passes.
+        passing_atol: Smallest absolute tolerance, relative to the original, that passes.
         worst_case: Case of ``max_abs``.
         cases: Comparison on each case, extreme ones included.
     """
@@ -70,10 +70,10 @@ class OutputParity:
     cosine: float
     floor: float
     limit: float
-    multiple: float
+    floor_ratio: float
     step: float
     argmax_agreement: float
-    tolerance: float
+    passing_atol: float
     worst_case: str
     cases: tuple[CaseParity, ...]
 
@@ -95,14 +95,14 @@ class TargetParity:
         made_from: Target that this one derives from. A transformed graph derives from the original, an optimized file
             from the file before optimization, any other target from the transformed graph. A target in lower precision
             derives from the one before lowering.
-        decisions: Result of each gate.
+        gate_results: Result of each gate.
         precision: Precision that the target was lowered to. Its gates then decide instead of the noise floor.
     """
 
     target: str
     outputs: tuple[OutputParity, ...]
     made_from: str
-    decisions: tuple[Decision, ...] = ()
+    gate_results: tuple[GateResult, ...] = ()
     precision: str | None = None
 
     @property
@@ -112,7 +112,7 @@ class TargetParity:
 
     @property
     def passed(self) -> bool:
-        return self.outputs_passed and all(decision.passed for decision in self.decisions)
+        return self.outputs_passed and all(gate_result.passed for gate_result in self.gate_results)
 
     @property
     def outputs_passed(self) -> bool:
@@ -245,16 +245,16 @@ class ParityChecker:
             )
             for name, tolerance in tolerances.items()
         )
-        decisions = tuple(judge(gate, results, reference) for gate in self.gates)
+        gate_results = tuple(judge(gate, results, reference) for gate in self.gates)
         self.targets = [checked for checked in self.targets if checked.target != target]
-        self.targets.append(TargetParity(target, tuple(outputs), made_from, decisions, precision))
+        self.targets.append(TargetParity(target, tuple(outputs), made_from, gate_results, precision))
         return self.targets[-1]
 
     def _uncounted(self, reference: Reference) -> frozenset[str]:
         """Returns the ordinary cases that gates skip because they use user data only."""
         counted = {case for gate in self.gates for case in gate.cases}
-        real = any(gate.real for gate in self.gates)
-        return frozenset(c.name for c in reference.cases if real and not c.extreme and c.name not in counted)
+        is_user_data = any(gate.is_user_data for gate in self.gates)
+        return frozenset(c.name for c in reference.cases if is_user_data and not c.extreme and c.name not in counted)
 
 
 # Limits for files of lower precision on cases that no gate counts. The distance is relative to the length of the output
@@ -288,7 +288,7 @@ def _compare(
     always_empty: bool,
     uncounted: Collection[str] = (),
 ) -> OutputParity:
-    max_abs = max_rel = smallest_atol = step = 0.0
+    max_abs = max_rel = passing_atol = step = 0.0
     cosine, agreements, worst_case = 1.0, list[float](), reference.cases[0].name
     compared: list[CaseParity] = []
     for index, (case, result) in enumerate(zip(reference.cases, results, strict=True)):
@@ -296,7 +296,7 @@ def _compare(
         problem = result if isinstance(result, str) else distances.find_comparison_problem(result.get(name), original)
         if problem is not None:
             compared.append(CaseParity(case.name, math.inf, tolerance.limit, problem))
-            max_abs = max_rel = smallest_atol = step = math.inf
+            max_abs = max_rel = passing_atol = step = math.inf
             cosine, worst_case = 0.0, case.name
             agreements.append(0.0)
             continue
@@ -313,13 +313,13 @@ def _compare(
         compared.append(CaseParity(case.name, farthest, distances.largest(allowed), failure))
         from_original = distances.largest(distances.distance(candidate, original))
         if case.name in tolerance.extremes:
-            smallest_atol = max(smallest_atol, from_original if is_beyond else 0.0)
+            passing_atol = max(passing_atol, from_original if is_beyond else 0.0)
             continue
         if farthest >= max_abs:
             max_abs, worst_case = farthest, case.name
         divisor = magnitude.clamp(min=max(1e-6 * distances.largest(magnitude), 1e-300))
         max_rel = max(max_rel, distances.largest(distance / divisor))
-        smallest_atol = max(smallest_atol, from_original)
+        passing_atol = max(passing_atol, from_original)
         step = max(step, _distance_from_before(name, candidate, results_before[index]))
         cosine = min(cosine, distances.cosine(candidate, expected))
         agreements.append(distances.argmax_agreement(candidate, original))
@@ -329,9 +329,9 @@ def _compare(
         values = "only NaN or infinity" if has_elements else "no elements"
         problem = f"the original returns {values}, so nothing can be checked"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
-    multiple = 0.0 if max_abs == 0 else math.inf if tolerance.floor == 0 else max_abs / tolerance.floor
+    floor_ratio = 0.0 if max_abs == 0 else math.inf if tolerance.floor == 0 else max_abs / tolerance.floor
     agreement = sum(agreements) / len(agreements) if agreements else 1.0  # extreme cases alone have no agreements
-    numbers = (max_abs, max_rel, cosine, tolerance.floor, tolerance.limit, multiple, step, agreement, smallest_atol)
+    numbers = (max_abs, max_rel, cosine, tolerance.floor, tolerance.limit, floor_ratio, step, agreement, passing_atol)
     return OutputParity(name, *numbers, worst_case, tuple(compared))
 
 

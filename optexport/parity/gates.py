@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, DecisionConfig, round_for_gate
+from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, MetricGateConfig, round_for_gate
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.parity import distances
 from optexport.parity.metrics import (
@@ -49,7 +49,7 @@ from optexport.parity.metrics import (
     greedy_tokens,
     intersections_over_unions,
     normal_interval,
-    real_positions,
+    unpadded_positions,
     wilson_interval,
 )
 from optexport.parity.noise_floor import Tolerance, measure_slack
@@ -79,7 +79,7 @@ class Gate:
         output: Name of the output; None if a user metric receives all outputs.
         min: Smallest value that passes.
         cases: Cases that count. A target without any of these cases uses all but extreme ones.
-        real: True if these cases are user data.
+        is_user_data: True if these cases are user data.
         k: Number of largest elements to compare.
         classes: True if several channels of a mask are exclusive classes.
         slack: Largest change of a value by rounding alone.
@@ -90,7 +90,7 @@ class Gate:
     output: str | None
     min: float
     cases: tuple[str, ...] = ()
-    real: bool = False
+    is_user_data: bool = False
     k: int = 1
     classes: bool = True
     slack: float = 0.0
@@ -104,7 +104,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class CaseDecision:
+class CaseMetric:
     """Metric of one case: sum (for a share, the number of agreements), minimum and count."""
 
     case: str
@@ -114,7 +114,7 @@ class CaseDecision:
 
 
 @dataclass(frozen=True)
-class Decision:
+class GateResult:
     """Result of one gate for one target.
 
     Attributes:
@@ -133,7 +133,7 @@ class Decision:
     high: float | None
     count: int
     ties: int
-    cases: tuple[CaseDecision, ...]
+    cases: tuple[CaseMetric, ...]
     failure: str | None
 
     @property
@@ -141,7 +141,7 @@ class Decision:
         return self.failure is None
 
 
-def load_metrics(configs: Mapping[str, DecisionConfig] | None, folder: Path) -> dict[str, Metric]:
+def load_metrics(configs: Mapping[str, MetricGateConfig] | None, folder: Path) -> dict[str, Metric]:
     """Imports the user metrics of a config.
 
     Args:
@@ -161,11 +161,11 @@ def load_metrics(configs: Mapping[str, DecisionConfig] | None, folder: Path) -> 
 
 
 def make_gates(
-    metric_configs: Mapping[str, DecisionConfig] | None,
+    metric_configs: Mapping[str, MetricGateConfig] | None,
     metrics: Mapping[str, Metric],
     reference: Reference,
     tolerances: Mapping[str, Tolerance],
-    multiple: float,
+    noise_multiple: float,
 ) -> tuple[Gate, ...]:
     """Returns the gates of a config, one per metric and output.
 
@@ -175,18 +175,18 @@ def make_gates(
         metric_configs: The `parity.metrics` table.
         metrics: User metrics by name.
         tolerances: Tolerance per output.
-        multiple: Noise multiple, which sets the slack.
+        noise_multiple: As in the config; it sets the slack.
 
     Raises:
         ConfigError: The output does not exist, or every output is unsuitable for the metric.
     """
     gates: list[Gate] = []
     ordinary = [case for case in reference.cases if not case.extreme]
-    real = any(case.data for case in ordinary)
-    cases = tuple(case.name for case in ordinary if case.data or not real)
+    is_user_data = any(case.data for case in ordinary)
+    cases = tuple(case.name for case in ordinary if case.data or not is_user_data)
     for measure, config in (metric_configs or {}).items():
         if measure in metrics:
-            gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
+            gates.append(Gate(measure, None, config.min, cases, is_user_data, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
         outputs, target = list(tolerances), f"parity.metrics.{measure}"
@@ -206,8 +206,8 @@ def make_gates(
                 hint="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
             )
         for name in chosen:
-            slack = measure_slack(name, reference, tolerances[name], multiple)
-            gates.append(Gate(measure, name, config.min, cases, real, k, config.classes is not False, slack))
+            slack = measure_slack(name, reference, tolerances[name], noise_multiple)
+            gates.append(Gate(measure, name, config.min, cases, is_user_data, k, config.classes is not False, slack))
     return tuple(gates)
 
 
@@ -231,24 +231,24 @@ def _needs(measure: str, k: int) -> str:
     return f"floating point outputs whose last axis is longer than {k}"
 
 
-def check_usable(decisions: Iterable[Decision]) -> None:
+def check_usable(gate_results: Iterable[GateResult]) -> None:
     """Rejects gates that the original itself fails.
 
     Args:
-        decisions: Decisions of the original.
+        gate_results: Gate results of the original.
 
     Raises:
         ConfigError: A metric raises on the original, its value is below the gate, or nothing was counted.
     """
-    for decision in decisions:
-        if decision.failure is not None:
+    for gate_result in gate_results:
+        if gate_result.failure is not None:
             raise ConfigError(
-                f"the original model does not pass the gate: {decision.failure}",
-                location=f"parity.metrics.{decision.gate.measure}",
+                f"the original model does not pass the gate: {gate_result.failure}",
+                location=f"parity.metrics.{gate_result.gate.measure}",
             )
 
 
-def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) -> Decision:
+def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) -> GateResult:
     """Applies a gate to the results of a target.
 
     Args:
@@ -256,7 +256,7 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
     """
     ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
     counted = [index for index in ordinary if reference.cases[index].name in gate.cases]
-    cases: list[CaseDecision] = []
+    cases: list[CaseMetric] = []
     tallies: list[Tally] = []
     failure: str | None = None
     for index in counted or ordinary:
@@ -268,10 +268,10 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         tallies.append(tally)
         smallest = float(tally.values.min()) if tally.values.numel() else math.inf
         total = math.fsum(tally.values.tolist())
-        cases.append(CaseDecision(reference.cases[index].name, total, smallest, tally.values.numel()))
+        cases.append(CaseMetric(reference.cases[index].name, total, smallest, tally.values.numel()))
     values = torch.cat([tally.values for tally in tallies])
-    low, high = (_interval(gate.measure, values) if gate.real and counted else None) or (None, None)
-    decision = Decision(
+    low, high = (_interval(gate.measure, values) if gate.is_user_data and counted else None) or (None, None)
+    gate_result = GateResult(
         gate,
         value=pool_cases(gate.measure, cases),
         mean=pool_cases("", cases),
@@ -282,9 +282,9 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         cases=tuple(cases),
         failure=failure,
     )
-    if failure is None and not decision.value >= gate.min:
-        failure = f"{gate.name} is {describe_decision(decision)}; the gate is {str(gate.min).removesuffix('.0')}"
-    return replace(decision, failure=failure)
+    if failure is None and not gate_result.value >= gate.min:
+        failure = f"{gate.name} is {describe_gate_result(gate_result)}; the gate is {str(gate.min).removesuffix('.0')}"
+    return replace(gate_result, failure=failure)
 
 
 def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
@@ -295,7 +295,7 @@ def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
     return interval and (max(interval[0], lowest), min(interval[1], highest))
 
 
-def pool_cases(measure: str, cases: Sequence[CaseDecision]) -> float:
+def pool_cases(measure: str, cases: Sequence[CaseMetric]) -> float:
     """Returns the value of a metric over several cases, or NaN if nothing was counted.
 
     Every position, row or mask has the same weight.
@@ -310,20 +310,20 @@ def pool_cases(measure: str, cases: Sequence[CaseDecision]) -> float:
     return math.fsum(case.total for case in cases) / count
 
 
-def describe_decision(decision: Decision) -> str:
-    """Formats the value of a decision with its count and interval."""
-    measure, count = decision.gate.measure, decision.count
+def describe_gate_result(gate_result: GateResult) -> str:
+    """Formats the value of a gate result with its count and interval."""
+    measure, count = gate_result.gate.measure, gate_result.count
     if not count:
         return "not measured, because no value counts"
-    counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of generated inputs")
-    interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
-    shown = round_for_gate(decision.value, decision.gate.min, 6 if measure in _SHARES else 9)
+    counted = _COUNTED.get(measure, "batches") + ("" if gate_result.gate.is_user_data else " of generated inputs")
+    interval = "" if gate_result.low is None else f", 95 % interval {gate_result.low:.6g} to {gate_result.high:.6g}"
+    shown = round_for_gate(gate_result.value, gate_result.gate.min, 6 if measure in _SHARES else 9)
     if measure == "cosine":
-        return f"{shown} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
-    ties = f", {decision.ties} of them by ties" if measure in _SHARES and decision.ties else ""
-    ties = f"; {decision.ties} positions are ties" if measure == "iou" and decision.ties else ties
+        return f"{shown} (the smallest of {count} {counted}; their mean {gate_result.mean:.9g}{interval})"
+    ties = f", {gate_result.ties} of them by ties" if measure in _SHARES and gate_result.ties else ""
+    ties = f"; {gate_result.ties} positions are ties" if measure == "iou" and gate_result.ties else ties
     if measure in _SHARES:
-        hits = round(math.fsum(case.total for case in decision.cases))
+        hits = round(math.fsum(case.total for case in gate_result.cases))
         return f"{shown} ({hits} of {count} {counted} agree{ties}{interval})"
     return f"{shown} (the mean of {count} {counted}{interval}{ties})"
 
@@ -347,13 +347,15 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
         case "iou":
             return intersections_over_unions(candidate, original_output, expected, gate.slack, classes=gate.classes)
         case "cosine":
-            return cosines(candidate, original_output, gate.slack, real_positions(batch, original_output.shape[:-1]))
+            return cosines(
+                candidate, original_output, gate.slack, unpadded_positions(batch, original_output.shape[:-1])
+            )
         case "greedy_tokens":
             return greedy_tokens(
-                candidate, original_output, expected, gate.slack, real_positions(batch, original_output.shape[:-1])
+                candidate, original_output, expected, gate.slack, unpadded_positions(batch, original_output.shape[:-1])
             )
     return agreement(
-        candidate, original_output, expected, gate.slack, gate.k, real_positions(batch, original_output.shape[:-1])
+        candidate, original_output, expected, gate.slack, gate.k, unpadded_positions(batch, original_output.shape[:-1])
     )
 
 

@@ -121,19 +121,19 @@ def find_failing(
 
 
 def make_measure(
-    run: Call, model: nn.Module, tolerances: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
+    run: Call, model: nn.Module, tolerances: Mapping[str, Tolerance], noise_multiple: float, *, fallback: bool = False
 ) -> Measure:
     """Returns a function that computes the reference and the tolerance of one case.
 
-    A new input gets its own noise floor. The limit is max(given limit, multiple * max(floor, units)), and `units` is
-    `FALLBACK_ULPS` units in the last place of the largest value. The function returns None if the original raises or
-    gives NaN or infinity, because any result is then acceptable.
+    A new input gets its own noise floor. The limit is max(given limit, noise_multiple * max(floor, units)), and
+    `units` is `FALLBACK_ULPS` units in the last place of the largest value. The function returns None if the original
+    raises or gives NaN or infinity, because any result is then acceptable.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original model. float64 uses one copy.
         tolerances: Tolerance of the outputs to compare, from the cases of the run.
-        multiple: Noise multiple.
+        noise_multiple: Tolerance as a multiple of the noise floor.
         fallback: True if float64 is not available.
     """
     double: nn.Module | None = None
@@ -154,7 +154,7 @@ def make_measure(
         reference = Reference((case,), (outputs,), (exact,))
         noise = reference.noise[0]
         return reference, {
-            name: _tolerance_of_case(tolerance, outputs[name], noise[name], multiple)
+            name: _tolerance_of_case(tolerance, outputs[name], noise[name], noise_multiple)
             for name, tolerance in tolerances.items()
         }
 
@@ -176,11 +176,11 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
     return fails
 
 
-def _tolerance_of_case(tolerance: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
+def _tolerance_of_case(tolerance: Tolerance, original: torch.Tensor, noise: float, noise_multiple: float) -> Tolerance:
     if tolerance.fixed or not original.is_floating_point():
         return tolerance
     scale = distances.largest(distances.finite(original).abs())
-    limit = max(tolerance.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
+    limit = max(tolerance.limit, noise_multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
     drowned = limit > LARGEST_LIMIT * scale and limit > tolerance.limit
     return replace(tolerance, limit=math.inf if drowned else limit, extremes={})
 

@@ -36,7 +36,7 @@ class Tally:
     ties: int = 0
 
 
-def real_positions(batch: Mapping[str, torch.Tensor], positions: torch.Size) -> torch.Tensor:
+def unpadded_positions(batch: Mapping[str, torch.Tensor], positions: torch.Size) -> torch.Tensor:
     """Finds the positions of an output that are not padding.
 
     Args:
@@ -59,7 +59,7 @@ def agreement(
     expected: torch.Tensor,
     slack: float,
     k: int = 1,
-    real: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None,
 ) -> Tally:
     """Compares the k largest elements of each row along the last axis.
 
@@ -67,32 +67,32 @@ def agreement(
         candidate, original: Same shape, any floating point dtype.
         expected: Reference for the distances between elements, same shape, float64.
         slack: Largest change of a value by rounding alone.
-        real: Positions that count: bool, shape without the last axis. All count by default.
+        counted: Positions that count: bool, shape without the last axis. All count by default.
 
     Returns:
         1 or 0 per counted position.
     """
     same, tie = _same_top(candidate, original, expected, slack, k)
-    real = torch.ones_like(same) if real is None else real
-    return Tally((same | tie)[real].double(), int(tie[real].sum()))
+    counted = torch.ones_like(same) if counted is None else counted
+    return Tally((same | tie)[counted].double(), int(tie[counted].sum()))
 
 
 def greedy_tokens(
-    candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, real: torch.Tensor
+    candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, counted: torch.Tensor
 ) -> Tally:
     """Compares the tokens that each row chooses at its counted positions.
 
     Args:
         candidate, original, expected: [batch, sequence, vocabulary]; see `agreement`.
         slack: Largest change of a value by rounding alone.
-        real: Positions that count: bool [batch, sequence].
+        counted: Positions that count: bool [batch, sequence].
 
     Returns:
         1 or 0 per row with at least one counted position.
     """
     same, tie = _same_top(candidate, original, expected, slack, 1)
-    rows, counted = (same | tie | ~real).all(-1), real.any(-1)
-    return Tally(rows[counted].double(), int((rows & (tie & real).any(-1)).sum()))
+    rows, has_counted = (same | tie | ~counted).all(-1), counted.any(-1)
+    return Tally(rows[has_counted].double(), int((rows & (tie & counted).any(-1)).sum()))
 
 
 def _same_top(
@@ -110,7 +110,7 @@ def _same_top(
 
 
 def cosines(
-    candidate: torch.Tensor, original: torch.Tensor, slack: float = 0.0, real: torch.Tensor | None = None
+    candidate: torch.Tensor, original: torch.Tensor, slack: float = 0.0, counted: torch.Tensor | None = None
 ) -> Tally:
     """Returns the cosine similarity of each counted row along the last axis.
 
@@ -121,7 +121,7 @@ def cosines(
     Args:
         candidate, original: Same shape, any floating point dtype.
         slack: Largest change of a value by rounding alone.
-        real: Positions that count: bool, shape without the last axis. All count by default.
+        counted: Positions that count: bool, shape without the last axis. All count by default.
     """
     rows = [distances.finite(values) * torch.isfinite(original) for values in (candidate, original)]
     a, b = [v / v.abs().amax(-1, keepdim=True).clamp(min=1e-300) for v in rows]
@@ -131,10 +131,10 @@ def cosines(
     rounding = slack * math.sqrt(original.shape[-1])
     ours, theirs = (torch.linalg.vector_norm(row, dim=-1) for row in rows)
     is_counted = (theirs > rounding) | (rounding == 0)
-    longest = distances.largest(theirs if real is None else theirs[real])
+    longest = distances.largest(theirs if counted is None else theirs[counted])
     is_spurious = ~is_counted & (ours > max(2 * rounding, _SMALL_PART * longest))
     cosine, is_counted = torch.where(is_spurious, 0.0, cosine), is_counted | is_spurious
-    return Tally(cosine[is_counted if real is None else is_counted & real])
+    return Tally(cosine[is_counted if counted is None else is_counted & counted])
 
 
 def intersections_over_unions(

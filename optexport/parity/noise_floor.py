@@ -66,7 +66,7 @@ class Tolerance:
 
 def measure_tolerances(
     reference: Reference,
-    multiple: float,
+    noise_multiple: float,
     atol: float | None = None,
     rtol: float | None = None,
     *,
@@ -78,7 +78,7 @@ def measure_tolerances(
     place of the largest value replace the noise floor.
 
     Args:
-        multiple: Noise multiple.
+        noise_multiple: Tolerance as a multiple of the noise floor.
         atol, rtol: Fixed tolerance that replaces the measured limit.
         always_empty: Outputs that are empty for every input, so that nothing can be wrong.
 
@@ -100,11 +100,11 @@ def measure_tolerances(
                 location=f"output {name}",
                 hint="Look for NaN and for very large numbers in the inputs and the weights.",
             )
-    return {name: _measure_tolerance(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
+    return {name: _measure_tolerance(name, reference, noise_multiple, atol, rtol) for name in reference.outputs[0]}
 
 
 def _measure_tolerance(
-    name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None
+    name: str, reference: Reference, noise_multiple: float, atol: float | None, rtol: float | None
 ) -> Tolerance:
     dtype = reference.outputs[0][name].dtype
     extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
@@ -118,14 +118,14 @@ def _measure_tolerance(
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary, outliers = _split_outliers(reference, scales)
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
-    limit = _compute_limit(reference, dtype, multiple, floor, scale)
+    limit = _compute_limit(reference, dtype, noise_multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
         # TorchScript and .pt2 files are mostly bit-exact and pass with any multiple.
-        checkable = math.floor(10 * multiple * LARGEST_LIMIT * scale / limit) / 10
+        checkable = math.floor(10 * noise_multiple * LARGEST_LIMIT * scale / limit) / 10
         fewer = f"Set parity.noise_multiple to {checkable:g}, or parity" if checkable >= 1 else "Set parity"
         raise ParityError(
-            f"the output cannot be checked, because its tolerance ({multiple:g} times the noise floor, {limit:.2g}) is "
-            f"too large for its largest value, {scale:.2g}",
+            f"the output cannot be checked, because its tolerance ({noise_multiple:g} times the noise floor, "
+            f"{limit:.2g}) is too large for its largest value, {scale:.2g}",
             location=f"output {name}",
             hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
@@ -136,13 +136,15 @@ def _measure_tolerance(
         # Uniform inputs such as zeros have equal rows, and a sum that rounds exactly by chance hides the usual noise.
         unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]
         case_limit = (
-            _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
+            _EXTREME_TIMES
+            * noise_multiple
+            * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
         )
         drowned = case_limit > LARGEST_LIMIT * max(scale, scales[index])
         extremes[reference.cases[index].name] = math.inf if drowned else case_limit
     if atol is None and rtol is None:
         for index in outliers:
-            case_limit = max(limit, _compute_limit(reference, dtype, multiple, noise[index], scales[index]))
+            case_limit = max(limit, _compute_limit(reference, dtype, noise_multiple, noise[index], scales[index]))
             extremes[reference.cases[index].name] = case_limit
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
@@ -165,24 +167,26 @@ def relax_for_lower_precision(tolerances: Mapping[str, Tolerance], reference: Re
     }
 
 
-def measure_slack(name: str, reference: Reference, tolerance: Tolerance, multiple: float) -> float:
+def measure_slack(name: str, reference: Reference, tolerance: Tolerance, noise_multiple: float) -> float:
     """Returns the largest change of an output by rounding alone, ignoring atol and rtol.
 
     Args:
         name: Name of the output.
-        multiple: Noise multiple.
+        noise_multiple: Tolerance as a multiple of the noise floor.
     """
     dtype = reference.outputs[0][name].dtype
     if not tolerance.fixed or not dtype.is_floating_point:
         return tolerance.limit
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     scale = max(scales[index] for index in _split_outliers(reference, scales)[0])
-    return _compute_limit(reference, dtype, multiple, tolerance.floor, scale)
+    return _compute_limit(reference, dtype, noise_multiple, tolerance.floor, scale)
 
 
-def _compute_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
+def _compute_limit(
+    reference: Reference, dtype: torch.dtype, noise_multiple: float, floor: float, scale: float
+) -> float:
     ulps = distances.MIN_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
-    return multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
+    return noise_multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
 
 
 def _split_outliers(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:

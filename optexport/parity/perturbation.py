@@ -23,7 +23,7 @@ from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.noise_floor import LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
 
-_ORIGINALS = 32
+_PERTURBED_RUNS = 32
 # A distance this many times beyond its limit is not rounding, nor is a failure on a larger share of the batches.
 _FARTHEST_TIMES = 16
 _LARGEST_SHARE = 0.25
@@ -39,7 +39,7 @@ def find_raised_tolerances(
     target: TargetParity,
     run: Call,
     model: nn.Module,
-    multiple: float,
+    noise_multiple: float,
     seed: int,
     measured: Mapping[str, Tolerance],
 ) -> dict[str, Tolerance] | None:
@@ -54,7 +54,7 @@ def find_raised_tolerances(
         target: The failed comparison.
         run: Runs a model on a batch and names its outputs.
         model: The original model.
-        multiple: Noise multiple.
+        noise_multiple: Tolerance as a multiple of the noise floor.
         measured: Tolerances before this function raised any limit.
 
     Returns:
@@ -88,7 +88,7 @@ def find_raised_tolerances(
         return None
     for (output, case), farthest in farthest_measured.items():
         if (output, case) in failing:
-            limit = min(multiple / _WORST_IN_FLOORS * farthest, farthest_allowed[output, case])
+            limit = min(noise_multiple / _WORST_IN_FLOORS * farthest, farthest_allowed[output, case])
             if not failing[output, case] <= limit <= LARGEST_LIMIT * _scale(reference, output, case):
                 return None
             tolerances[output] = replace(tolerances[output], extremes={**tolerances[output].extremes, case: limit})
@@ -100,7 +100,7 @@ def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> d
     distances_from_exact: dict[_OutputCase, float] = {}
     perturb = _perturber(model, seed)
     with torch.no_grad():
-        for _ in range(_ORIGINALS):
+        for _ in range(_PERTURBED_RUNS):
             perturbed = perturb()
             outputs = tuple(run(perturbed, case.batch) for case in reference.cases)
             noise = replace(reference, outputs=outputs, variation_noise=()).noise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from optexport.bundle.parity_records import (
-    CaseDecisionRecord,
+    CaseMetricRecord,
     CaseRecord,
-    DecisionRecord,
     GateRecord,
+    GateResultRecord,
     OutputRecord,
     ParityRecord,
     TargetRecord,
@@ -16,7 +16,7 @@ from optexport.bundle.parity_records import (
 )
 from optexport.parity import distances
 from optexport.parity.checker import OutputParity, ParityChecker
-from optexport.parity.gates import Decision
+from optexport.parity.gates import GateResult
 from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference import Reference
 
@@ -40,7 +40,7 @@ def parity_record(checker: ParityChecker) -> ParityRecord:
                 classes=gate.classes,
                 slack=gate.slack,
                 cases=list(gate.cases),
-                real=gate.real,
+                is_user_data=gate.is_user_data,
             )
             for gate in checker.gates
         ],
@@ -49,7 +49,7 @@ def parity_record(checker: ParityChecker) -> ParityRecord:
                 target=target.target,
                 made_from=target.made_from,
                 outputs=[_output(output) for output in target.outputs],
-                decisions=[_decision(decision) for decision in target.decisions],
+                gate_results=[_gate_result(gate_result) for gate_result in target.gate_results],
                 precision=target.precision,
             )
             for target in checker.targets
@@ -78,10 +78,10 @@ def _output(output: OutputParity) -> OutputRecord:
         max_abs=_rounded(output.max_abs),
         max_rel=_rounded(output.max_rel),
         cosine=round(output.cosine, 9),
-        multiple=_rounded(output.multiple),
+        floor_ratio=_rounded(output.floor_ratio),
         step=_rounded(output.step),
         argmax_agreement=output.argmax_agreement,
-        tolerance=_rounded(output.tolerance),
+        passing_atol=_rounded(output.passing_atol),
         worst_case=output.worst_case,
         cases=[
             CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
@@ -90,24 +90,24 @@ def _output(output: OutputParity) -> OutputRecord:
     )
 
 
-def _decision(decision: Decision) -> DecisionRecord:
+def _gate_result(gate_result: GateResult) -> GateResultRecord:
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    return DecisionRecord(
-        measure=decision.gate.measure,
-        output=decision.gate.output,
-        value=number(decision.value),
-        mean=number(decision.mean),
-        low=decision.low,
-        high=decision.high,
-        count=decision.count,
-        ties=decision.ties,
-        min=decision.gate.min,
-        failure=decision.failure,
+    return GateResultRecord(
+        measure=gate_result.gate.measure,
+        output=gate_result.gate.output,
+        value=number(gate_result.value),
+        mean=number(gate_result.mean),
+        low=gate_result.low,
+        high=gate_result.high,
+        count=gate_result.count,
+        ties=gate_result.ties,
+        min=gate_result.gate.min,
+        failure=gate_result.failure,
         cases=[
-            CaseDecisionRecord(case=c.case, total=c.total, smallest=number(c.smallest), count=c.count)
-            for c in decision.cases
+            CaseMetricRecord(case=c.case, total=c.total, smallest=number(c.smallest), count=c.count)
+            for c in gate_result.cases
         ],
     )
 

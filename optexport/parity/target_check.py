@@ -18,7 +18,7 @@ from optexport.signature.signature import Signature
 _FOUND = "found by search: "
 
 
-class CandidateChecker:
+class TargetChecker:
     """Checks every target of a run against the reference.
 
     Args:
@@ -50,7 +50,7 @@ class CandidateChecker:
     def check(
         self,
         target: str,
-        open_candidate: Callable[[], Run],
+        open_target: Callable[[], Run],
         *,
         content: str | None = None,
         traced_shape_only: bool = False,
@@ -62,7 +62,7 @@ class CandidateChecker:
         of lower precision are not searched, because no single input fails a gate.
 
         Args:
-            open_candidate: Opens the target and returns its runner. Not called if the cache has its results.
+            open_target: Opens the target and returns its runner. Not called if the cache has its results.
             content: Digest of the target's content; None disables the cache.
             traced_shape_only: Use only the cases with the shapes of the traced case.
             precision: Precision that the target was lowered to, for example "float16".
@@ -79,7 +79,7 @@ class CandidateChecker:
                 target, stored[0], traced_shape_only=traced_shape_only, precision=precision
             )
         else:
-            candidate = open_candidate()
+            candidate = open_target()
             parity = self.checker.check(target, candidate, traced_shape_only=traced_shape_only, precision=precision)
             if entry and parity.passed:
                 results.write(entry, self.checker.results(target))
@@ -90,9 +90,9 @@ class CandidateChecker:
             parity = self._retry_with_perturbed_weights(parity, traced_shape_only=traced_shape_only)
         signature = self.signature.at(reference.cases[0].batch) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":
-            parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
+            parity = self._search(parity, open_target(), signature, traced_shape_only=traced_shape_only)
         if not parity.passed:
-            self._failing = self._failing or (parity, open_candidate, signature)
+            self._failing = self._failing or (parity, open_target, signature)
         return parity
 
     def _retry_with_perturbed_weights(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
@@ -137,7 +137,7 @@ class CandidateChecker:
             None if no smaller input fails, or if only a gate over all cases fails.
         """
         assert self._failing is not None
-        target, open_candidate, signature = self._failing
+        target, open_target, signature = self._failing
         outputs = [output for output in target.outputs if not output.passed]
         if not outputs:  # only a gate over all cases fails, so no single input does
             return None
@@ -146,9 +146,9 @@ class CandidateChecker:
             return None
         reference = self.checker.reference
         case = next(case for case in reference.cases if case.name == name)
-        real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
-        fails = input_search.failure_test(self._make_measure([output.output for output in outputs]), open_candidate())
-        smallest = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        is_float = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
+        fails = input_search.failure_test(self._make_measure([output.output for output in outputs]), open_target())
+        smallest = input_search.smallest_failing(fails, case, signature, self.vocabularies, values=is_float)
         return None if smallest is None else smallest.name
 
     def _make_measure(self, outputs: Sequence[str]) -> input_search.Measure:

@@ -15,7 +15,7 @@ from optexport.bundle.parity_records import GateRecord, ToleranceRecord
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import ParityChecker
-from optexport.parity.gates import CaseDecision, Gate, pool_cases
+from optexport.parity.gates import CaseMetric, Gate, pool_cases
 from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference_file import read_reference
 from optexport.runtime import runners
@@ -126,15 +126,15 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
     """
     minimum = record.min
     for target in manifest.parity.targets:
-        for decision in target.decisions:
-            if (decision.measure, decision.output) == (record.measure, record.output):
+        for gate_result in target.gate_results:
+            if (gate_result.measure, gate_result.output) == (record.measure, record.output):
                 stored = [
-                    CaseDecision(c.case, c.total, math.inf if c.smallest is None else c.smallest, c.count)
-                    for c in decision.cases
+                    CaseMetric(c.case, c.total, math.inf if c.smallest is None else c.smallest, c.count)
+                    for c in gate_result.cases
                     if c.case in manifest.reference_cases
                 ]
                 if math.isnan(value := pool_cases(record.measure, stored)):
                     return None
                 minimum = min(minimum, value)
-    cases, real = tuple(record.cases), record.real
-    return Gate(record.measure, record.output, minimum, cases, real, record.k, record.classes, record.slack)
+    cases, is_user_data = tuple(record.cases), record.is_user_data
+    return Gate(record.measure, record.output, minimum, cases, is_user_data, record.k, record.classes, record.slack)

@@ -160,7 +160,7 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         constants={name: _constant(value) for name, value in loaded.constants.items()},
         outputs=[_tensor(spec) for spec in signature.outputs],
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in signature.dims.items()},
-        fixed_axes=list(traced.traced.fixed),
+        fixed_axes=list(traced.trace.fixed),
         nodes_before=traced.nodes,
         nodes_after=applied[-1].nodes_after if applied else traced.nodes,
         transformations=[

@@ -57,25 +57,25 @@ class TracedJob:
 
     Attributes:
         job: The job, without the inputs that the trace fixed.
-        traced: The trace, with only the outputs that the rules keep.
+        trace: The trace, with only the outputs that the rules keep.
         call: Runs the model or a graph on a batch; returns these outputs by name.
         vocabularies: The number of valid ids of each input that indexes an embedding.
         nodes: The number of nodes of the graph before the rules.
     """
 
     job: Job
-    traced: Traced
+    trace: Traced
     call: Call
     vocabularies: Mapping[str, int]
     nodes: int
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        return self.traced.graph_module
+        return self.trace.graph_module
 
     @property
     def signature(self) -> Signature:
-        return self.traced.signature
+        return self.trace.signature
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
@@ -110,7 +110,7 @@ def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric],
         config,
         loaded,
         inputs.example,
-        inputs.real,
+        inputs.user_batches,
         inputs.dynamic,
         plan.rules,
         output=plan.output if plan.keep else workspace / "bundle",
@@ -197,14 +197,16 @@ def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) 
         tolerances,
         gates.make_gates(parity.metrics, job.metrics, reference, tolerances, parity.noise_multiple),
     )
-    gates.check_usable(checker.targets[0].decisions)
+    gates.check_usable(checker.targets[0].gate_results)
     return checker
 
 
 def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Reference:
     """Runs the original on all cases; the effort decides their number."""
     job, signature, effort = traced.job, traced.signature, traced.job.config.parity.effort
-    checked_cases = make_cases(job.example, job.real, signature, [*traced.traced.suspect_sizes, *more_sizes], effort)
+    checked_cases = make_cases(
+        job.example, job.user_batches, signature, [*traced.trace.suspect_sizes, *more_sizes], effort
+    )
     checked_cases += special_cases(
         job.example,
         traced.vocabularies,
@@ -223,7 +225,7 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         device=job.config.model.device,
         computation=model_key.of(traced.graph_module, job.loaded.model),
     )
-    unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
+    unchecked = data_batches.describe_unchecked_data(job.user_batches, job.rows, reference.cases)
     return replace(reference, skipped=(*unchecked, *reference.skipped))
 
 
@@ -238,7 +240,7 @@ def tune(
     config = traced.job.config.tune
     if config is None:
         return traced, ()
-    builder = CandidateBuilder(traced.job, traced.traced, traced.call, checker, scratch)
+    builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch)
     job, outcomes = tuner.tune(builder, workloads, config.seconds, progress)
     return replace(traced, job=job), outcomes
 
@@ -265,7 +267,7 @@ def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> l
     effort, model = traced.job.config.parity.effort, traced.job.loaded.model
     if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
         return []
-    suspect_sizes = traced.traced.suspect_sizes
+    suspect_sizes = traced.trace.suspect_sizes
     sizes = [*suspect_sizes]
     for graph in graphs:
         sizes += size_probe.find_differing_sizes(

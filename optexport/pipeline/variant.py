@@ -23,10 +23,10 @@ from optexport.diagnosis.reproduction import Finding
 from optexport.errors import ExportError, OptexportError
 from optexport.exporters.graph_writer import GraphWriter
 from optexport.job import Job, Variant, VariantResult
-from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32, ParityChecker
 from optexport.parity.record import parity_record
 from optexport.parity.reference import graph_runner
+from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.bundle_writer import RunResults, write_graph
 from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
@@ -70,7 +70,7 @@ class VariantExporter:
     def __init__(self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress) -> None:
         self._traced, self._job, self._checker = traced, traced.job, checker
         self._draft, self._progress = draft, progress
-        self._candidates = CandidateChecker(
+        self._candidates = TargetChecker(
             checker,
             traced.call,
             traced.job.loaded.model,
@@ -135,7 +135,7 @@ class VariantExporter:
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
         """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
-        writer = _make_writer(self._job, self._traced.traced, transformed.graph_module, transformed.applied)
+        writer = _make_writer(self._job, self._traced.trace, transformed.graph_module, transformed.applied)
         precision = self._job.precision_of("onnx") if "onnx" in variant.formats else None
         files: dict[str, Path] = {}
         artifacts: list[ArtifactRecord] = []

@@ -20,7 +20,7 @@ from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.job import Job
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
-from optexport.parity.gates import Decision
+from optexport.parity.gates import GateResult
 from optexport.parity.record import parity_record
 from optexport.runtime.runners import Run
 from optexport.transformations.cast_precision import layer_name
@@ -141,7 +141,7 @@ def choose_layers(
             hint=f"{remove} {precision} from [precision].",
         )
     gated_checker = _on_gated_cases(checker)
-    reference_decisions = gated_checker.targets[0].decisions
+    original_results = gated_checker.targets[0].gate_results
 
     def measure(lowered: Collection[str]) -> TargetParity:
         return gated_checker.check(target, make([unit for unit in units if unit not in lowered]), precision=precision)
@@ -151,7 +151,7 @@ def choose_layers(
     if lowered_parity.passed:
         return choice
     choice.by_unit = {unit: measure([unit]) for unit in free} if len(free) > 1 else {free[0]: lowered_parity}
-    order = sorted(free, key=lambda unit: measure_harm(choice.by_unit[unit], reference_decisions), reverse=True)
+    order = sorted(free, key=lambda unit: measure_harm(choice.by_unit[unit], original_results), reverse=True)
     choice.chosen, choice.measured = choice.by_unit[order[-1]], order[:-1]
     if not choice.chosen.passed:
         raise _no_choice_error(target, choice, order[-1], checker)
@@ -176,19 +176,19 @@ def layers_in(unit: str, layers: Collection[str]) -> list[str]:
     return [layer for layer in layers if is_within(layer, [unit])]
 
 
-def measure_harm(target: TargetParity, reference_decisions: Sequence[Decision]) -> float:
+def measure_harm(target: TargetParity, original_results: Sequence[GateResult]) -> float:
     """Returns the largest share of a gate's or fixed tolerance's margin that a target uses.
 
     Args:
         target: Comparison of the target.
-        own: Decisions of the original.
+        original_results: Gate results of the original.
 
     Returns:
         The share; above 1 the target fails.
     """
     shares = [0.0]
-    for decision, original in zip(target.decisions, reference_decisions, strict=True):
-        lost, room = original.value - decision.value, original.value - decision.gate.min
+    for gate_result, original in zip(target.gate_results, original_results, strict=True):
+        lost, room = original.value - gate_result.value, original.value - gate_result.gate.min
         shares.append(math.inf if math.isnan(lost) else lost / room if room > 0 else math.inf if lost > 0 else 0.0)
     for case in (case for output in target.outputs for case in output.cases):
         if case.distance == math.inf:  # the outputs cannot be compared
@@ -213,7 +213,7 @@ def _on_gated_cases(checker: ParityChecker) -> ParityChecker:
 def list_failures(target: TargetParity) -> list[str]:
     """Returns the reasons why a target fails."""
     outputs = [f"{output.output}, {output.failure}" for output in target.outputs if output.failure is not None]
-    return outputs + [decision.failure for decision in target.decisions if decision.failure is not None]
+    return outputs + [gate_result.failure for gate_result in target.gate_results if gate_result.failure is not None]
 
 
 def _no_choice_error(target: str, choice: Choice, unit: str, checker: ParityChecker) -> ParityError:
@@ -232,12 +232,14 @@ def _no_choice_error(target: str, choice: Choice, unit: str, checker: ParityChec
 def _gate_values(target: TargetParity) -> list[GateValueRecord]:
     return [
         GateValueRecord(
-            measure=decision.gate.measure,
-            output=decision.gate.output,
-            value=float(round_for_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
-            min=decision.gate.min,
+            measure=gate_result.gate.measure,
+            output=gate_result.gate.output,
+            value=float(round_for_gate(gate_result.value, gate_result.gate.min))
+            if math.isfinite(gate_result.value)
+            else None,
+            min=gate_result.gate.min,
         )
-        for decision in target.decisions
+        for gate_result in target.gate_results
     ]
 
 

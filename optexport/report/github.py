@@ -14,7 +14,7 @@ from optexport.report.parity_text import (
     case_names,
     explain,
     find_failure,
-    list_decisions,
+    list_gate_results,
     list_outputs,
     metric_title,
     number_text,
@@ -32,7 +32,7 @@ _GATE_TABLE = """
 def markdown(parity: ParityRecord, title: str) -> str:
     """Returns the job summary as Markdown: verdict, tables, and explained failures."""
     failures = [(target, output) for target, output in list_outputs(parity) if find_failure(output) is not None]
-    failed = bool(failures) or any(decision.failure is not None for _, decision in list_decisions(parity))
+    failed = bool(failures) or any(gate_result.failure is not None for _, gate_result in list_gate_results(parity))
     cases = f"{len(parity.cases)} cases: {_escape_markdown(case_names(parity.cases))}"
     lines = [
         f"### {_escape_markdown(title)}: parity {'failed' if failed else 'passed'}",
@@ -52,7 +52,7 @@ def _target_row(parity: ParityRecord, target: TargetRecord, output: OutputRecord
     bound = parity.bounds[output.output]
     tolerance = number_text(bound.limit)
     if target.precision is not None and all(case.limit is None for case in output.cases):
-        has_gate = any(decision.output in (None, output.output) for decision in target.decisions)
+        has_gate = any(gate_result.output in (None, output.output) for gate_result in target.gate_results)
         tolerance = "gates" if has_gate else "none"
     return _table_row(
         target.title,
@@ -68,13 +68,13 @@ def _target_row(parity: ParityRecord, target: TargetRecord, output: OutputRecord
 
 def _gate_lines(parity: ParityRecord) -> list[str]:
     rows = []
-    for target, decision in list_decisions(parity):
-        interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
-        value = "-" if decision.value is None else round_for_gate(decision.value, decision.min)
-        title = _escape_markdown(metric_title(decision))
-        verdict = "passed" if decision.failure is None else "**failed**"
+    for target, gate_result in list_gate_results(parity):
+        interval = "-" if gate_result.low is None else f"{gate_result.low:.6g} to {gate_result.high:.6g}"
+        value = "-" if gate_result.value is None else round_for_gate(gate_result.value, gate_result.min)
+        title = _escape_markdown(metric_title(gate_result))
+        verdict = "passed" if gate_result.failure is None else "**failed**"
         rows.append(
-            _table_row(target.title, title, value, interval, str(decision.count), f"{decision.min:.15g}", verdict)
+            _table_row(target.title, title, value, interval, str(gate_result.count), f"{gate_result.min:.15g}", verdict)
         )
     return [_GATE_TABLE, *rows] if rows else []
 
@@ -98,9 +98,9 @@ def error_lines(parity: ParityRecord) -> list[str]:
         if find_failure(output) is not None
     ]
     metrics = [
-        _annotation(f"{_PROGRAM}: {target.target}, {metric_title(decision)}", decision.failure)
-        for target, decision in list_decisions(parity)
-        if decision.failure is not None
+        _annotation(f"{_PROGRAM}: {target.target}, {metric_title(gate_result)}", gate_result.failure)
+        for target, gate_result in list_gate_results(parity)
+        if gate_result.failure is not None
     ]
     return outputs + metrics
 

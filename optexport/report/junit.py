@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
 from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, OptexportError
-from optexport.report.parity_text import explain, list_decisions, list_outputs, metric_title
+from optexport.report.parity_text import explain, list_gate_results, list_outputs, metric_title
 
 _SUITE = "optexport"
 _JUNIT_START = re.compile(rb"(<\?xml.*?)?<testsuite", re.DOTALL)
@@ -29,10 +29,10 @@ def render(parity: ParityRecord) -> str:
                 failure = ElementTree.SubElement(test, "failure", message=case.failure, type="ParityError")
                 failure.text = explain(parity, output)
             tests.append(test)
-    for target, decision in list_decisions(parity):
-        test = ElementTree.Element("testcase", classname=f"{_SUITE}.{target.title}", name=metric_title(decision))
-        if decision.failure is not None:
-            ElementTree.SubElement(test, "failure", message=decision.failure, type="GateError")
+    for target, gate_result in list_gate_results(parity):
+        test = ElementTree.Element("testcase", classname=f"{_SUITE}.{target.title}", name=metric_title(gate_result))
+        if gate_result.failure is not None:
+            ElementTree.SubElement(test, "failure", message=gate_result.failure, type="GateError")
         tests.append(test)
     return _render_suite(tests)
 

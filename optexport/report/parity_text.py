@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from optexport.bundle.parity_records import DecisionRecord, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.parity_records import GateResultRecord, OutputRecord, ParityRecord, TargetRecord
 
 _SHOWN_DATA_CASES = 4
 # A tolerance above this share of an output's largest value accepts almost any result.
@@ -16,14 +16,14 @@ def list_outputs(parity: ParityRecord) -> Iterator[tuple[TargetRecord, OutputRec
     return ((target, output) for target in parity.targets for output in target.outputs)
 
 
-def list_decisions(parity: ParityRecord) -> Iterator[tuple[TargetRecord, DecisionRecord]]:
+def list_gate_results(parity: ParityRecord) -> Iterator[tuple[TargetRecord, GateResultRecord]]:
     """Yields every metric that has a gate with its target."""
-    return ((target, decision) for target in parity.targets for decision in target.decisions)
+    return ((target, gate_result) for target in parity.targets for gate_result in target.gate_results)
 
 
-def metric_title(decision: DecisionRecord) -> str:
+def metric_title(gate_result: GateResultRecord) -> str:
     """Returns a metric's name and output."""
-    return decision.measure if decision.output is None else f"{decision.measure} of {decision.output}"
+    return gate_result.measure if gate_result.output is None else f"{gate_result.measure} of {gate_result.output}"
 
 
 def find_failure(output: OutputRecord) -> str | None:
@@ -33,13 +33,13 @@ def find_failure(output: OutputRecord) -> str | None:
 
 def explain(parity: ParityRecord, output: OutputRecord) -> str:
     """Explains a failed output: which tolerance would pass, and the distance in noise floors."""
-    if output.tolerance is None:
+    if output.passing_atol is None:
         return "No tolerance would have passed."
     bound, multiple = parity.bounds[output.output], ""
-    if output.multiple is not None:
+    if output.floor_ratio is not None:
         reference = "the original" if bound.fixed else "float64"
-        multiple = f" It is {output.multiple:g} times as far from {reference} as the original is from float64."
-    if bound.largest is not None and output.tolerance > _USEFUL_SHARE * bound.largest:
+        multiple = f" It is {output.floor_ratio:g} times as far from {reference} as the original is from float64."
+    if bound.largest is not None and output.passing_atol > _USEFUL_SHARE * bound.largest:
         return (
             f"A tolerance that passes would prove nothing: it is more than {_USEFUL_SHARE:g} of the largest value, "
             f"{number_text(bound.largest)}.{multiple}"
@@ -49,7 +49,7 @@ def explain(parity: ParityRecord, output: OutputRecord) -> str:
 
 def atol_text(output: OutputRecord) -> str:
     """Returns the smallest ``atol`` that an output would have passed with."""
-    return "none" if output.tolerance is None else f"atol={output.tolerance:.2g}"
+    return "none" if output.passing_atol is None else f"atol={output.passing_atol:.2g}"
 
 
 def number_text(value: float | None) -> str:

@@ -102,7 +102,7 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
         console.print(f"\n[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
         for line in _layer_lines(record):
             _print(console, f"  {line}")
-        if any(gate.real for gate in manifest.parity.gates):
+        if any(gate.is_user_data for gate in manifest.parity.gates):
             _print(console, "  gates use your data only; at other sizes only gross errors are detected")
         if manifest.ungated:
             _print(console, f"  no gate and no tolerance: {', '.join(manifest.ungated)}")
@@ -140,7 +140,7 @@ def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: C
     compared = [target for target in targets if target.target != ORIGINAL]
     console.print()
     console.print(parity_table(compared, wide=console.width >= _WIDE))
-    if any(target.decisions for target in compared):
+    if any(target.gate_results for target in compared):
         console.print()
         console.print(gate_table(compared))
 
@@ -196,7 +196,7 @@ def parity_table(targets: Sequence[TargetParity], *, wide: bool) -> Table:
         cells.append("ok" if target.passed else "FAILED")
         if wide:
             figures = [f"{output.floor:.1e}", f"{output.step:.1e}", f"{output.argmax_agreement:.2%}"]
-            cells += [escape(on_one_line(case.case)), *figures, f"atol={output.tolerance:.2g}"]
+            cells += [escape(on_one_line(case.case)), *figures, f"atol={output.passing_atol:.2g}"]
         name = escape(on_one_line(output.output))
         table.add_row(target.title, name, *cells, style=None if target.passed else "red")
     return table
@@ -223,7 +223,7 @@ def _percent(share: float) -> str:
 def _tolerance_text(target: TargetParity, output: OutputParity, case: CaseParity) -> str:
     if math.isfinite(case.limit):
         return f"{case.limit:.1e}"
-    has_gate = any(decision.gate.output in (None, output.output) for decision in target.decisions)
+    has_gate = any(gate_result.gate.output in (None, output.output) for gate_result in target.gate_results)
     return "gates" if has_gate else "none"
 
 
@@ -235,12 +235,12 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
     for heading in ("value", "minimum", "mean (95 % interval)", "count", "ties"):
         table.add_column(heading, justify="right", no_wrap=True)
     for target in targets:
-        for decision in target.decisions:
-            interval = "" if decision.low is None else f" ({decision.low:.6g} to {decision.high:.6g})"
-            value, minimum = round_for_gate(decision.value, decision.gate.min), f"{decision.gate.min:.15g}"
-            cells = [value, minimum, f"{decision.mean:.6g}{interval}", f"{decision.count}", f"{decision.ties}"]
-            style = None if decision.passed else "red"
-            table.add_row(target.title, escape(decision.gate.name), *cells, style=style)
+        for gate_result in target.gate_results:
+            interval = "" if gate_result.low is None else f" ({gate_result.low:.6g} to {gate_result.high:.6g})"
+            value, minimum = round_for_gate(gate_result.value, gate_result.gate.min), f"{gate_result.gate.min:.15g}"
+            cells = [value, minimum, f"{gate_result.mean:.6g}{interval}", f"{gate_result.count}", f"{gate_result.ties}"]
+            style = None if gate_result.passed else "red"
+            table.add_row(target.title, escape(gate_result.gate.name), *cells, style=style)
     return table
 
 

@@ -132,13 +132,23 @@ def _change_table(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
 
 def _parity_table(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
     bounds = manifest.parity.bounds
-    return ["target", "output", "distance", "floor", "multiple", "limit", "step", "argmax_agreement", "worst_case"], [
+    return [
+        "target",
+        "output",
+        "distance",
+        "floor",
+        "floor_ratio",
+        "limit",
+        "step",
+        "argmax_agreement",
+        "worst_case",
+    ], [
         [
             target.title,
             output.output,
             output.max_abs,
             bounds[output.output].floor,
-            output.multiple,
+            output.floor_ratio,
             bounds[output.output].limit,
             output.step,
             output.argmax_agreement,
@@ -167,10 +177,10 @@ def draw_figures(bundle: BundleRecord) -> dict[str, Any]:
 def _draw_parity(manifest: Manifest) -> Any:
     """Draws distances as multiples of the noise floor, for outputs that have one."""
     rows = [
-        (f"{target.title}: {output.output}", output.multiple)
+        (f"{target.title}: {output.output}", output.floor_ratio)
         for target in manifest.parity.targets
         for output in target.outputs
-        if output.multiple
+        if output.floor_ratio
     ][:_MAX_BARS]
     if not rows:
         return None

@@ -57,19 +57,19 @@ def _parity_problems(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
         # Each case may have a different limit; the largest one applies here.
         limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
         floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
-        if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
+        if (output.floor_ratio or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
             yield (
-                f"{target.target}, {output.output}: {output.multiple} times the noise floor of {floor:g}, "
+                f"{target.target}, {output.output}: {output.floor_ratio} times the noise floor of {floor:g}, "
                 f"expected at most {limit:g}"
             )
-    for decision in target.decisions:
+    for gate_result in target.gate_results:
         # The interval is not checked, because it may exceed the range of the metric. The range of a custom metric is
         # unknown.
-        minimum = METRICS[decision.measure][0] if decision.measure in METRICS else None
-        if decision.failure is not None:
-            yield f"{target.title}, {decision.measure}: {decision.failure}"
-        elif minimum is not None and decision.mean is not None and not minimum <= decision.mean <= 1:
-            yield f"{target.title}, {decision.measure}: {decision.mean:g} is not within {minimum:g} to 1"
+        minimum = METRICS[gate_result.measure][0] if gate_result.measure in METRICS else None
+        if gate_result.failure is not None:
+            yield f"{target.title}, {gate_result.measure}: {gate_result.failure}"
+        elif minimum is not None and gate_result.mean is not None and not minimum <= gate_result.mean <= 1:
+            yield f"{target.title}, {gate_result.measure}: {gate_result.mean:g} is not within {minimum:g} to 1"
 
 
 def _invalid_intervals(bench: BenchRecord | None) -> Iterator[FigureRecord]:

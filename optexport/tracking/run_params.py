@@ -71,8 +71,8 @@ def metrics(bundle: BundleRecord) -> dict[str, float]:
             values[f"precision.{artifact.format}.layers_kept"] = len(kept_layers)
     for file in manifest.files:
         values[f"bytes.{file.path}"] = file.size
-    for stage, seconds in measurements.seconds.items():
-        values[f"seconds.{stage}"] = seconds
+    for step, seconds in measurements.seconds.items():
+        values[f"seconds.{step}"] = seconds
     if measurements.bench is not None:
         values |= dict(_bench_metrics(measurements.bench))
     for outcome in measurements.tune:
@@ -103,12 +103,12 @@ def _parity_metrics(manifest: Manifest) -> Iterator[tuple[str, float]]:
     for target in manifest.parity.targets:
         for output in target.outputs:
             prefix = f"parity.{target.target}.{output.output}"
-            values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
+            values = output.model_dump(include={"max_abs", "floor_ratio", "step", "cosine", "argmax_agreement"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
-        for decision in target.decisions:
-            parts = ("decisions", target.target, decision.output, decision.measure)
+        for gate_result in target.gate_results:
+            parts = ("metrics", target.target, gate_result.output, gate_result.measure)
             prefix = ".".join(part for part in parts if part)
-            values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
+            values = gate_result.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
 
 

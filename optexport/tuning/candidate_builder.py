@@ -118,7 +118,7 @@ class CandidateBuilder:
         checker = ParityChecker(self.checker.reference, self.checker.tolerances, self.checker.gates)
         parity = checker.check(target, run, traced_shape_only=traced_shape_only)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
-        failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
+        failures += [gate_result.failure for gate_result in parity.gate_results if gate_result.failure is not None]
         if failures:
             raise CandidateRejected(f"{PARITY_FAILED} for {target}: {failures[0]}")
 

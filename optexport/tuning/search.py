@@ -152,8 +152,8 @@ class Search:
         """Returns why a checked file need not be measured, or None."""
         if artifact.fixed and not all(workload.traced for workload in self.tournament.workloads):
             return "accepts only the traced shape, but other shapes must be measured"
-        bar = self.job.config.gate.max_size_mb
-        maximum = None if bar is None else bar.of(self.format)
+        limits = self.job.config.gate.max_size_mb
+        maximum = None if limits is None else limits.of(self.format)
         if maximum is not None and artifact.size > maximum * 1e6 and candidate not in (self.plain, self.configured):
             return f"has {artifact.size / 1e6:.4g} MB, more than gate.max_size_mb = {maximum:g}"
         if digest in self._names and candidate not in (self.configured, self.start):

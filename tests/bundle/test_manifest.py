@@ -132,7 +132,7 @@ def test_parity_lists_all_targets_and_three_untraced_sizes(document: dict[str, A
         assert hidden["max_abs"] <= proof["bounds"]["hidden"]["limit"]
         assert hidden["worst_case"] in proof["cases"]
         assert longest["max_abs"] == 0
-        assert longest["multiple"] is None or longest["multiple"] == 0
+        assert longest["floor_ratio"] is None or longest["floor_ratio"] == 0
 
 
 def test_versions_are_the_installed_ones(document: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ from optexport.errors import ParityError
 from optexport.exporters import pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.parity import noise_floor
-from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import ParityChecker, TargetParity
+from optexport.parity.target_check import TargetChecker
 from optexport.pipeline import steps
 from optexport.result import Result
 from optexport.runtime import runners
@@ -85,7 +85,7 @@ def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tup
     """
     chosen = subject(name)
     # The search for the smallest failing input is slow, and other tests cover it.
-    with traced_once(chosen), patch.object(CandidateChecker, "find_smallest_failing", lambda self: None):
+    with traced_once(chosen), patch.object(TargetChecker, "find_smallest_failing", lambda self: None):
         return export(
             chosen.model, chosen.inputs, output, transformations=rules, formats=formats, dynamic=chosen.dynamic
         )

@@ -117,7 +117,7 @@ def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
         {"pad": -5},
         {"pad": None},
         {"start": "x"},
-        {"turn": 3.5},
+        {"recompute_length": 3.5},
         {"version": 2},
         {"eos": [1.5]},
     ],
@@ -129,7 +129,7 @@ def test_invalid_document_is_refused_without_a_traceback(change: dict[str, Any],
     del document["digest"]
     for forged in (
         document | change,
-        {key: value for key, value in document.items() if key not in {*change} - {"turn"}},
+        {key: value for key, value in document.items() if key not in {*change} - {"recompute_length"}},
     ):
         digest_json.write(folder / "generation.json", forged)
         if forged != document:

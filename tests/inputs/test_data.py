@@ -41,12 +41,12 @@ def test_lines_of_text_are_texts(maker: Maker) -> None:
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"], ids=ascii)
 def test_unicode_separators_inside_a_line_do_not_end_it(separator: str, maker: Maker) -> None:
-    assert maker(data=maker.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).real
+    assert maker(data=maker.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).user_batches
 
 
 def test_byte_order_mark_and_windows_line_ends_are_accepted(maker: Maker) -> None:
     (maker.folder / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "a dog"}\r\n')
-    assert maker(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
+    assert maker(data="lines.jsonl").user_batches[0]["input_ids"].shape[0] == 2
 
 
 @pytest.mark.parametrize("lines", [([1, 2], [0.5, 0.7, 0.3]), ([0.5, 0.7, 0.3], [1, 2]), ([1, 2], [0.5, 0.7])])
@@ -106,7 +106,7 @@ def test_lines_of_ids_are_padded_and_masked(ids: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids.jsonl"
         path.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids), encoding="utf-8")
-        (batch,) = prepare(InputsConfig(data="ids.jsonl"), path.parent, bert(), None, 0).real
+        (batch,) = prepare(InputsConfig(data="ids.jsonl"), path.parent, bert(), None, 0).user_batches
     longest = max(map(len, ids))
     assert batch["input_ids"].tolist() == [row + [0] * (longest - len(row)) for row in ids]
     assert batch["attention_mask"].tolist() == [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
@@ -116,13 +116,13 @@ def test_lines_of_ids_are_padded_and_masked(ids: list[list[int]]) -> None:
 def test_ids_are_padded_with_the_pad_token_of_the_model(maker: Maker) -> None:
     model = BertModel(BertConfig(**TINY, pad_token_id=4)).eval()
     data = maker.lines({"input_ids": [5, 6], "token_type_ids": [1, 1]}, {"input_ids": [7], "token_type_ids": [1]})
-    (batch,) = maker(model, data=data).real
+    (batch,) = maker(model, data=data).user_batches
     assert batch["input_ids"].tolist() == [[5, 6], [7, 4]]
     assert batch["token_type_ids"].tolist() == [[1, 1], [1, 0]]
 
 
 def test_mask_in_the_data_is_not_changed(maker: Maker) -> None:
-    (batch,) = maker(data=maker.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).real
+    (batch,) = maker(data=maker.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).user_batches
     assert batch["attention_mask"].tolist() == [[0, 1]]
 
 
@@ -188,7 +188,7 @@ def test_a_file_cut_short_or_changed_is_read_or_refused(suffix: str, fraction: f
         maker.refusal(Rows(), data=path.name)
         path.write_bytes(content[:place] + bytes([content[place] ^ flipped]) + content[place + 1 :])
         try:
-            assert maker(Rows(), data=path.name).real
+            assert maker(Rows(), data=path.name).user_batches
         except Exception as error:
             assert type(error).__name__ == "ConfigError"  # noqa: PT017
 
@@ -211,8 +211,8 @@ def test_arrays_are_loaded_unchanged(suffix: str, maker: Maker) -> None:
     stored = {"x": torch.randn(3, 4), "y": torch.arange(6).reshape(3, 2)}
     store(maker.folder / f"data{suffix}", stored)
     inputs = maker(Rows(), data=f"data{suffix}")
-    assert all(torch.equal(inputs.real[0][name], tensor) for name, tensor in stored.items())
-    assert all(inputs.real[0][name].dtype is tensor.dtype for name, tensor in stored.items())
+    assert all(torch.equal(inputs.user_batches[0][name], tensor) for name, tensor in stored.items())
+    assert all(inputs.user_batches[0][name].dtype is tensor.dtype for name, tensor in stored.items())
     assert shapes(inputs) == {"x": [3, 4], "y": [3, 2]}
 
 

@@ -51,7 +51,7 @@ def maker(tmp_path: Path) -> Maker:
 
 
 def test_texts_are_encoded_padded_and_masked(maker: Maker) -> None:
-    (batch,) = maker(texts=["the cat sat", "the dog ran on the mat"]).real
+    (batch,) = maker(texts=["the cat sat", "the dog ran on the mat"]).user_batches
     assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 3, 0, 0, 0], [2, 5, 11, 12, 8, 5, 10, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
     assert set(batch) == {"input_ids", "attention_mask", "token_type_ids"}
@@ -85,7 +85,7 @@ def test_texts_of_only_unknown_tokens_are_refused(texts: list[str], maker: Maker
 
 
 def test_one_known_word_is_enough(maker: Maker) -> None:
-    assert maker(texts=["zebra", "a lion"]).real
+    assert maker(texts=["zebra", "a lion"]).user_batches
 
 
 def test_a_model_without_a_tokenizer_takes_no_texts(maker: Maker, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_tokenizer_without_a_pad_token_accepts_only_one_text(maker: Maker, tmp_p
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     bare.save_pretrained(tmp_path / "bare")
     beside = Pretrained(str(tmp_path / "bare"), {"local_files_only": True})
-    assert maker(beside=beside, texts=["the cat"]).real[0]["input_ids"].shape[0] == 1
+    assert maker(beside=beside, texts=["the cat"]).user_batches[0]["input_ids"].shape[0] == 1
     assert "pad" in maker.refusal(beside=beside, texts=["the cat", "the cat sat"])
 
 
@@ -159,7 +159,7 @@ def test_dimensions_with_one_name_agree_and_others_differ(maker: Maker) -> None:
     batch, width, _ = inputs.example["x"].shape
     assert list(inputs.example["y"].shape) == [width, batch]
     assert batch != width
-    assert inputs.real == ()
+    assert inputs.user_batches == ()
     assert inputs.dynamic == {
         "x": {0: Dim("batch", 1, 8), 1: Dim("width", 4, 9)},
         "y": {0: Dim("width", 4, 9), 1: Dim("batch", 1, 8)},
@@ -206,13 +206,13 @@ def test_example_is_in_the_declared_range_and_other_data_refused(
     assert low <= inputs.example["x"].shape[0] <= high
     assert inputs.example["x"].shape[0] >= 2 or high == 1
     assert inputs.example["x"].shape[1] == columns
-    assert all(low <= batch["x"].shape[0] <= high for batch in inputs.real)
+    assert all(low <= batch["x"].shape[0] <= high for batch in inputs.user_batches)
     assert inputs.dynamic == {"x": {0: Dim("batch", low, high)} if low < high else {}}
 
 
 def test_a_single_row_is_traced_as_two(maker: Maker) -> None:
     inputs = maker(texts=["the cat"])
-    assert inputs.real[0]["input_ids"].shape[0] == 1
+    assert inputs.user_batches[0]["input_ids"].shape[0] == 1
     assert inputs.example["input_ids"].shape[0] == 2
 
 

@@ -115,7 +115,7 @@ MUTATIONS = (
     Mutation(
         "gates-do-not-count",
         "optexport/parity/checker.py",
-        "return self.outputs_passed and all(decision.passed for decision in self.decisions)",
+        "return self.outputs_passed and all(gate_result.passed for gate_result in self.gate_results)",
         "return self.outputs_passed",
         ("tests/parity/test_metric_gates.py", "tests/parity/test_gates.py"),
     ),
@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "least-harmful-layers-kept",
         "optexport/quantization/sensitivity.py",
-        "measure_harm(choice.by_unit[unit], reference_decisions), reverse=True)",
-        "measure_harm(choice.by_unit[unit], reference_decisions))",
+        "measure_harm(choice.by_unit[unit], original_results), reverse=True)",
+        "measure_harm(choice.by_unit[unit], original_results))",
         ("tests/quantization/test_sensitivity.py",),
     ),
     # cache

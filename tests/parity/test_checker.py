@@ -73,9 +73,9 @@ def test_a_model_passes_against_itself_at_its_noise_floor() -> None:
     tolerances = measure_tolerances(reference, 4.0)
     (output,) = ParityChecker(reference, tolerances).check("here", lambda batch: call(model, batch)).outputs
     assert output.passed
-    assert output.multiple == 1.0
+    assert output.floor_ratio == 1.0
     assert output.max_abs == output.floor == tolerances["y"].floor > 0
-    assert output.tolerance == 0.0
+    assert output.passing_atol == 0.0
     assert output.argmax_agreement == 1.0
     assert ParityChecker(reference, tolerances).passed
 
@@ -90,19 +90,19 @@ def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> Non
         candidate = exact.float()
         candidate[1] += share * multiple * floor
         assert compare(reference, candidate, multiple=multiple).passed is passes
-        assert compare(reference, candidate, multiple=multiple).multiple == pytest.approx(share * multiple, rel=1e-3)
+        assert compare(reference, candidate, multiple=multiple).floor_ratio == pytest.approx(share * multiple, rel=1e-3)
 
 
 def test_without_rounding_only_a_few_ulps_pass() -> None:
     weight = torch.tensor([0.5, 3.0, -1.0])
     reference = make_reference(weight)
     assert measure_tolerances(reference, 4.0)["y"].floor == 0.0
-    assert compare(reference, weight).multiple == 0.0
+    assert compare(reference, weight).floor_ratio == 0.0
     allowed = 4 * MIN_FLOOR_ULPS * EPS * 3.0
     assert compare(reference, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
     beyond = compare(reference, weight + torch.tensor([0.0, 1.2 * allowed, 0.0]))
     assert not beyond.passed
-    assert math.isinf(beyond.multiple)
+    assert math.isinf(beyond.floor_ratio)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -238,7 +238,7 @@ def test_a_fixed_tolerance_compares_elements_with_the_original(
 def test_the_reported_tolerance_is_the_smallest_that_passes() -> None:
     reference = make_reference(torch.randn(4, 5), torch.randn(2, 5))
     candidate = [o["y"] + 0.01 * torch.randn_like(o["y"]) for o in reference.outputs]
-    tolerance = compare(reference, *candidate).tolerance
+    tolerance = compare(reference, *candidate).passing_atol
     assert compare(reference, *candidate, atol=tolerance).passed
     assert not compare(reference, *candidate, atol=0.999 * tolerance).passed
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from optexport.config.metrics import DecisionConfig
+from optexport.config.metrics import MetricGateConfig
 from optexport.errors import ConfigError
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
-from optexport.parity.gates import Decision, Gate, Metric, check_usable, describe_decision, judge, make_gates
+from optexport.parity.gates import Gate, GateResult, Metric, check_usable, describe_gate_result, judge, make_gates
 from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference import Reference
 from optexport.signature.signature import Batch
@@ -33,12 +33,12 @@ def make_reference(*outputs: Mapping[str, torch.Tensor], batch: Batch | None = N
 
 
 def gates(reference: Reference, metrics: Mapping[str, Metric] | None = None, **minima: Any) -> tuple[Gate, ...]:
-    configs = {n: DecisionConfig(**(v if isinstance(v, dict) else {"min": v})) for n, v in minima.items()}
-    configs |= {name: DecisionConfig(min=0.5) for name in metrics or {}}
+    configs = {n: MetricGateConfig(**(v if isinstance(v, dict) else {"min": v})) for n, v in minima.items()}
+    configs |= {name: MetricGateConfig(min=0.5) for name in metrics or {}}
     return make_gates(configs, metrics or {}, reference, measure_tolerances(reference, 4.0), 4.0)
 
 
-def decide(reference: Reference, *candidate: Mapping[str, torch.Tensor] | str, **minima: Any) -> Decision:
+def decide(reference: Reference, *candidate: Mapping[str, torch.Tensor] | str, **minima: Any) -> GateResult:
     (gate,) = gates(reference, **minima)
     return judge(gate, [c if isinstance(c, str) else dict(c) for c in candidate], reference)
 
@@ -57,31 +57,31 @@ def rows(wrong: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, True), (2, False)])
 def test_a_gate_passes_at_its_exact_value_and_fails_below(wrong: int, passes: bool) -> None:
     original, candidate = rows(wrong, 1000)
-    decision = decide(make_reference({"y": original}), {"y": candidate}, argmax_agreement=0.999)
-    assert decision.passed is passes
-    assert (decision.value, decision.count, decision.ties) == ((1000 - wrong) / 1000, 1000, 0)
+    gate_result = decide(make_reference({"y": original}), {"y": candidate}, argmax_agreement=0.999)
+    assert gate_result.passed is passes
+    assert (gate_result.value, gate_result.count, gate_result.ties) == ((1000 - wrong) / 1000, 1000, 0)
 
 
 def test_a_value_just_below_its_gate_is_printed_in_full() -> None:
     reference = make_reference({"y": torch.ones(2, 3)})
     (gate,) = gates(reference, cosine=1.0)
     nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], reference), value=1 - 2.0**-40)
-    assert describe_decision(nearly).startswith("0.9999999999990905 (the smallest of 2")
+    assert describe_gate_result(nearly).startswith("0.9999999999990905 (the smallest of 2")
 
 
 def test_a_failure_names_output_value_count_interval_and_gate() -> None:
     original, candidate = rows(2, 100)
-    decision = decide(make_reference({"y": original}), {"y": candidate}, argmax_agreement=0.99)
-    assert decision.failure == (
+    gate_result = decide(make_reference({"y": original}), {"y": candidate}, argmax_agreement=0.99)
+    assert gate_result.failure == (
         "y, argmax_agreement is 0.98 (98 of 100 positions agree, 95 % interval 0.929988 to 0.994498); the gate is 0.99"
     )
 
 
 def test_positions_have_equal_weight_in_every_case() -> None:
     (one, _), (many, wrong) = rows(0, 1), rows(3, 9)
-    decision = decide(make_reference({"y": one}, {"y": many}), {"y": one}, {"y": wrong}, argmax_agreement=0.5)
-    assert decision.value == 7 / 10
-    assert [(case.total, case.count) for case in decision.cases] == [(1, 1), (6, 9)]
+    gate_result = decide(make_reference({"y": one}, {"y": many}), {"y": one}, {"y": wrong}, argmax_agreement=0.5)
+    assert gate_result.value == 7 / 10
+    assert [(case.total, case.count) for case in gate_result.cases] == [(1, 1), (6, 9)]
 
 
 def mark_cases(reference: Reference, **kinds: list[int]) -> Reference:
@@ -97,18 +97,18 @@ def mark_cases(reference: Reference, **kinds: list[int]) -> Reference:
 def test_gates_count_data_cases_or_else_all_ordinary_cases(kinds: dict[str, list[int]]) -> None:
     original, candidate = rows(3, 9)
     reference = mark_cases(make_reference({"y": original}, {"y": original}), **kinds)
-    decision = decide(reference, {"y": original}, {"y": candidate}, argmax_agreement=1.0)
-    assert (decision.value, decision.count) == (1.0, 9)
+    gate_result = decide(reference, {"y": original}, {"y": candidate}, argmax_agreement=1.0)
+    assert (gate_result.value, gate_result.count) == (1.0, 9)
 
 
 def test_generated_inputs_have_no_interval() -> None:
     original, candidate = rows(3, 9)
     reference = mark_cases(make_reference({"y": original}))
     for minima in ({"argmax_agreement": 1.0}, {"cosine": 1.0}):
-        decision = decide(reference, {"y": candidate}, **minima)
-        assert (decision.low, decision.high) == (None, None)
-        assert " of generated inputs" in str(decision.failure)
-        assert "interval" not in str(decision.failure)
+        gate_result = decide(reference, {"y": candidate}, **minima)
+        assert (gate_result.low, gate_result.high) == (None, None)
+        assert " of generated inputs" in str(gate_result.failure)
+        assert "interval" not in str(gate_result.failure)
 
 
 def test_other_cases_count_if_a_file_takes_no_data_case() -> None:
@@ -116,19 +116,19 @@ def test_other_cases_count_if_a_file_takes_no_data_case() -> None:
     reference = mark_cases(make_reference({"y": original}, {"y": original}), data=[1])
     (gate,) = gates(reference, argmax_agreement=1.0)
     traced = Reference(reference.cases[:1], reference.outputs[:1], reference.exact[:1])
-    decision = judge(gate, [{"y": candidate}], traced)
-    assert (decision.passed, decision.count, decision.low) == (False, 9, None)
+    gate_result = judge(gate, [{"y": candidate}], traced)
+    assert (gate_result.passed, gate_result.count, gate_result.low) == (False, 9, None)
 
 
 def test_a_cosine_gate_applies_to_the_smallest_row() -> None:
     original = torch.ones(100, 2)
     candidate = original.clone()
     candidate[7] = torch.tensor([1.0, 0.0])
-    decision = decide(make_reference({"y": original}), {"y": candidate}, cosine=0.99)
-    assert not decision.passed
-    assert decision.value == pytest.approx(0.5**0.5)
-    assert decision.mean == pytest.approx(1 - (1 - 0.5**0.5) / 100)
-    assert "the smallest of 100 rows; their mean 0.997" in str(decision.failure)
+    gate_result = decide(make_reference({"y": original}), {"y": candidate}, cosine=0.99)
+    assert not gate_result.passed
+    assert gate_result.value == pytest.approx(0.5**0.5)
+    assert gate_result.mean == pytest.approx(1 - (1 - 0.5**0.5) / 100)
+    assert "the smallest of 100 rows; their mean 0.997" in str(gate_result.failure)
 
 
 @pytest.mark.parametrize("measure", ["argmax_agreement", "cosine"])
@@ -144,16 +144,16 @@ def test_a_cosine_gate_applies_to_the_smallest_row() -> None:
 )
 def test_an_incomparable_output_agrees_nowhere(measure: str, candidate: Any, problem: str) -> None:
     reference = make_reference({"y": torch.eye(4)}, {"y": torch.eye(4)})
-    decision = decide(reference, {"y": torch.eye(4)}, candidate, **{measure: 0.0})
-    assert str(decision.failure).endswith(f", at case 1: {problem}")
-    assert decision.count == 8
-    assert decision.mean == 0.5
+    gate_result = decide(reference, {"y": torch.eye(4)}, candidate, **{measure: 0.0})
+    assert str(gate_result.failure).endswith(f", at case 1: {problem}")
+    assert gate_result.count == 8
+    assert gate_result.mean == 0.5
 
 
 def test_rows_of_at_most_k_elements_are_not_counted() -> None:
     reference = make_reference({"y": torch.rand(2, 3)}, {"y": torch.rand(2, 9)})
-    decision = decide(reference, *reference.outputs, top_k_agreement={"min": 1.0, "k": 3})
-    assert (decision.count, decision.value) == (2, 1.0)
+    gate_result = decide(reference, *reference.outputs, top_k_agreement={"min": 1.0, "k": 3})
+    assert (gate_result.count, gate_result.value) == (2, 1.0)
 
 
 def test_padding_of_the_inputs_is_not_counted() -> None:
@@ -161,8 +161,8 @@ def test_padding_of_the_inputs_is_not_counted() -> None:
     reference = make_reference({"y": torch.rand(2, 3, 5)}, batch={"attention_mask": mask})
     flipped = {"y": torch.where(mask[..., None] == 1, reference.outputs[0]["y"], -reference.outputs[0]["y"])}
     for measure, count in (("argmax_agreement", 3), ("cosine", 3), ("greedy_tokens", 2)):
-        decision = decide(reference, flipped, **{measure: 1.0})
-        assert (decision.count, decision.value) == (count, 1.0)
+        gate_result = decide(reference, flipped, **{measure: 1.0})
+        assert (gate_result.count, gate_result.value) == (count, 1.0)
 
 
 @pytest.mark.parametrize("fixed", [{}, {"atol": 10.0}])
@@ -171,7 +171,7 @@ def test_slack_is_the_measured_limit_even_with_a_tolerance(fixed: dict[str, floa
     noisy = (exact + 1e-3).float()
     reference = Reference((Case("only", {}),), ({"y": noisy},), ({"y": exact},))
     limit = measure_tolerances(reference, 4.0)["y"].limit
-    minima = {"argmax_agreement": DecisionConfig(min=1.0)}
+    minima = {"argmax_agreement": MetricGateConfig(min=1.0)}
     (gate,) = make_gates(minima, {}, reference, measure_tolerances(reference, 4.0, **fixed), 4.0)
     assert gate.slack == pytest.approx(limit)
 
@@ -233,7 +233,7 @@ def test_a_metric_failed_by_the_original_is_a_config_error(metric: Metric, probl
     name = "python:mine:f1"
     proof = ParityChecker(THREE, measure_tolerances(THREE, 4.0), gates(THREE, {name: metric}))
     with pytest.raises(ConfigError) as caught:
-        check_usable(proof.targets[0].decisions)
+        check_usable(proof.targets[0].gate_results)
     assert caught.value.location == f"parity.metrics.{name}"
     assert problem in str(caught.value)
 
@@ -253,9 +253,9 @@ def test_a_gate_with_nothing_to_count_is_a_config_error() -> None:
     reference = make_reference({"y": -torch.rand(2, 3, 4)})
     proof = ParityChecker(reference, measure_tolerances(reference, 4.0), gates(reference, iou=0.0))
     with pytest.raises(ConfigError, match="no value counts"):
-        check_usable(proof.targets[0].decisions)
+        check_usable(proof.targets[0].gate_results)
 
 
 def test_without_gates_nothing_is_decided() -> None:
-    assert ParityChecker(THREE, measure_tolerances(THREE, 4.0)).targets[0].decisions == ()
+    assert ParityChecker(THREE, measure_tolerances(THREE, 4.0)).targets[0].gate_results == ()
     assert make_gates(None, {}, THREE, measure_tolerances(THREE, 4.0), 4.0) == ()

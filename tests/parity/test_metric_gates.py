@@ -168,13 +168,13 @@ def test_an_exact_transformation_passes_the_strictest_gates(folder: Path) -> Non
     targets = ["original", "graph", "torchscript", "onnx", "onnx-optimized"]
     assert [target["target"] for target in manifest["parity"]["targets"]] == targets
     for target in manifest["parity"]["targets"]:
-        assert [(d["measure"], d["output"], d["value"]) for d in target["decisions"]] == [
+        assert [(d["measure"], d["output"], d["value"]) for d in target["gate_results"]] == [
             ("argmax_agreement", "logits", 1.0),
             ("top_k_agreement", "logits", 1.0),
             ("python:my_metrics:agreement", None, 1.0),
         ]
-        assert target["decisions"][0]["count"] == sum(case["count"] for case in target["decisions"][0]["cases"])
-        assert [d["count"] for d in target["decisions"]] == [ROWS, ROWS, 13]
+        assert target["gate_results"][0]["count"] == sum(case["count"] for case in target["gate_results"][0]["cases"])
+        assert [d["count"] for d in target["gate_results"]] == [ROWS, ROWS, 13]
     assert manifest["config"]["parity"]["metrics"]["top_k_agreement"] == {"min": 1.0, "k": 2}
 
 
@@ -228,11 +228,11 @@ def test_gates_are_tracked_as_metrics(folder: Path) -> None:
     assert result.tracking_failure is None
     assert result.run_id is not None
     run = mlflow.MlflowClient(uri).get_run(result.run_id)
-    prefix = "decisions.torchscript.logits.argmax_agreement"
+    prefix = "metrics.torchscript.logits.argmax_agreement"
     metrics = run.data.metrics
     assert metrics[f"{prefix}.low"] < metrics[f"{prefix}.value"] < metrics[f"{prefix}.high"]
     assert metrics[f"{prefix}.count"] == ROWS
-    assert 0.5 <= metrics["decisions.torchscript.python_my_metrics_agreement.value"] <= 1.0
+    assert 0.5 <= metrics["metrics.torchscript.python_my_metrics_agreement.value"] <= 1.0
     assert run.data.params["parity.metrics.argmax_agreement.min"] == "0.5"
 
 
@@ -252,12 +252,12 @@ def change_gate(bundle: Path, **values: Any) -> None:
 def test_verify_checks_all_gates_except_user_metrics(bundle: Path) -> None:
     targets = verify(bundle).targets[1:]
     assert all(target.passed for target in targets)
-    assert [[d.gate.name for d in target.decisions] for target in targets] == [["logits, argmax_agreement"]] * 3
+    assert [[d.gate.name for d in target.gate_results] for target in targets] == [["logits, argmax_agreement"]] * 3
 
 
 @pytest.mark.slow
 def test_stored_cases_need_not_exceed_their_recorded_value(bundle: Path) -> None:
-    recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["targets"][2]["decisions"][0]
+    recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["targets"][2]["gate_results"][0]
     change_gate(bundle, min=recorded["value"] + 0.01)
     assert all(target.passed for target in verify(bundle).targets[1:]), "as where the other cases had made up for them"
 
@@ -267,7 +267,7 @@ def test_a_bundle_failing_a_gate_exits_with_the_gate_code(bundle: Path) -> None:
     def pretend(document: dict[str, Any]) -> None:
         document["parity"]["gates"][0]["min"] = 1.0
         for target in document["parity"]["targets"]:
-            for case in target["decisions"][0]["cases"]:
+            for case in target["gate_results"][0]["cases"]:
                 case["total"] = case["count"]
 
     exports.edit_json(bundle / "manifest.json", pretend)
@@ -294,7 +294,7 @@ def test_gates_can_be_set_from_python(tmp_path: Path) -> None:
     gates = {"dynamic": exports.DYNAMIC, "formats": ["pt2"], "transformations": []}
     demanded = {"cosine": {"min": 0.9999, "output": "hidden"}, "argmax_agreement": 1}
     result = export(exports.block(), exports.batch(), tmp_path / "block", metrics=demanded, **gates)
-    assert [d.gate.measure for d in result.parity[-1].decisions] == ["cosine", "argmax_agreement"]
-    assert all(d.value == pytest.approx(1.0) for d in result.parity[-1].decisions)
+    assert [d.gate.measure for d in result.parity[-1].gate_results] == ["cosine", "argmax_agreement"]
+    assert all(d.value == pytest.approx(1.0) for d in result.parity[-1].gate_results)
     with pytest.raises(ConfigError, match='unknown metric "cosin"\nHint: Did you mean "cosine"'):
         export(exports.block(), exports.batch(), tmp_path / "other", metrics={"cosin": 1.0}, **gates)

@@ -17,7 +17,7 @@ from optexport.parity.metrics import (
     greedy_tokens,
     intersections_over_unions,
     normal_interval,
-    real_positions,
+    unpadded_positions,
     wilson_interval,
 )
 
@@ -169,7 +169,7 @@ def test_padding_and_sequences_of_only_padding_are_not_counted() -> None:
     candidate = original.flip(-1)
     candidate[:2, :2] = original[:2, :2]
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
-    real = real_positions({"attention_mask": mask}, original.shape[:-1])
+    real = unpadded_positions({"attention_mask": mask}, original.shape[:-1])
     tally = greedy_tokens(candidate, original, original.double(), 0.0, real)
     assert tally.values.tolist() == [1.0, 0.0]
     assert agreement(candidate, original, original.double(), 0.0, 1, real).values.tolist() == [1.0] * 4 + [0.0]
@@ -190,7 +190,7 @@ def test_padding_and_sequences_of_only_padding_are_not_counted() -> None:
     ids=["integers", "booleans", "another length", "floats", "of the encoder", "of the decoder", "none"],
 )
 def test_only_padding_masks_exclude_positions(batch: dict[str, torch.Tensor], counted: int) -> None:
-    assert int(real_positions(batch, torch.Size([2, 3])).sum()) == counted
+    assert int(unpadded_positions(batch, torch.Size([2, 3])).sum()) == counted
 
 
 def test_cosine_is_per_row_at_any_scale() -> None:

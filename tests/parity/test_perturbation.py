@@ -10,11 +10,11 @@ from torch import nn
 
 from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation
-from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference_run import run_original
+from optexport.parity.target_check import TargetChecker
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import trace
 from tests.parity.network import EPS, Tensors, call
@@ -104,7 +104,7 @@ def _checked(checker: ParityChecker, by: float) -> TargetParity:
     """Returns the result of a target with an offset at the badly conditioned case."""
     results = {id(case.batch): _off(checker, by, STEEP)[case.name] for case in checker.reference.cases}
     signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
-    candidate_checker = CandidateChecker(checker, call, Norm(), signature, {}, ParityConfig())
+    candidate_checker = TargetChecker(checker, call, Norm(), signature, {}, ParityConfig())
     return candidate_checker.check("onnx", lambda: lambda batch: results[id(batch)])
 
 

@@ -63,7 +63,7 @@ def test_file_is_gated_on_all_batches_and_in_both_sessions(result: Result) -> No
     for target in lowered:
         (output,) = target.outputs
         assert len(output.cases) == len(result.manifest.parity.cases)
-        assert target.decisions[0].value >= 0.999
+        assert target.gate_results[0].value >= 0.999
         assert output.max_abs > 100 * output.floor
 
 

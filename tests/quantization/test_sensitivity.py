@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from optexport.config.metrics import DecisionConfig
+from optexport.config.metrics import MetricGateConfig
 from optexport.errors import ConfigError, ParityError
 from optexport.parity.cases.case import Case
 from optexport.parity.checker import ParityChecker
@@ -29,7 +29,7 @@ def _checker() -> ParityChecker:
     reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
     tolerances = measure_tolerances(reference, 4.0)
     return ParityChecker(
-        reference, tolerances, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, tolerances, 4.0)
+        reference, tolerances, make_gates({"cosine": MetricGateConfig(min=_GATE)}, {}, reference, tolerances, 4.0)
     )
 
 
@@ -109,7 +109,7 @@ def test_unknown_layer_name_is_refused() -> None:
 
 def test_harm_is_relative_to_the_margin_of_the_gate() -> None:
     checker = _checker()
-    own = checker.targets[0].decisions
+    own = checker.targets[0].gate_results
     half = math.acos(1 - 0.5 * (1 - _GATE))
     target = checker.check(
         "file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8"

@@ -89,9 +89,9 @@ def test_tolerance_is_suggested_up_to_a_tenth_of_largest_value(tolerance: float 
     record = read_parity(exports.exported().output)
     (target, *_), (output, *_) = record.targets, record.targets[0].outputs
     case = output.cases[0].model_copy(update={"failure": "wrong"})
-    output = output.model_copy(update={"tolerance": tolerance, "cases": [case]})
+    output = output.model_copy(update={"passing_atol": tolerance, "cases": [case]})
     bounds = {output.output: record.bounds[output.output].model_copy(update={"largest": 2.0})}
-    targets = [target.model_copy(update={"outputs": [output], "decisions": []})]
+    targets = [target.model_copy(update={"outputs": [output], "gate_results": []})]
     record = record.model_copy(update={"targets": targets, "bounds": bounds})
     for text in (junit.render(record), "".join(github.error_lines(record))):
         assert (f"With atol={tolerance} against the original" in text) is suggested

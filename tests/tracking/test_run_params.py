@@ -72,7 +72,7 @@ def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
 
     def change(document: dict[str, Any]) -> None:
         for target in document["parity"]["targets"]:
-            target["outputs"][0] |= {"output": "price_$usd^$", "multiple": 1.0}
+            target["outputs"][0] |= {"output": "price_$usd^$", "floor_ratio": 1.0}
 
     def dollars(document: dict[str, Any]) -> None:
         timed(1.0, 1.5)(document)

@@ -107,7 +107,7 @@ def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_
         def change(document: dict) -> None:
             registering("rated")(document)
             for target in document["parity"]["targets"]:
-                target["outputs"][0]["multiple"] = multiple
+                target["outputs"][0]["floor_ratio"] = multiple
 
         return change
 

@@ -20,7 +20,7 @@ from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Outcome, Trial
 from optexport.config import format_passes
-from optexport.config.benchmarks import BarConfig
+from optexport.config.benchmarks import FormatLimits
 from optexport.errors import BenchError
 from optexport.tuning.candidate import Candidate, Option, rules_in
 from optexport.tuning.candidate_builder import CandidateRejected
@@ -107,7 +107,7 @@ class World:
             model=SimpleNamespace(device=device),
             bench=SimpleNamespace(rounds=20),
             export=SimpleNamespace(passes={"torchscript": list(configured)}),
-            gate=SimpleNamespace(max_size_mb=None if max_mb is None else BarConfig(every=max_mb)),
+            gate=SimpleNamespace(max_size_mb=None if max_mb is None else FormatLimits(every=max_mb)),
         )
         job: Any = SimpleNamespace(rules=rules, config=config)
         builder: Any = self

@@ -20,8 +20,8 @@ from optexport.exporters.graph_writer import GraphWriter
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, load_preset
 from optexport.loading.loader import Loaded
-from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.reference import graph_runner
+from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.steps import run_reference, trace_model
 from optexport.runtime import runners
 from optexport.tracing.transformers_exporter import one_pass, quiet
@@ -169,12 +169,12 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     called = [modules[str(node.target)] for node in traced.graph_module.graph.find_nodes(op="call_module")]
     outcome.nodes = traced.nodes
     outcome.linears = sum(isinstance(module, nn.Linear) for module in called)
-    outcome.fixed = list(traced.traced.fixed)
+    outcome.fixed = list(traced.trace.fixed)
 
-    def refer() -> CandidateChecker:
+    def refer() -> TargetChecker:
         checker = run_reference(traced)
         model, signature = job.loaded.model, traced.signature
-        return CandidateChecker(checker, call, model, signature, traced.vocabularies, job.config.parity)
+        return TargetChecker(checker, call, model, signature, traced.vocabularies, job.config.parity)
 
     candidate_checker = outcome.run("reference", refer)
     if candidate_checker is None:

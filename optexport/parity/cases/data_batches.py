@@ -77,11 +77,11 @@ def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool
     return tuple({**batch, **{name: batch[name][a:b] for name in inputs}} for a, b in itertools.pairwise(ends))
 
 
-def describe_unchecked_data(real: Sequence[Batch], rows: int, cases: Sequence[Case]) -> tuple[str, ...]:
+def describe_unchecked_data(user_batches: Sequence[Batch], rows: int, cases: Sequence[Case]) -> tuple[str, ...]:
     """Describes how much of the user data was not checked.
 
     Args:
-        real: All batches of user data.
+        user_batches: All batches of user data.
         rows: Number of rows of the data, or 0 if the data was not split.
         cases: Cases that were checked.
 
@@ -91,8 +91,10 @@ def describe_unchecked_data(real: Sequence[Batch], rows: int, cases: Sequence[Ca
     checked_batches = [case.batch for case in cases if case.data]
     if not rows:
         count = len(checked_batches)
-        return () if count == len(real) else (f"data: {count} of {len(real)} batches are checked",)
+        return () if count == len(user_batches) else (f"data: {count} of {len(user_batches)} batches are checked",)
     # Splitting changes only the inputs that differ between the batches.
-    split_input = next(name for name, tensor in real[0].items() if not all(tensor is batch[name] for batch in real))
+    split_input = next(
+        name for name, tensor in user_batches[0].items() if not all(tensor is batch[name] for batch in user_batches)
+    )
     checked_rows = sum(batch[split_input].shape[0] for batch in checked_batches)
     return () if checked_rows == rows else (f"data: {checked_rows} of {rows} rows are checked",)

@@ -54,7 +54,7 @@ def special_cases(
     if vocabularies:
         ids = {name: _with_boundary_ids(example[name], count) for name, count in vocabularies.items()}
         cases.append(Case("boundary ids", {**example, **ids}, optional=True))
-    if values := {name: tensor for name, tensor in example.items() if _has_real_values(name, tensor)}:
+    if values := {name: tensor for name, tensor in example.items() if _is_continuous(name, tensor)}:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
         large = {name: tensor * _scale_factor(tensor.dtype) for name, tensor in values.items()}
         times = max(_scale_factor(tensor.dtype) for tensor in values.values())
@@ -114,8 +114,8 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     return torch.where(is_unchanged, ids.flatten(), chosen).reshape(ids.shape)
 
 
-def _has_real_values(name: str, tensor: torch.Tensor) -> bool:
-    """Checks if an input contains real values, unlike a mask with marks such as 0."""
+def _is_continuous(name: str, tensor: torch.Tensor) -> bool:
+    """Returns True if any number is a usual value of an input, unlike in a mask."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
 
 

@@ -28,7 +28,7 @@ _EVERY_SIZE_UP_TO = 16
 
 def make_cases(
     example: Batch,
-    real: Sequence[Batch],
+    user_batches: Sequence[Batch],
     signature: Signature,
     suspect_sizes: Sequence[Mapping[str, int]] = (),
     effort: Effort = "standard",
@@ -38,7 +38,7 @@ def make_cases(
     There are fewer untraced sizes if the declared ranges contain fewer.
 
     Args:
-        real: Batches of user data.
+        user_batches: Batches of user data.
         suspect_sizes: Sizes at which the trace may not hold. They are always checked.
         effort: "quick" uses the first data batch only and skips the ends of the ranges. "exhaustive" adds many sizes
             and does not reduce large ones.
@@ -46,7 +46,10 @@ def make_cases(
     Raises:
         TraceError: A suspect size makes every batch too large.
     """
-    data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
+    data = [
+        Case("data" if len(user_batches) == 1 else f"data {i}", batch, data=True)
+        for i, batch in enumerate(user_batches)
+    ]
     data = data[:1] if effort == "quick" else data
     other_data = [case for case in data if not _is_same(case.batch, example)]
     cases = [Case("traced", example, data=len(other_data) < len(data)), *other_data]

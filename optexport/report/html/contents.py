@@ -44,7 +44,7 @@ def verdict(manifest: Manifest) -> Verdict:
     parity = manifest.parity
     failures = [f"{target.title}, {output.output}: {case.failure}" for target in parity.targets
                 for output in target.outputs for case in output.cases if case.failure is not None]  # fmt: skip
-    failures += [f"{target.title}: {d.failure}" for target in parity.targets for d in target.decisions if d.failure]
+    failures += [f"{target.title}: {d.failure}" for target in parity.targets for d in target.gate_results if d.failure]
     if failures:
         sentence = f"{_count(len(failures), 'comparison', 'comparisons')} failed: {failures[0]}."
     else:
@@ -75,7 +75,7 @@ def _reservations(manifest: Manifest) -> Iterator[str]:
     if any(artifact.precision is not None for artifact in manifest.artifacts):
         if manifest.ungated:
             yield f"No gate checks {_join(manifest.ungated)} in files of lower precision."
-        if any(gate.real for gate in parity.gates):
+        if any(gate.is_user_data for gate in parity.gates):
             yield (
                 "Gates of files with lower precision use your data only; at other sizes only gross errors are detected."
             )

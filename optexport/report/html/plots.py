@@ -78,7 +78,7 @@ def parity_plot(parity: ParityRecord) -> Markup | None:
         axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
         for index, target in enumerate(targets):
             offset = (index - (len(targets) - 1) / 2) * 0.8 / len(targets)
-            multiples = {output.output: output.multiple for output in target.outputs}
+            multiples = {output.output: output.floor_ratio for output in target.outputs}
             points = [(multiple, row + offset) for row, name in enumerate(outputs)
                       if (multiple := multiples.get(name)) is not None and multiple > 0]  # fmt: skip
             axes.plot(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from optexport.bundle.manifest import ArtifactRecord, DimRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured
-from optexport.bundle.parity_records import DecisionRecord, OutputRecord, TargetRecord, ToleranceRecord
+from optexport.bundle.parity_records import GateResultRecord, OutputRecord, TargetRecord, ToleranceRecord
 from optexport.config.registration import MaxRegressionConfig
 from optexport.errors import short_line
 from optexport.tracking.bundle_record import BundleRecord
@@ -147,9 +147,9 @@ def _compare_distances(
         if (theirs := outputs.get(ours.output)) is None:
             continue
         prefix = f"parity: {new.target}, {ours.output}"
-        if ours.multiple is not None and theirs.multiple is not None:
-            if ours.multiple > max(1.0, theirs.multiple * (1 + allowed)):
-                yield f"{prefix}: {ours.multiple:.3g} times the noise floor (champion: {theirs.multiple:.3g})"
+        if ours.floor_ratio is not None and theirs.floor_ratio is not None:
+            if ours.floor_ratio > max(1.0, theirs.floor_ratio * (1 + allowed)):
+                yield f"{prefix}: {ours.floor_ratio:.3g} times the noise floor (champion: {theirs.floor_ratio:.3g})"
         elif bounds[ours.output].fixed and ours.max_abs is not None and theirs.max_abs is not None:
             # Without rounding the noise floor is zero, and the user's tolerance accepts any smaller distance. Without a
             # tolerance, the parity check limits the distance to a few units in the last place.
@@ -160,8 +160,8 @@ def _compare_distances(
 
 def _compare_metrics(new: TargetRecord, champion: TargetRecord) -> Iterator[str]:
     """Compares a file of lower precision by each metric of the champion."""
-    metrics: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in new.decisions}
-    for theirs in champion.decisions:
+    metrics: dict[tuple[str, str | None], GateResultRecord] = {(d.measure, d.output): d for d in new.gate_results}
+    for theirs in champion.gate_results:
         if theirs.mean is None:
             continue
         prefix = f"parity: {new.title}, {theirs.measure}{f' of {theirs.output}' if theirs.output else ''}"

@@ -32,7 +32,7 @@ def multiple(value: float | None, target: str = "onnx") -> Change:
 
     def change(document: dict[str, Any]) -> None:
         (record,) = [record for record in document["parity"]["targets"] if record["target"] == target]
-        record["outputs"][0]["multiple"] = value
+        record["outputs"][0]["floor_ratio"] = value
 
     return change
 
@@ -49,11 +49,11 @@ def lowered(precision: str, value: float, low: float | None = None, high: float 
     """Returns a change that gives the ONNX file a lower precision and a decision metric."""
 
     def change(document: dict[str, Any]) -> None:
-        decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
-        decision |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
+        gate_result = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
+        gate_result |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
         for target in document["parity"]["targets"]:
             if target["target"].startswith("onnx"):
-                target |= {"precision": precision, "decisions": [decision]}
+                target |= {"precision": precision, "gate_results": [gate_result]}
 
     return change
 
@@ -234,7 +234,7 @@ def test_an_interface_difference_is_one_short_line(tmp_path: Path) -> None:
     [
         (of_size(10**400), "size"),
         (of_size(-1), "size"),
-        (multiple(-1.0), "multiple"),
+        (multiple(-1.0), "floor_ratio"),
         (lambda document: document["dims"]["batch"].update(min=-(10**400)), "min"),
         (lambda document: document["dims"]["batch"].update(max=10**400), "max"),
     ],
@@ -342,8 +342,8 @@ def test_a_version_without_a_gate_of_the_champion_is_worse(tmp_path: Path) -> No
     def without(document: dict[str, Any]) -> None:
         lowered("int8", 0.9)(document)
         for target in document["parity"]["targets"]:
-            for decision in target["decisions"]:
-                decision["measure"] = "top_k_agreement"
+            for gate_result in target["gate_results"]:
+                gate_result["measure"] = "top_k_agreement"
 
     worse = verdict(tmp_path, {"manifest": without}, {"manifest": lowered("int8", 0.9)}).worse
     assert worse[0] == "parity: onnx (int8), argmax_agreement of hidden: not measured in this run (champion: 0.9)"
