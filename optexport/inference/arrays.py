@@ -39,7 +39,7 @@ def is_constant(constant: Any, value: Any) -> bool:
 def constant_error(name: str, constant: Any) -> ConfigError:
     """Returns the error for an input that differs from the file's constant."""
     return ConfigError(
-        f"the file is for the constant {constant} only",
+        f"the file was exported for {name} = {constant}",
         location=name,
         hint="Pass that value or none, or export the model for another value.",
     )

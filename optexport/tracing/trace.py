@@ -105,7 +105,7 @@ def _check_names(model: nn.Module) -> None:
     for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
-                f"the name {name!r} cannot be part of Python code, which a graph is",
+                f"the generated code cannot contain the name {name!r}",
                 location=type(model).__name__,
                 hint="Rename it, without quotes, backslashes, line breaks and Python keywords.",
             )

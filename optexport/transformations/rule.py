@@ -85,7 +85,7 @@ class Rule(Transformation):
 
     @abstractmethod
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        """Checks if the rule applies at a node.
+        """Matches the rule at a node.
 
         Returns:
             A `Match` if it applies, a `Skip` if it nearly applies, and None for all other nodes.

@@ -205,7 +205,7 @@ def test_unsupported_processing_is_refused(
         (None, "the image processor of the model cannot be loaded"),
         ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalizes images"),
         ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale, the images are float32"),
-        # This processor pads with zeros after normalising.
+        # This processor pads with zeros after normalizing.
         ({"image_processor_type": "SamImageProcessor"}, "the results are not a scale of the unscaled images"),
         # The same, but only for batches of images of two sizes.
         ({"image_processor_type": "DetrImageProcessor"}, "the results are not a scale of the unscaled images"),
