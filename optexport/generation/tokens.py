@@ -137,8 +137,8 @@ def compare(
         gap = float(logits[expected_token] - logits[actual_token])
         if not gap <= _SIDES * limit:
             raise ParityError(
-                f"token {first} of row {row} differs from model.generate (found {actual_token}, expected "
-                f"{expected_token}; their logits differ by {gap:.2g}, rounding explains {_SIDES * limit:.2g})",
+                f"token {first} of row {row} differs from model.generate (expected {expected_token}, found "
+                f"{actual_token}; their logits differ by {gap:.2g}, rounding explains {_SIDES * limit:.2g})",
                 location=f"{file_format}: {name}",
                 hint="The check of the decoder alone passed. Please report this with the model's config.",
             )

@@ -202,7 +202,7 @@ def _sort_inputs(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> 
     names = {as_argument(name): name for name in example}
     if set(placeholders) != set(names):
         raise TraceError(
-            f"wrong inputs for the graph (found {', '.join(example)}, expected {', '.join(placeholders)})",
+            f"wrong inputs for the graph (expected {', '.join(placeholders)}, found {', '.join(example)})",
             location=type(model).__name__,
         )
     return {names[argument]: example[names[argument]] for argument in placeholders}

@@ -117,7 +117,7 @@ def test_file_with_scaling_takes_uint8_images(
     processor = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
     pictures = [Image.open(path) for path in images]
     np.testing.assert_array_equal(processor(images=pictures, return_tensors="np")["pixel_values"], pixels)
-    with pytest.raises(ConfigError, match="found dtype float32, expected uint8"):
+    with pytest.raises(ConfigError, match="expected dtype uint8, found float32"):
         bundle(pixel_values=pixels.astype(np.float32))
 
 

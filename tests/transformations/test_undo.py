@@ -191,7 +191,7 @@ def test_undo_that_fails_midway_leaves_the_graph_unchanged() -> None:
     graph_module.graph.erase_node(unused)
     graph_module.recompile()
     before = written(graph_module)
-    with pytest.raises(TransformationError, match=r"MergeLinears: .* has lost slices \(found 2, expected 3\)"):
+    with pytest.raises(TransformationError, match=r"MergeLinears: .* has lost slices \(expected 3, found 2\)"):
         rule(graph_module, reverse=True)
     assert written(graph_module) == before
 
