@@ -121,7 +121,7 @@ def _encoder() -> torch.nn.Module:
         (
             _with_convolutions,
             TraceError,
-            r"unsupported layer 0 of the cache \(found LinearAttentionLayer,",
+            r"unsupported layer 0 of the cache \(expected keys and values, found LinearAttentionLayer\)",
         ),
         (_encoder, ConfigError, r"has no method generate\(\)"),
         (lambda: models.make("gpt2").train(), TraceError, "train mode"),
