@@ -156,7 +156,7 @@ def _copy(batch: Mapping[str, torch.Tensor]) -> Batch:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             layout = str(tensor.layout).removeprefix("torch.")
             raise ConfigError(
-                f"found a {layout} tensor on the device {tensor.device}, expected a dense tensor on the CPU",
+                f"expected a dense tensor on the CPU, found a {layout} tensor on the device {tensor.device}",
                 location=f"inputs: {name}",
                 hint="Pass tensor.to_dense().cpu().",
             )
@@ -229,7 +229,7 @@ def symbolic_trace(
         TraceError: The model cannot be traced, or fixes an axis that is declared dynamic.
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"not a module (found {type(model).__name__}, expected nn.Module)", location="model")
+        raise TraceError(f"not a module (expected nn.Module, found {type(model).__name__})", location="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)
     if example is None:
         if isinstance(model, fx.GraphModule):
@@ -253,7 +253,7 @@ def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.G
     if not all(name in parameters for name in input_names):
         names = ", ".join(map(str, input_names))
         raise TraceError(
-            f"forward takes other inputs (found {names}, expected {', '.join(parameters)})", location="input_names"
+            f"forward takes other inputs (expected {', '.join(parameters)}, found {names})", location="input_names"
         )
     try:
         return fx.symbolic_trace(model)

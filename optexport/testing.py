@@ -44,7 +44,7 @@ def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
     """Asserts that outputs are bit-exact. Messages start with `what`."""
-    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    assert len(got) == len(want), f"{what}: expected {len(want)} outputs, found {len(got)}"
     for index, (result, expected) in enumerate(zip(got, want, strict=True)):
         _assert_same_kind(result, expected, f"{what}: output {index}")
         assert _bits(result) == _bits(expected), f"{what}: output {index} differs"
@@ -52,7 +52,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) ->
 
 def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, scale: float | None = None) -> None:
     """Asserts that outputs agree to rounding, relative to `scale` or their largest number."""
-    assert len(got) == len(want), f"{what}: found {len(got)} outputs, expected {len(want)}"
+    assert len(got) == len(want), f"{what}: expected {len(want)} outputs, found {len(got)}"
     for index, (result, expected) in enumerate(zip(got, want, strict=True)):
         label = f"{what}: output {index}"
         _assert_same_kind(result, expected, label)
@@ -75,7 +75,7 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, s
 
 def _assert_same_kind(result: torch.Tensor, expected: torch.Tensor, label: str) -> None:
     kind, expected_kind = (result.dtype, result.shape), (expected.dtype, expected.shape)
-    assert kind == expected_kind, f"{label}: wrong dtype or shape (found {kind}, expected {expected_kind})"
+    assert kind == expected_kind, f"{label}: wrong dtype or shape (expected {expected_kind}, found {kind})"
 
 
 def sharing(graph_module: fx.GraphModule) -> fx.GraphModule:

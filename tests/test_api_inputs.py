@@ -62,7 +62,7 @@ def test_input_with_a_gradient_is_used_without_it(tmp_path: Path) -> None:
     ids=["sparse", "meta"],
 )
 def test_tensor_that_no_file_supports_is_refused_by_name(tensor: torch.Tensor, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"inputs: input: found a .*{problem}"):
+    with pytest.raises(ConfigError, match=f"inputs: input: expected a dense tensor on the CPU, found a .*{problem}"):
         quick(randomise(nn.Linear(4, 3)), {"input": tensor}, tmp_path / "bundle")
 
 

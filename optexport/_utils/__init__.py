@@ -1,1 +1,1 @@
-"""Helpers that do not depend on models or bundles."""
+"""Helpers for files, processes, packages and torch modules, without knowledge of formats or bundles."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Bytes of weights from which saving a copy of them is worth the time.
+# From this many bytes of weights on, avoiding a copy is worth the time.
 LARGE_MODEL = 256 << 20
 
 # From <linux/mman.h>, since Linux 5.4. Modified pages are not discarded.
@@ -31,7 +31,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Returns True if saving one copy of the model's weights is worth the time."""
+    """Returns True if avoiding one copy of the model's weights is worth the time."""
     return weight_bytes(model) >= LARGE_MODEL
 
 

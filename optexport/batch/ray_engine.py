@@ -188,7 +188,7 @@ def stage_tasks(
     if size > _MAX_PACKAGE_BYTES:
         limit = _MAX_PACKAGE_BYTES >> 20
         raise ConfigError(
-            f"the files that the configs name are too large for Ray (found {size >> 20} MiB, expected at most {limit})",
+            f"the files that the configs name are too large for Ray (expected at most {limit}, found {size >> 20} MiB)",
             location="--engine ray",
             hint="Put large files on storage that every node can read, and name them by absolute paths.",
         )

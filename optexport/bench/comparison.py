@@ -13,7 +13,7 @@ from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison, Verdict
 
 _RESAMPLES = 4000
 _LEVEL = 0.95
-# Rounds in total; a suggestion of more rounds would take too long to follow.
+# Do not suggest more rounds than this.
 _MAX_ROUNDS = 2000
 
 

@@ -260,7 +260,7 @@ def _check_names(shape: Sizes, axes: Sequence[str], location: str) -> None:
 def _check_range(name: str, size: int, dim: Dim, location: str) -> None:
     if size < dim.min or (dim.max is not None and size > dim.max):
         raise ConfigError(
-            f"{name} is out of range (found {size}, expected {dim.min} to {dim.max or 'any'})", location=location
+            f"{name} is out of range (expected {dim.min} to {dim.max or 'any'}, found {size})", location=location
         )
 
 

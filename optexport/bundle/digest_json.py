@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
             raise BundleError("the path is not a regular file", location=str(path), hint=_HINT)
         if (size := path.stat().st_size) > LARGEST:
             raise BundleError(
-                f"the file is too large (found {size} bytes, expected at most {LARGEST})",
+                f"the file is too large (expected at most {LARGEST}, found {size} bytes)",
                 location=str(path),
                 hint=_HINT,
             )

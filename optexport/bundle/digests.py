@@ -121,7 +121,7 @@ def read_manifest_only(folder: Path) -> Manifest:
     document = digest_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != VERSION:
         raise BundleError(
-            f"the manifest has another version (found {version}, expected {VERSION})",
+            f"the manifest has another version (expected {VERSION}, found {version})",
             location=str(folder / MANIFEST),
             hint="Upgrade optexport." if isinstance(version, int) and version > VERSION else "Export the bundle again.",
         )

@@ -41,7 +41,7 @@ def check_locations(path: Path) -> None:
     if outside := sorted(paths - {f"{path.name}.data"}):
         expected = f"{path.name}.data"
         raise BundleError(
-            f"weights are in another file (found {outside[0]!r}, expected {expected!r})", location=str(path)
+            f"weights are in another file (expected {expected!r}, found {outside[0]!r})", location=str(path)
         )
 
 

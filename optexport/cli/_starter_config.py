@@ -47,7 +47,7 @@ def starter_config(source: str, folder: Path) -> str:
     if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
         name = source.partition(":/")[2].strip("/").replace("/", "-") or name
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
-        name = name.removesuffix(suffix) or name  # the source is a file, and the output a folder
+        name = name.removesuffix(suffix) or name  # do not name the output folder after the file
     lines = [
         "# The model: a folder, a hub id, package:NAME/PATH, python:module:factory,",
         "# mlflow:models:/NAME@ALIAS, a .pt2 file or a TorchScript file. Paths are relative to this file.",

@@ -224,7 +224,7 @@ def check_precision(config: Config, location: str) -> None:
     if all(name in METRICS and gate.min <= METRICS[name][0] for name, gate in gates):
         minima = ", ".join(f"{name} = {gate.min:g}" for name, gate in gates)
         raise ConfigError(
-            f"the gates of the files of lower precision let every result pass ({minima})",
+            f"every gate of the lower-precision files accepts any result ({minima})",
             location=f"{location}: parity.metrics",
             hint="Write a larger number, such as cosine = 0.99.",
         )

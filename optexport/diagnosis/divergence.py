@@ -127,7 +127,7 @@ def _divergence(
     distance, limit = _distance(value, actual), distances.largest(_allowed(value, exact, rounding))
     scale = distances.largest(distances.finite(value.tensor).abs())
     if value.shape != actual.shape:
-        description = f"the shape is {list(actual.shape)}, expected {list(value.shape)}"
+        description = f"expected shape {list(value.shape)}, found {list(actual.shape)}"
     elif distance == math.inf:
         description = "NaN or infinity instead of finite values"
     elif not value.tensor.is_floating_point():

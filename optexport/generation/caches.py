@@ -80,7 +80,7 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
     for part in parts:
         if type(part) is not DynamicCache:
             raise TraceError(
-                f"unsupported cache (found {type(part).__name__}, expected DynamicCache)",
+                f"unsupported cache (expected DynamicCache, found {type(part).__name__})",
                 location=f"generation: {model}",
                 hint=f"If the generation config sets cache_implementation, remove it. {NO_CACHE_HINT}",
             )
@@ -90,7 +90,7 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
             if not is_supported or not layer.is_initialized:
                 kind = f"{'an empty ' if is_supported else ''}{type(layer).__name__}"
                 raise TraceError(
-                    f"unsupported layer {index} of the cache (found {kind}, expected keys and values)",
+                    f"unsupported layer {index} of the cache (expected keys and values, found {kind})",
                     location=f"generation: {model}",
                     hint=NO_CACHE_HINT,
                 )

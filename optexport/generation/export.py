@@ -244,7 +244,7 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
         if not config.is_encoder_decoder:
             if set(prompt) != {"input_ids", "attention_mask"}:
                 raise ConfigError(
-                    f"wrong inputs (found {', '.join(sorted(prompt))}, expected input_ids, attention_mask)",
+                    f"wrong inputs (expected input_ids, attention_mask, found {', '.join(sorted(prompt))})",
                     location=f"prompts[{index}]",
                 )
             runtime.check_left_padded(prompt, f"prompts[{index}]")

@@ -17,8 +17,8 @@ from optexport.tracing import transformers_exporter
 
 # Each of two logits may have an error of one tolerance.
 _SIDES = 2
-# Settings that make `generate` take another token than the most likely, or end elsewhere than at an end token. The
-# values are neutral, and None always is. Sampling is not in the list, because do_sample = False turns it off.
+# Settings that make `generate` take another token than the most likely, or end elsewhere than at an end token. Each
+# value leaves the result unchanged; so does None. Sampling is not in the list, because do_sample = False turns it off.
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
@@ -137,8 +137,8 @@ def compare(
         gap = float(logits[expected_token] - logits[actual_token])
         if not gap <= _SIDES * limit:
             raise ParityError(
-                f"token {first} of row {row} differs from model.generate (found {actual_token}, expected "
-                f"{expected_token}; their logits differ by {gap:.2g}, rounding explains {_SIDES * limit:.2g})",
+                f"token {first} of row {row} differs from model.generate (expected {expected_token}, found "
+                f"{actual_token}; their logits differ by {gap:.2g}, rounding explains {_SIDES * limit:.2g})",
                 location=f"{file_format}: {name}",
                 hint="The check of the decoder alone passed. Please report this with the model's config.",
             )

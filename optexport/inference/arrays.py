@@ -39,7 +39,7 @@ def is_constant(constant: Any, value: Any) -> bool:
 def constant_error(name: str, constant: Any) -> ConfigError:
     """Returns the error for an input that differs from the file's constant."""
     return ConfigError(
-        f"the file is for the constant {constant} only",
+        f"the file was exported for the value {constant}",
         location=name,
         hint="Pass that value or none, or export the model for another value.",
     )
@@ -68,14 +68,14 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     """
     value = _as_numpy(value)
     if not isinstance(value, np.ndarray | np.generic):
-        raise ConfigError(f"found {type(value).__name__}, expected a numpy array or a tensor", location=spec.name)
+        raise ConfigError(f"expected a numpy array or a tensor, found {type(value).__name__}", location=spec.name)
     array, dtype = np.asarray(value), numpy_dtype(spec)
     are_integers = array.dtype.kind in "iub" and dtype.kind in "iu"
     if not (array.dtype.kind == dtype.kind or are_integers) or not np.can_cast(array.dtype, dtype, "safe"):
-        raise ConfigError(f"found dtype {array.dtype}, expected {spec.dtype}", location=spec.name)
+        raise ConfigError(f"expected dtype {spec.dtype}, found {array.dtype}", location=spec.name)
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
-        raise ConfigError(f"found shape {list(array.shape)}, expected [{shape}]", location=spec.name)
+        raise ConfigError(f"expected shape [{shape}], found {list(array.shape)}", location=spec.name)
     # PyTorch rejects a token below 0, but ONNX counts it from the end of the vocabulary.
     if spec.name.endswith("input_ids") and array.size and array.min() < 0:
         raise ConfigError("token ids must not be negative", location=spec.name)

@@ -158,7 +158,7 @@ class Bundle:
                 if size != first_size:
                     dimension = expected if isinstance(expected, str) else f"axis {axis}"
                     raise ConfigError(
-                        f"{dimension} has size {size}, expected {expectation}",
+                        f"{dimension}: expected size {expectation}, found {size}",
                         location=spec.name,
                         hint=self._signature,
                     )

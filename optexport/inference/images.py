@@ -29,7 +29,7 @@ def read(image: Any) -> Any:
         ConfigError: The image has another type, cannot be read, or has more than 8 bits; or Pillow is missing.
     """
     if isinstance(image, np.ndarray) and image.dtype != np.uint8:
-        raise ConfigError(f"found dtype {image.dtype}, expected uint8", location="images", hint="Scale to 0 to 255.")
+        raise ConfigError(f"expected dtype uint8, found {image.dtype}", location="images", hint="Scale to 0 to 255.")
     if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
     check_extra("images", "images")
@@ -41,7 +41,7 @@ def read(image: Any) -> Any:
         return _upright(image, "images")
     if not isinstance(image, str | os.PathLike):
         kind = type(image).__name__
-        raise ConfigError(f"found {kind}, expected a path, a PIL image or a numpy array", location="images")
+        raise ConfigError(f"expected a path, a PIL image or a numpy array, found {kind}", location="images")
     try:
         with Image.open(image) as opened:
             return _upright(opened, str(image))

@@ -33,13 +33,13 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
     if isinstance(sound, np.ndarray):
         if sound.ndim != 1 or sound.dtype.kind != "f" or not sound.size:
             raise ConfigError(
-                f"found {sound.dtype} {list(sound.shape)}, expected floating point numbers [samples]",
+                f"expected floating point numbers [samples], found {sound.dtype} {list(sound.shape)}",
                 location="sounds",
                 hint=f"Pass samples from -1 to 1, at {rate} samples per second.",
             )
         return sound.astype(np.float32)
     if not isinstance(sound, str | os.PathLike):
-        raise ConfigError(f"found {type(sound).__name__}, expected a path or a numpy array", location="sounds")
+        raise ConfigError(f"expected a path or a numpy array, found {type(sound).__name__}", location="sounds")
     hint = f"Convert the file: ffmpeg -i {Path(sound).name} -ac 1 -ar {rate} -c:a pcm_s16le mono.wav"
     try:
         with wave.open(str(sound), "rb") as file:
@@ -52,7 +52,7 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
             hint=hint,
         ) from error
     if width > _MAX_BYTES:
-        bits = f"the samples have {_BITS * width} bits, expected at most {_BITS * _MAX_BYTES}"
+        bits = f"expected samples of at most {_BITS * _MAX_BYTES} bits, found {_BITS * width}"
         raise ConfigError(bits, location=str(sound), hint=hint)
     if file_rate != rate:
         rates = f"the file has {file_rate} samples per second, but the model needs {rate}"

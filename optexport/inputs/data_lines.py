@@ -89,7 +89,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
             )
         else:
             raise ConfigError(
-                f"wrong shape (found {list(rows[differing].shape)}, expected {list(shape)} as in line {first})",
+                f"wrong shape (expected {list(shape)} as in line {first}, found {list(rows[differing].shape)})",
                 location=f'{location}, line {differing}, "{name}"',
             )
     if "input_ids" in batch and batch["input_ids"].dim() == 2 and "attention_mask" not in batch:

@@ -105,7 +105,7 @@ def _check_example(example: Batch, config: InputsConfig, model: nn.Module, progr
         )
     elif set(example) != set(names := input_names(program)):
         raise ConfigError(
-            f"wrong inputs for the program (found {', '.join(example)}, expected {', '.join(names)})", location="inputs"
+            f"wrong inputs for the program (expected {', '.join(names)}, found {', '.join(example)})", location="inputs"
         )
     else:
         check_ranks(program, example)
@@ -160,7 +160,7 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
             size = batch[name].shape[axis]
             if not dim.min <= size <= (size if dim.max is None else dim.max):
                 raise ConfigError(
-                    f"{name} is outside the declared range (found {size}, expected {dim.min} to {dim.max})",
+                    f"{name} is outside the declared range (expected {dim.min} to {dim.max}, found {size})",
                     location=f"inputs.dynamic.{dim.name}",
                     hint="Declare a range that includes the data, or give other data.",
                 )
@@ -193,7 +193,7 @@ def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[
         return conventional_axes(name, tensor.dim())
     if len(names) != tensor.dim():
         raise ConfigError(
-            f"wrong number of axis names (found {len(names)}, expected {tensor.dim()})", location=f"inputs.axes.{name}"
+            f"wrong number of axis names (expected {tensor.dim()}, found {len(names)})", location=f"inputs.axes.{name}"
         )
     return tuple(names)
 

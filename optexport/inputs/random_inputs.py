@@ -107,7 +107,7 @@ def _bounds(name: str, spec: TensorConfig, dtype: torch.dtype) -> tuple[float, f
     high = (1.0 if dtype.is_floating_point else 2.0) if spec.high is None else spec.high
     if not low < high or (not dtype.is_floating_point and math.ceil(low) == math.ceil(high)):
         raise ConfigError(
-            f"high is not above low (found {high:g}, expected more than {low:g})",
+            f"high is not above low (expected more than {low:g}, found {high:g})",
             location=f"inputs.tensors.{name}.high",
         )
     if dtype.is_floating_point:

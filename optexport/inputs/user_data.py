@@ -166,7 +166,7 @@ def _check_memory(path: Path, location: str) -> None:
         needed = sum(info.file_size for info in archive.infolist())
     if needed > (free := free_memory()):
         raise ConfigError(
-            f"the arrays do not fit into memory (found {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB)",
+            f"the arrays do not fit into memory (expected {needed / 2**30:.1f} GiB free, found {free / 2**30:.1f} GiB)",
             location=location,
             hint="Give fewer rows, or free memory.",
         )

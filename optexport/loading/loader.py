@@ -201,7 +201,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(
-            f"the factory returned {type(model).__name__}, expected a torch.nn.Module",
+            f"expected a torch.nn.Module from the factory, found {type(model).__name__}",
             location=f"model.source: python:{location}",
             hint="Return the model from the factory.",
         )

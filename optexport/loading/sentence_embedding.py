@@ -149,7 +149,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
     if prompt and any(getattr(module, "include_prompt", True) is False for module in modules):
         raise SourceError(
-            "the pooling skips the tokens of the prompt, whose positions depend on the padding, so it has no graph",
+            "the pooling cannot be exported: which tokens to skip depends on padding",
             location=location,
             hint=TRANSFORMER_ALONE,
         )

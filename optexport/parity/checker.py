@@ -116,7 +116,7 @@ class TargetParity:
 
     @property
     def outputs_passed(self) -> bool:
-        """Checks if all distances pass, regardless of the gates."""
+        """Returns True if all distances pass, regardless of the gates."""
         return all(output.passed for output in self.outputs)
 
 

@@ -82,9 +82,9 @@ def find_comparison_problem(candidate: torch.Tensor | None, original: torch.Tens
     if candidate is None:
         return "the output is missing"
     if candidate.shape != original.shape:
-        return f"the shape is {list(candidate.shape)}, expected {list(original.shape)}"
+        return f"expected shape {list(original.shape)}, found {list(candidate.shape)}"
     if candidate.dtype != original.dtype:
-        return f"the dtype is {candidate.dtype}, expected {original.dtype}"
+        return f"expected dtype {original.dtype}, found {candidate.dtype}"
     if original.is_floating_point() and not (_all_below(original, math.inf) and _all_below(candidate, math.inf)):
         broken = ~torch.isfinite(candidate) & torch.isfinite(original)
         if broken.any():

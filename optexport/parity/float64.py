@@ -117,7 +117,7 @@ class Float32Detector(TorchDispatchMode):
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Checks if `copy_upcasting_weights` shares a tensor instead of copying it."""
+    """Returns True if `copy_upcasting_weights` shares a tensor instead of copying it."""
     plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided and tensor.is_floating_point()
     return plain and tensor.nbytes >= _LARGE_PARAMETER and not tensor.is_meta
 

@@ -369,5 +369,5 @@ def _call_metric(metric: Metric, result: Outputs, original: Outputs) -> Tally | 
     except (Exception, SystemExit) as error:  # user code may raise anything
         return f"the metric raised {type(error).__name__}: {first_line(error)[:200]}"
     if not math.isfinite(value):
-        return f"the metric returned {value}, expected a finite number"
+        return f"expected a finite number from the metric, found {value}"
     return Tally(torch.tensor([value], dtype=torch.float64))

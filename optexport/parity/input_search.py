@@ -57,7 +57,7 @@ def smallest_failing(
     """Reduces a failing input to the smallest sizes and simplest values that still fail.
 
     Args:
-        fails: Checks if the target fails on a batch; see `failure_test`.
+        fails: Returns True if the target fails on a batch; see `failure_test`.
         failing: A case that fails.
         signature: Inputs and allowed sizes. Without dynamic dimensions only values change.
         vocabularies: Number of valid ids per input, for inputs that index an embedding.
@@ -97,7 +97,7 @@ def find_failing(
     The search is deterministic. A failing input is reduced.
 
     Args:
-        fails: Checks if the target fails on a batch; see `failure_test`.
+        fails: Returns True if the target fails on a batch; see `failure_test`.
         example: The traced batch.
         vocabularies: Number of valid ids per input, for inputs that index an embedding.
         examples: Number of inputs to try.

@@ -24,8 +24,9 @@ from optexport.parity.noise_floor import LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
 
 _PERTURBED_RUNS = 32
-# A distance this many times beyond its limit is not rounding, nor is a failure on a larger share of the batches.
+# Rounding does not explain a distance more than this many times its limit.
 _FARTHEST_TIMES = 16
+# Rounding does not explain failures on more than this share of the batches.
 _LARGEST_SHARE = 0.25
 # The largest noise of all perturbed models is about twice an ordinary noise floor, so half the multiple applies to it.
 _WORST_IN_FLOORS = 2
@@ -46,8 +47,8 @@ def find_raised_tolerances(
     """Returns tolerances that let a target pass, if rounding explains its few small failures.
 
     Each failing case gets its own limit, from the largest distance of a perturbed original from float64. "Small" refers
-    to the limits in `measured`. "Few" counts the cases that any target needs raised limits for. A limit raised for one
-    target raises no other.
+    to the limits in `measured`. "Few" counts the cases that any target needs raised limits for. Raising a limit
+    for one target does not raise it for others.
 
     Args:
         checker: Compared the target.

@@ -202,7 +202,7 @@ def _with_float32(reference: Reference, throughout: _Run) -> Reference:
 
 
 def _is_mismatch(exact: Outputs, original: Outputs) -> bool:
-    """Checks if a float64 output is all NaN or shares few digits with the original's."""
+    """Returns True if a float64 output is all NaN or shares few digits with the original's."""
     return any(
         bool(exact[name].isnan().all() & ~tensor.isnan().all())
         or _relative_noise(tensor, exact[name]) > torch.finfo(tensor.dtype).eps ** 0.5
@@ -281,7 +281,7 @@ def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
 
 
 def _is_close(halves: torch.Tensor, together: torch.Tensor) -> bool:
-    """Checks if two float64 results differ by at most float64 rounding."""
+    """Returns True if two float64 results differ by at most float64 rounding."""
     if halves.shape != together.shape:
         return False
     scale = distances.largest(distances.finite(together).abs())

@@ -53,7 +53,7 @@ def _find_difference(
 ) -> str | None:
     if undone.code != earlier.code:
         lines = zip(undone.code.splitlines(), earlier.code.splitlines(), strict=False)
-        pairs = (f'found "{a.strip()}", expected "{b.strip()}"' for a, b in lines if a != b)
+        pairs = (f'expected "{b.strip()}", found "{a.strip()}"' for a, b in lines if a != b)
         return f"the code differs ({next(pairs, 'in length')})"
     state, earlier_state = undone.state_dict(), earlier.state_dict()
     if list(state) != list(earlier_state):

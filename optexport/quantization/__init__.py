@@ -1,1 +1,1 @@
-"""Lower precision: int8 and half precision, is_within the gates."""
+"""Lower precision: int8 and half precision, within the limits of the gates."""

@@ -1,4 +1,4 @@
-"""Quantizes ONNX files to int8 with ``onnxruntime.quantization``, is_within the gates."""
+"""Quantizes ONNX files to int8 with ``onnxruntime.quantization``, within the limits of the gates."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def group_layers(layers: Collection[str]) -> list[str]:
 
 
 def is_within(layer: str, names: Collection[str]) -> bool:
-    """Checks if a layer has one of the names or is inside such a module."""
+    """Returns True if a layer has one of the names or is inside such a module."""
     return any(f"{layer}.".startswith(f"{name}.") for name in names)
 
 

@@ -46,7 +46,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def _print(console: Console, text: str) -> None:
-    """Prints plain text, without markup, colours or wrapping."""
+    """Prints plain text, without markup, colors or wrapping."""
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -1,1 +1,1 @@
-"""Inputs and outputs of a model: names, dtypes, axes and call arguments."""
+"""Signature of a model's inputs and outputs: names, dtypes, axes and call arguments (not a cryptographic signature)."""

@@ -72,7 +72,7 @@ def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -
         if isinstance(expected, torch.Tensor) and expected.dim() != tensor.dim():
             shapes = [f"[{', '.join(map(str, value.shape))}]" for value in (tensor, expected)]
             raise ConfigError(
-                f"wrong number of axes (found {tensor.dim()}: {shapes[0]}, expected {expected.dim()}: {shapes[1]})",
+                f"wrong number of axes (expected {expected.dim()}: {shapes[1]}, found {tensor.dim()}: {shapes[0]})",
                 location=f"inputs: {name}",
                 hint="In a data file, write one row per line, without the batch axis.",
             )
@@ -101,7 +101,7 @@ def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tens
         tensors = dict(zip(names, leaves, strict=False)) if len(leaves) <= len(names) else {}
     if set(tensors) != set(names):
         raise ConfigError(
-            f"wrong inputs for the program (found {', '.join(tensors) or 'others'}, expected {', '.join(names)})",
+            f"wrong inputs for the program (expected {', '.join(names)}, found {', '.join(tensors) or 'others'})",
             location="inputs",
         )
     return {name: tensors[name] for name in names}

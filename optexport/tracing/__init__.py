@@ -1,1 +1,1 @@
-"""From a model to a graph: what stops a trace, and what is tried then."""
+"""Traces a model to a graph, and tries fallbacks if the trace fails."""

@@ -105,7 +105,7 @@ def _check_names(model: nn.Module) -> None:
     for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
-                f"the name {name!r} cannot be part of Python code, which a graph is",
+                f"the generated code cannot contain the name {name!r}",
                 location=type(model).__name__,
                 hint="Rename it, without quotes, backslashes, line breaks and Python keywords.",
             )
@@ -202,7 +202,7 @@ def _sort_inputs(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> 
     names = {as_argument(name): name for name in example}
     if set(placeholders) != set(names):
         raise TraceError(
-            f"wrong inputs for the graph (found {', '.join(example)}, expected {', '.join(placeholders)})",
+            f"wrong inputs for the graph (expected {', '.join(placeholders)}, found {', '.join(example)})",
             location=type(model).__name__,
         )
     return {names[argument]: example[names[argument]] for argument in placeholders}

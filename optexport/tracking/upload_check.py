@@ -36,7 +36,7 @@ def check_upload(list_files: Callable[[str | None], Iterable[Any]], folder: Path
             if name not in sizes:
                 problems.append(f"{name} is missing")
             elif sizes[name] not in (None, size):
-                problems.append(f"{name} has {sizes[name]} bytes (expected {size})")
+                problems.append(f"{name}: expected {size} bytes, found {sizes[name]}")
     if problems:
         rest = len(problems) - _MAX_PROBLEMS
         shown = "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

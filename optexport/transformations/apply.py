@@ -163,7 +163,7 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
 def _check_matches(rule: NamedRule, report: Report) -> None:
     if len(report.changes) < rule.min_matches:
         raise GateError(
-            f"too few matches (found {len(report.changes)}, expected at least {rule.min_matches})",
+            f"too few matches (expected at least {rule.min_matches}, found {len(report.changes)})",
             location=rule.name,
             details="\n".join(f"skipped at {miss.node}: {miss.reason}" for miss in report.near_misses),
             hint="Change the model, or lower min_matches of the rule.",

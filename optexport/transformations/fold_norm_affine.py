@@ -161,7 +161,7 @@ def _find_linear_problem(
         return reason
     linear: Any = modules.called_module(graph_module, call)
     if gain.shape != (linear.in_features,):
-        return f"{call.target}: wrong number of features (found {linear.in_features}, expected {len(gain)})"
+        return f"{call.target}: wrong number of features (expected {len(gain)}, found {linear.in_features})"
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return f"{call.target} and the norm differ in dtype or device"

@@ -1,4 +1,4 @@
-"""FoldScale: folds a constant factor into a neighbouring linear or convolution."""
+"""FoldScale: folds a constant factor into a neighboring linear or convolution."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Fold(Match):
 
 @dataclass(frozen=True)
 class FoldScale(Rule):
-    """Folds a constant factor into the weights of a neighbouring linear or convolution.
+    """Folds a constant factor into the weights of a neighboring linear or convolution.
 
     c * Layer(x)  ->  Layer'(x) with weight c * W and bias c * b
     Layer(c * x)  ->  Layer'(x) with weight c * W

@@ -1,4 +1,4 @@
-"""FuseBatchNorm: folds a batch norm into a neighbouring linear or convolution."""
+"""FuseBatchNorm: folds a batch norm into a neighboring linear or convolution."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class MergeLinears(ReversibleRule):
         starts = [_slice_start(node, user) for user in users]
         if len(users) != len(record["targets"]):
             raise _undo_error(
-                f"{node.name} has lost slices (found {len(users)}, expected {len(record['targets'])})",
+                f"{node.name} has lost slices (expected {len(record['targets'])}, found {len(users)})",
                 "Undo it before eliminating dead code.",
             )
         x = modules.sole_input(node)

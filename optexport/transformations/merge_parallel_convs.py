@@ -51,7 +51,7 @@ class MergeParallelConvs(Rule):
     each channel, and a norm one with its scale. Sums with other terms do not match, but parts in brackets may.
 
     Skips:   a term with other users, or that occurs twice; kernels without one that covers all others, as that would
-             be slower; kernels with other centres because of their padding; convolutions that differ in stride,
+             be slower; kernels with other centers because of their padding; convolutions that differ in stride,
              dilation, groups, channels, dtype, device, requires_grad, mode or memory format; channels_last convolutions
              with other terms; convolutions that do not pad with zeros, or that are shared, tied, hooked, parametrized,
              of a subclass or called more than once; a norm in train mode, without running statistics or with a mean of
@@ -254,7 +254,7 @@ def _find_kernel_problem(graph_module: GraphModule, terms: list[Node], x: Node, 
         layer = None if term is x else modules.called_module(graph_module, term)
         if isinstance(layer, _ConvNd):
             if not _is_in_middle(layer.kernel_size, _find_padding(layer), layer.dilation, conv):
-                return f"{term.target} and {largest.target} differ in dilation, or in the centre of their kernels"
+                return f"{term.target} and {largest.target} differ in dilation, or in the center of their kernels"
             continue
         name = x.name if term is x else term.target
         if conv.in_channels != conv.out_channels or set(conv.stride) != {1}:

@@ -267,7 +267,7 @@ def _check_option(rule: str, option: str, value: Any, location: str) -> None:
     if type(value) is not expected.type or (type(value) is tuple and not all(type(v) is str for v in value)):
         kind = "list of names" if expected.type is tuple else expected.type.__name__
         shown = list(value) if type(value) is tuple else value
-        raise ConfigError(f"wrong type (found {shown!r}, expected a {kind})", location=location)
+        raise ConfigError(f"wrong type (expected a {kind}, found {shown!r})", location=location)
     if expected.choices and value not in expected.choices:
         raise ConfigError(
             f'unknown value "{value}"', location=location, hint=did_you_mean(str(value), expected.choices)

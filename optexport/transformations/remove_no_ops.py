@@ -89,7 +89,7 @@ class RemoveNoOps(Rule):
 
 
 def find_no_op(graph_module: GraphModule, node: Node) -> NoOp | Skip | None:
-    """Checks if a node returns the same as another one, usually its input."""
+    """Returns the no-op if a node returns the same as another node, a near miss, or None."""
     result = _find_no_op(graph_module, node)
     # For example, a view without gradients is not a no-op.
     reason = modes.find_mode_problem(graph_module, (result.source, node)) if isinstance(result, NoOp) else None

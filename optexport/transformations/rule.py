@@ -85,7 +85,7 @@ class Rule(Transformation):
 
     @abstractmethod
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        """Checks if the rule applies at a node.
+        """Matches the rule at a node.
 
         Returns:
             A `Match` if it applies, a `Skip` if it nearly applies, and None for all other nodes.
@@ -222,7 +222,7 @@ def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
         if marked != expected:
             raise _error(
                 rule,
-                f"the number of marked nodes changed (found {marked}, expected {expected})",
+                f"the number of marked nodes changed (expected {expected}, found {marked})",
                 "Undo it before pickling, decomposing or eliminating dead code; deepcopy keeps the marks.",
             )
     for step, node, rule, record in sorted(_records(graph_module, rules), key=lambda r: r[0], reverse=True):

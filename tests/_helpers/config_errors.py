@@ -305,7 +305,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "option of wrong type": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exact = 1"),
         "transformations[0].exact",
-        "found 1, expected a bool",
+        "expected a bool, found 1",
     ),
     "mistake in the second rule": (
         rule('use = "merge-linears"', "[[transformations]]", 'use = "x"'),

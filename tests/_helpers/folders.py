@@ -38,7 +38,7 @@ def save_sentences(
     include_prompt: bool = True,
     **options: Any,
 ) -> Path:
-    """Saves a model of sentence-transformers: a tiny BERT, pooling, a dense layer and normalisation."""
+    """Saves a model of sentence-transformers: a tiny BERT, pooling, a dense layer and normalization."""
     transformer = save(BertModel(BertConfig(**TINY)), folder.with_name(f"{folder.name}-transformer"))
     with quiet():
         modules: list[nn.Module] = [Transformer(str(transformer), max_seq_length=LONGEST - 3)]

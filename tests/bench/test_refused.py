@@ -42,7 +42,7 @@ def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
         ("batch=2,batch=3", "does not have the form"),
         (f"batch={'9' * 5000}", "does not have the form"),
         ("bach=2", 'Did you mean "batch"?'),
-        ("sequence=65", "sequence is out of range (found 65, expected 2 to 64)"),
+        ("sequence=65", "sequence is out of range (expected 2 to 64, found 65)"),
     ],
 )
 def test_invalid_shapes_are_refused(shape: str, words: str) -> None:
@@ -137,4 +137,4 @@ def test_inputs_out_of_range_are_refused(tmp_path: Path) -> None:
     tensors = {"x": np.ones((2, 65, 8), "float32"), "mask": np.ones((2, 65), "int64")}
     save_file(tensors, tmp_path / "in.safetensors")
     error = message(call(exports.exported().output, "--inputs", tmp_path / "in.safetensors", *BRIEF), 2)
-    assert "sequence is out of range (found 65, expected 2 to 64)" in error
+    assert "sequence is out of range (expected 2 to 64, found 65)" in error

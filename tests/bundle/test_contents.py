@@ -248,7 +248,7 @@ def test_added_removed_or_replaced_entries_are_named(copied: Path, name: str) ->
 )
 def test_bundle_of_another_version_is_refused(copied: Path, version: int | None, hint: str) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=version))
-    with pytest.raises(BundleError, match=rf"another version \(found {version}, expected 2\)\nHint: {hint}"):
+    with pytest.raises(BundleError, match=rf"another version \(expected 2, found {version}\)\nHint: {hint}"):
         digests.read_manifest(copied)
 
 

@@ -201,7 +201,7 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": the value is not a list of int64 numbers'),
         (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": the value is not a list of int64 numbers'),
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model has no input of this name'),
-        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence has size 2, expected 1 as in input_ids"),
+        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence: expected size 1 as in input_ids, found 2"),
         ('{"text": "a", "label": 1}', 'line 2, "text": a line with "text" cannot have other keys'),
         ('{"input_ids": [5, 6]}', "line 2, inputs: missing token_type_ids"),
         (IDS.replace("5", "5000"), "line 2, model.pt2: the file cannot run on these inputs"),
@@ -261,7 +261,7 @@ def test_line_with_other_constants_than_the_file_is_refused(constant: str, weigh
     (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {constant}}}')
     result = called(weighing, "--data", tmp_path / "rows.jsonl")
     assert result.exit_code == 2
-    assert f"line 1, {constant.partition(':')[0]}: the file is for the constant" in result.stderr
+    assert f"line 1, {constant.partition(':')[0]}: the file was exported for the value" in result.stderr
 
 
 def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
@@ -270,7 +270,7 @@ def test_constants_are_accepted_with_any_number_type(weighing: Path) -> None:
     for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
         assert bundle(x=x, times=kind, factor=np.float32(0.1))["output"].shape == (1, 2)
     for wrong in (times + 1, times[0], times.to_sparse(), [[2, 3], [2]], None, "2"):
-        with pytest.raises(ConfigError, match=r"times: the file is for the constant \[\[2, 3\], \[2, 3\]\] only"):
+        with pytest.raises(ConfigError, match=r"times: the file was exported for the value \[\[2, 3\], \[2, 3\]\]"):
             bundle(x=x, times=wrong)
 
 

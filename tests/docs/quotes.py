@@ -34,7 +34,7 @@ def _source(kind: str, name: str) -> str:
         return (ROOT / name).read_text(encoding="utf-8")
     if kind == "new-rule":
         return _new_rule()[name]
-    raise ValueError(f"quote: unknown kind (found {kind}, expected file or new-rule)")
+    raise ValueError(f"quote: unknown kind (expected file or new-rule, found {kind})")
 
 
 def render(text: str) -> str:

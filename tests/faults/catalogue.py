@@ -1,4 +1,4 @@
-"""The Fault class, and the decorators that add faults to the catalogue."""
+"""The Fault class, and the decorators that add faults to the catalog."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def enter(
     shelf: dict[str, Fault] = FAULTS,
     **more: Any,
 ) -> AnyMistake:
-    """Adds a mistake to a catalogue. Its name contains the subject and the options."""
+    """Adds a mistake to a catalog. Its name contains the subject and the options."""
     where = "".join(f", {key} {value}" for key, value in options.items())
     name = f"{mistake.__name__.replace('_', ' ')} ({on}{where})"
     assert name not in shelf, name

@@ -1,4 +1,4 @@
-"""Tests that every fault of the catalogue is caught at its target, with the right cause."""
+"""Tests that every fault of the catalog is caught at its target, with the right cause."""
 
 from __future__ import annotations
 

@@ -115,13 +115,13 @@ def _encoder() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (_static, TraceError, r"unsupported cache \(found StaticCache, expected DynamicCache\)"),
+        (_static, TraceError, r"unsupported cache \(expected DynamicCache, found StaticCache\)"),
         (_without_cache, TraceError, "the model does not use a key/value cache"),
         (_mamba, TraceError, "the model does not use a key/value cache"),
         (
             _with_convolutions,
             TraceError,
-            r"unsupported layer 0 of the cache \(found LinearAttentionLayer,",
+            r"unsupported layer 0 of the cache \(expected keys and values, found LinearAttentionLayer\)",
         ),
         (_encoder, ConfigError, r"has no method generate\(\)"),
         (lambda: models.make("gpt2").train(), TraceError, "train mode"),
@@ -151,7 +151,7 @@ def test_unsupported_models_are_refused_with_a_reason(
         ),
         (
             [{"input_ids": torch.ones(1, 3, dtype=torch.int64)}],
-            r"\(found input_ids, expected input_ids, attention_mask\)",
+            r"\(expected input_ids, attention_mask, found input_ids\)",
         ),
         (
             [{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}],

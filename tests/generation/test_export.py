@@ -175,10 +175,10 @@ def test_invalid_generate_calls_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ({"input_ids": [[5.5, 6.0]]}, "input_ids: found dtype float64, expected int64"),
+        ({"input_ids": [[5.5, 6.0]]}, "input_ids: expected dtype int64, found float64"),
         ({"input_ids": [[5], [6, 7]]}, "the rows of an input have different lengths"),
-        ({"input_ids": "a text"}, "input_ids: found dtype <U6, expected int64"),
-        ({"input_ids": [5, 6]}, r"input_ids: found shape \[2\], expected \[batch, sequence\]"),
+        ({"input_ids": "a text"}, "input_ids: expected dtype int64, found <U6"),
+        ({"input_ids": [5, 6]}, r"input_ids: expected shape \[batch, sequence\], found \[2\]"),
         ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: the input is empty"),
         ({"input_ids": [[5, -6]]}, "input_ids: token ids must not be negative"),
         ({"input_ids": [[5, 6000]]}, "the exported files fail on these inputs"),

@@ -66,7 +66,7 @@ def test_row_is_compared_up_to_a_tie_of_two_logits() -> None:
 def test_different_token_is_an_error_with_its_place_and_gap() -> None:
     with pytest.raises(
         ParityError,
-        match=r"onnx: prompt 0: token 3 of row 0 differs .*found 0, expected 5; .* differ by 1,",
+        match=r"onnx: prompt 0: token 3 of row 0 differs .*expected 5, found 0; .* differ by 1,",
     ):
         tokens.compare(_counting(-1e-7), _counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
 

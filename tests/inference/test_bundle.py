@@ -97,19 +97,19 @@ def test_invalid_inputs_are_refused_by_name(moved: Path) -> None:
     assert "inputs: missing token_type_ids, attention_mask\nHint: " + expected in refusal(
         bundle, input_ids=np.ones((1, 2), int)
     )
-    assert "input_ids: found dtype float32, expected int64" in refusal(
+    assert "input_ids: expected dtype int64, found float32" in refusal(
         bundle, **inputs(input_ids=np.ones((2, 4), np.float32))
     )
-    assert "input_ids: found dtype uint64, expected int64" in refusal(
+    assert "input_ids: expected dtype int64, found uint64" in refusal(
         bundle, **inputs(input_ids=np.ones((2, 4), np.uint64))
     )
-    assert "input_ids: found shape [4], expected [batch, sequence]" in refusal(
+    assert "input_ids: expected shape [batch, sequence], found [4]" in refusal(
         bundle, **inputs(input_ids=np.ones(4, int))
     )
-    assert "attention_mask: sequence has size 3, expected 4 as in input_ids\nHint: " + expected in refusal(
+    assert "attention_mask: sequence: expected size 4 as in input_ids, found 3\nHint: " + expected in refusal(
         bundle, **inputs(attention_mask=np.ones((2, 3), int))
     )
-    assert "input_ids: found list, expected a numpy array or a tensor" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
+    assert "input_ids: expected a numpy array or a tensor, found list" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
     assert "input_ids: token ids must not be negative" in refusal(bundle, **inputs(input_ids=np.full((2, 4), -1)))
     assert "model.onnx: the file cannot run on these inputs: " in refusal(
         bundle, **inputs(input_ids=np.full((2, 4), 10**6))
@@ -216,8 +216,8 @@ def test_images_give_the_logits_of_the_model_and_its_processor(tmp_path: Path) -
     grey = bundle.preprocess(images=[pixels[..., 0], Image.fromarray(pixels[..., 0])])["pixel_values"]
     assert np.array_equal(grey[0], grey[1])
     for image, problem in [
-        (pixels / 255, "images: found dtype float64, expected uint8"),
-        (torch.tensor(pixels), "images: found Tensor, expected a path, a PIL image or a numpy array"),
+        (pixels / 255, "images: expected dtype uint8, found float64"),
+        (torch.tensor(pixels), "images: expected a path, a PIL image or a numpy array, found Tensor"),
         ([], "images: expected one or more images"),
     ]:
         with pytest.raises(ConfigError, match=problem):

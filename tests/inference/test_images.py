@@ -1,4 +1,4 @@
-"""Tests of reading images: orientation, bit depth and colours."""
+"""Tests of reading images: orientation, bit depth and colors."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_error_about_lines_of_text_names_the_config_key(maker: Maker) -> None:
         (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": the list is empty'),
         (
             ['{"x": [[1.0]]}', '{"x": [[1.0, 2.0]]}'],
-            'line 2, "x": wrong shape (found [1, 2], expected [1, 1] as in line 1)',
+            'line 2, "x": wrong shape (expected [1, 1] as in line 1, found [1, 2])',
         ),
         (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: the keys differ from the keys of other lines"),
         (["3"], "the keys differ from the keys of other lines"),
@@ -245,7 +245,7 @@ def test_arrays_larger_than_memory_are_refused_before_reading(maker: Maker, monk
     """A compressed file of 2.3 MB expanded to gigabytes of zeros."""
     np.savez_compressed(maker.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
     monkeypatch.setattr(user_data, "free_memory", lambda: 1 << 16)
-    assert "the arrays do not fit into memory (found 0.0 GiB free, expected 0.0 GiB)" in maker.refusal(
+    assert "the arrays do not fit into memory (expected 0.0 GiB free, found 0.0 GiB)" in maker.refusal(
         Rows(), data="data.npz"
     )
     monkeypatch.setattr(user_data, "free_memory", lambda: 1 << 20)

@@ -262,11 +262,11 @@ def test_only_models_of_transformers_need_no_inputs(maker: Maker) -> None:
     [
         (
             {"data": "rows.npz", "dynamic": {"batch": [4, 8]}},
-            "inputs.dynamic.batch: x is outside the declared range (found 3, expected 4 to 8)",
+            "inputs.dynamic.batch: x is outside the declared range (expected 4 to 8, found 3)",
         ),
         (
             {"data": "rows.npz", "axes": {"y": ["rows"]}},
-            "inputs.axes.y: wrong number of axis names (found 1, expected 2)",
+            "inputs.axes.y: wrong number of axis names (expected 2, found 1)",
         ),
         (
             {
@@ -282,7 +282,7 @@ def test_only_models_of_transformers_need_no_inputs(maker: Maker) -> None:
         ),
         (
             {"tensors": {"x": {"shape": [2], "dtype": "int64", "low": 0.2, "high": 0.8}}},
-            "inputs.tensors.x.high: high is not above low (found 0.8, expected more than 0.2)",
+            "inputs.tensors.x.high: high is not above low (expected more than 0.2, found 0.8)",
         ),
     ],
     ids=["range", "axes", "sizes", "dtype", "bounds"],

@@ -248,7 +248,7 @@ def test_a_model_from_a_factory_is_put_in_eval_mode_throughout(factories: Path) 
     ("name", "arguments", "message"),
     [
         ("raising", {}, "the factory raised RuntimeError: no weights today"),
-        ("nothing", {}, "the factory returned dict, expected a torch.nn.Module"),
+        ("nothing", {}, "expected a torch.nn.Module from the factory, found dict"),
         ("with_arguments", {"height": 3}, "unexpected keyword argument"),
         ("with_arguments", {}, "missing 1 required positional argument"),
     ],

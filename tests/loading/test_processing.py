@@ -117,7 +117,7 @@ def test_file_with_scaling_takes_uint8_images(
     processor = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
     pictures = [Image.open(path) for path in images]
     np.testing.assert_array_equal(processor(images=pictures, return_tensors="np")["pixel_values"], pixels)
-    with pytest.raises(ConfigError, match="found dtype float32, expected uint8"):
+    with pytest.raises(ConfigError, match="expected dtype uint8, found float32"):
         bundle(pixel_values=pixels.astype(np.float32))
 
 
@@ -205,7 +205,7 @@ def test_unsupported_processing_is_refused(
         (None, "the image processor of the model cannot be loaded"),
         ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalizes images"),
         ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale, the images are float32"),
-        # This processor pads with zeros after normalising.
+        # This processor pads with zeros after normalizing.
         ({"image_processor_type": "SamImageProcessor"}, "the results are not a scale of the unscaled images"),
         # The same, but only for batches of images of two sizes.
         ({"image_processor_type": "DetrImageProcessor"}, "the results are not a scale of the unscaled images"),

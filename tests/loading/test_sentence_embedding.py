@@ -123,7 +123,7 @@ def test_pooling_without_the_prompt_is_refused_with_a_prompt(tmp_path: Path) -> 
     settings = folder / "config_sentence_transformers.json"
     prompt = {"prompts": {"query": "the mat "}, "default_prompt_name": "query"}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **prompt}))
-    assert "the pooling skips the tokens of the prompt" in refusal(folder)
+    assert "the pooling cannot be exported: which tokens to skip" in refusal(folder)
 
 
 def test_adapter_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The catalogue of mutations matches the current package."""
+"""The catalog of mutations matches the current package."""
 
 from __future__ import annotations
 

@@ -148,10 +148,10 @@ def test_overflow_in_float64_only_compares_with_the_original() -> None:
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (torch.ones(3, 2), "the shape is [3, 2], expected [2, 3]"),
-        (torch.ones(2, 3, 1), "the shape is [2, 3, 1], expected [2, 3]"),
-        (torch.ones(2, 3).double(), "the dtype is torch.float64, expected torch.float32"),
-        (torch.ones(2, 3).long(), "the dtype is torch.int64, expected torch.float32"),
+        (torch.ones(3, 2), "expected shape [2, 3], found [3, 2]"),
+        (torch.ones(2, 3, 1), "expected shape [2, 3], found [2, 3, 1]"),
+        (torch.ones(2, 3).double(), "expected dtype torch.float32, found torch.float64"),
+        (torch.ones(2, 3).long(), "expected dtype torch.float32, found torch.int64"),
     ],
 )
 def test_another_shape_or_dtype_fails_and_names_the_case(wrong: torch.Tensor, problem: str) -> None:

@@ -137,7 +137,7 @@ def test_a_cosine_gate_applies_to_the_smallest_row() -> None:
     [
         ("it raised ValueError: no", "it raised ValueError: no"),
         ({}, "the output is missing"),
-        ({"y": torch.eye(3)}, "the shape is [3, 3], expected [4, 4]"),
+        ({"y": torch.eye(3)}, "expected shape [4, 4], found [3, 3]"),
         ({"y": torch.full((4, 4), float("nan"))}, "16 elements are NaN or infinite, but finite in the original"),
     ],
     ids=["raises", "missing", "shape", "nan"],
@@ -221,7 +221,7 @@ def test_a_missing_or_unfit_output_is_refused(minima: dict[str, Any], target: st
     ("metric", "problem"),
     [
         (lambda c, o: {}["f1"], "at case 0: the metric raised KeyError: 'f1'"),
-        (lambda c, o: float("nan"), "at case 0: the metric returned nan, expected a finite number"),
+        (lambda c, o: float("nan"), "at case 0: expected a finite number from the metric, found nan"),
         (lambda c, o: None, "at case 0: the metric raised TypeError"),
         (lambda c, o: c["logits"], "at case 0: the metric raised ValueError"),
         (lambda c, o: 0.25, "is 0.25 (the mean of 1 batches); the gate is 0.5"),

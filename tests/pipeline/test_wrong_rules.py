@@ -124,7 +124,7 @@ def test_rule_with_the_expected_number_of_matches_passes(project: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("rule", "minimum", "matches"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])
 def test_rule_with_too_few_matches_fails_the_run(project: Path, rule: str, minimum: int, matches: str) -> None:
-    message = f"{rule}: too few matches (found {matches}, expected at least {minimum})"
+    message = f"{rule}: too few matches (expected at least {minimum}, found {matches})"
     with pytest.raises(GateError, match=re.escape(message)) as caught:
         run.run(expecting(project, rule, minimum))
     assert caught.value.exit_code == 6

@@ -301,7 +301,7 @@ def test_module_moved_to_its_own_device_is_traced() -> None:
 def test_non_modules_and_unknown_inputs_are_refused() -> None:
     with pytest.raises(TraceError, match="not a module"):
         symbolic_trace("bert-base-uncased")  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match=r"forward takes other inputs \(found x, expected input\)"):
+    with pytest.raises(TraceError, match=r"forward takes other inputs \(expected input, found x\)"):
         symbolic_trace(nn.Linear(4, 4), ["x"])
 
 
@@ -311,7 +311,7 @@ def test_name_that_generated_code_cannot_use_is_refused(name: str) -> None:
     """torch generated invalid Python for a keyword, and the failure was reported as a defect."""
     model = nn.Sequential()
     model.add_module(name, nn.Linear(4, 4))
-    with pytest.raises(TraceError, match="cannot be part of Python code"):
+    with pytest.raises(TraceError, match="the generated code cannot contain the name"):
         trace(model, {"input": torch.randn(2, 4)})
 
 

@@ -198,7 +198,7 @@ def test_missing_files_are_reported_and_uploaded_later(tmp_path: Path) -> None:
     size = (target / "graph_after.txt").stat().st_size
     with pytest.raises(TrackingError) as caught:
         check()
-    problems = f"bundle/graph_after.txt has 5 bytes (expected {size}); bundle/model.onnx is missing"
+    problems = f"bundle/graph_after.txt: expected {size} bytes, found 5; bundle/model.onnx is missing"
     assert str(caught.value) == f"the store accepted the upload but does not have all files: {problems}"
     client.update_run(logged.run_id, "FAILED")
     log_bundle(target, uri)

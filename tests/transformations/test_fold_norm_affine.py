@@ -126,7 +126,7 @@ def test_a_product_that_changes_the_shape_is_skipped() -> None:
     wide = by_export(X, lambda m, x: m.q(x[..., :1] * m.gain), **_layers(gain=nn.Parameter(torch.ones(8))))
     check_refused(FoldNormAffine(), wide, X, "differ in shape or dtype")
     one = by_export(X, lambda m, x: m.q(x * m.gain), **_layers(gain=nn.Parameter(torch.ones(1))))
-    check_refused(FoldNormAffine(), one, X, "wrong number of features (found 8, expected 1")
+    check_refused(FoldNormAffine(), one, X, "wrong number of features (expected 1, found 8")
 
 
 def test_input_changed_before_its_reader_is_skipped() -> None:

@@ -214,7 +214,7 @@ def test_flatten_before_a_linear_of_other_sizes_is_skipped() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
 def test_norm_far_from_zero_is_folded_into_earlier_layers(body: Any) -> None:
-    """After a layer, large products of the mean cancel; before the norm, they have cancelled already."""
+    """After a layer, large products of the mean cancel; before the norm, they have canceled already."""
     x = torch.randn(3, 4)
     graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
     with torch.no_grad():

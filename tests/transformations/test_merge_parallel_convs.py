@@ -149,12 +149,12 @@ def test_kernels_with_the_same_center(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kernel_size": [3, 2], "padding": [1, (0, 1)], "stride": 2}, "b and a differ in dilation, or in the centre"),
+        ({"kernel_size": [3, 2], "padding": [1, (0, 1)], "stride": 2}, "b and a differ in dilation, or in the center"),
         (
             {"kernel_size": [3, 3], "padding": [1, 2], "dilation": [1, 2]},
-            "b and a differ in dilation, or in the centre",
+            "b and a differ in dilation, or in the center",
         ),
-        ({"padding": [0, 0], "stride": 9}, "b and a differ in dilation, or in the centre"),
+        ({"padding": [0, 0], "stride": 9}, "b and a differ in dilation, or in the center"),
         (
             {"kernel_size": [(1, 7), (7, 1)], "padding": [(0, 3), (3, 0)]},
             "7x7 would need 49 multiplications instead of",
@@ -162,7 +162,7 @@ def test_kernels_with_the_same_center(options: dict[str, Any]) -> None:
         ({"groups": [1, 4]}, "the convolutions differ in channels, groups or stride"),
         ({"padding_mode": ["reflect", "zeros"]}, "not all convolutions pad with zeros"),
         ({"padding_mode": "circular"}, "not all convolutions pad with zeros"),
-        ({"kernel_size": [4, 2], "padding": "same"}, "a and a differ in dilation, or in the centre"),
+        ({"kernel_size": [4, 2], "padding": "same"}, "a and a differ in dilation, or in the center"),
     ],
     ids=str,
 )

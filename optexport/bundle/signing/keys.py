@@ -34,7 +34,7 @@ def check_private(path: Path, folder: Path) -> None:
         raise _error(path, "the key is protected by a password", hint) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         is_public = b"-----BEGIN PUBLIC KEY-----" in content
-        message = "the file has a public key, expected a private key" if is_public else "the file has no private key"
+        message = "expected a private key, found a public key" if is_public else "the file has no private key"
         raise _error(path, message) from error
     _check_curve(path, key)
     if path.resolve().is_relative_to(folder.resolve()):
@@ -53,7 +53,7 @@ def fingerprint(path: Path) -> str:
         key = serialization.load_pem_public_key(content)
     except (ValueError, UnsupportedAlgorithm) as error:
         is_private = b"PRIVATE KEY-----" in content
-        message = "the file has a private key, expected a public key" if is_private else "the file has no public key"
+        message = "expected a public key, found a private key" if is_private else "the file has no public key"
         hint = f"Extract the public key: openssl ec -in {path} -pubout -out public.pem" if is_private else None
         raise _error(path, message, hint) from error
     _check_curve(path, key)
@@ -80,7 +80,7 @@ def _check_curve(path: Path, key: object) -> None:
     if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
         raise _error(path, "the key is not an elliptic-curve key")
     if key.curve.name not in _CURVES:
-        raise _error(path, f"unsupported curve (found {key.curve.name}, expected one of {', '.join(_CURVES)})")
+        raise _error(path, f"unsupported curve (expected one of {', '.join(_CURVES)}, found {key.curve.name})")
 
 
 def _error(path: Path, message: str, hint: str | None = None) -> ConfigError:

@@ -198,7 +198,7 @@ def remainder(x: Any, y: Any) -> torch.Tensor:
 
 
 def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
-    """Computes the remainder of a division that rounds towards zero.
+    """Computes the remainder of a division that rounds toward zero.
 
     ONNX Runtime computes it in float64 for integers.
     """
@@ -282,7 +282,7 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
 def upsample_nearest(
     upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, factors: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Upsamples to nearest neighbours with torch's indices.
+    """Upsamples to nearest neighbors with torch's indices.
 
     An index is ``int(i * before / after)`` in float32. ONNX Runtime divides by ``after / before``. From size 14 to 4,
     it reads index 6 for the third element, and torch reads 7. Both agree if the new size is a multiple of the old one.

@@ -20,7 +20,7 @@ IsMask = Callable[[str, torch.Tensor], bool]
 
 
 def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Checks if an input is an attention mask, with 1 for every token that is not padding.
+    """Returns True if an input is an attention mask, with 1 for every token that is not padding.
 
     Args:
         name: Name of the input.
@@ -31,7 +31,7 @@ def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
 
 
 def is_mask(name: str, tensor: torch.Tensor) -> bool:
-    """Checks if an input is a mask, by its name and by its values of 0 and 1.
+    """Returns True if an input is a mask, by its name and by its values of 0 and 1.
 
     Args:
         name: Name of the input.

@@ -40,14 +40,15 @@ _DRAWN = 64
 # Number of sizes to return, largest difference first. One set of sizes shows a difference, and a few show that there
 # are several. In half precision rounding causes more differences, so the largest are the most reliable.
 _MAX_RESULTS = 4
-# Relative tolerance: equal operators give nearly equal results, and the parity check measures the exact difference.
-# `_TIES`: share of integers that may differ by a last bit if a rule changes the order of operations; these sizes run
-# again with other values. `_SMALL`: a value that cancels to near zero is rounded like one at the smallest quarter. A
-# higher quantile may not be a result.
+# Relative tolerance. Equal operators give nearly equal results, and the parity check measures the exact difference.
 _TOLERANCE = 1e-4
-_SMALL = 4
-_TIES = 1 / 8
+# The tolerance is at least this many times the machine epsilon, which counts in half precision.
 _ULPS = 4
+# Differences are relative to at least the lower quartile of magnitudes; a higher quantile could be a mask value.
+_SMALL = 4
+# Share of integers that may differ by a last bit if a rule changes the order of operations. These sizes run again with
+# other values.
+_TIES = 1 / 8
 _PADDING = ("right", "none", "left")
 
 
@@ -75,9 +76,8 @@ def find_differing_sizes(
     budget, cost, elements_before = _MAX_OPERATIONS * times, 0.0, math.inf
     to_try = itertools.islice(_list_sizes(signature.dims, signature.sizes(example)), _MAX_RUNS * times)
     elements = {tuple(sizes.items()): _largest_input(example, signature, sizes) for sizes in to_try}
-    for items in sorted(
-        elements, key=elements.__getitem__
-    ):  # cheapest first, so that most sizes fit into the cost limit
+    # cheapest first, so that most sizes fit into the cost limit
+    for items in sorted(elements, key=elements.__getitem__):
         sizes = dict(items)
         if any(skipped_sizes.items() <= sizes.items() for skipped_sizes in skipped):
             continue

@@ -1,7 +1,7 @@
 """Cases with special values: padding, boundary ids, zeros, large values.
 
-Further kinds find no other faults. Equal or constant rows take the same computation as all others. The normalisation of
-a constant row leaves only rounding, so that correct exports differ there.
+More kinds were tried and found no additional faults. Equal or constant rows take the same computation as all others.
+The normalization of a constant row leaves only rounding, so that correct exports differ there.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _draw_near_constant(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _has_free_integers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
-    """Checks if an input contains free integers: neither ids nor the marks of a mask."""
+    """Returns True if an input contains free integers: neither ids nor the marks of a mask."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return is_whole and name not in vocabularies and "mask" not in name
 

@@ -22,7 +22,7 @@ _BUDGET_TIMES = 4
 _BUDGET_AT_ENDS = 1 << 20
 _BUDGET_OF_SUSPECTS = 1 << 24
 _MIN_UNTRACED = 3
-# Exhaustive effort tries every size up to this one. Above it, it tries powers of two and their neighbours.
+# Exhaustive effort tries every size up to this one. Above it, it tries powers of two and their neighbors.
 _EVERY_SIZE_UP_TO = 16
 
 

@@ -32,7 +32,7 @@ def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str
 
 
 def has_value_dependent_sizes(graph_module: fx.GraphModule) -> bool:
-    """Checks if sizes depend on input values, for example by ``repeat_interleave``."""
+    """Returns True if sizes depend on input values, for example by ``repeat_interleave``."""
     return any(free_unbacked_symbols(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 

@@ -22,7 +22,7 @@ _Change = tuple[int, ChangeRecord]
 
 @dataclass(frozen=True)
 class ShownNode:
-    """A drawn node; ``changed`` is False for neighbours of the change."""
+    """A drawn node; ``changed`` is False for neighbors of the change."""
 
     node: GraphNode
     changed: bool
@@ -34,7 +34,7 @@ class View:
 
     Attributes:
         nodes: Nodes to draw.
-        omitted: Number of changed nodes and neighbours that are not drawn.
+        omitted: Number of changed nodes and neighbors that are not drawn.
     """
 
     nodes: tuple[ShownNode, ...]

@@ -3,7 +3,7 @@
 Data flows downwards.
 
 Follows Sugiyama, Tagawa and Toda (1981): layers by longest path, a stand-in for a line in every layer that it crosses,
-an order by the mean position of neighbours, and positions as close to the neighbours as the layer allows.
+an order by the mean position of neighbors, and positions as close to the neighbors as the layer allows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _mean(slots: Sequence[_Slot], default: float) -> float:
 
 
 def _order(layer: list[_Slot], down: bool) -> None:
-    """Sorts a layer by the mean position of its neighbours, and centres it on them."""
+    """Sorts a layer by the mean position of its neighbors, and centers it on them."""
     layer.sort(key=lambda slot: _mean(slot.above if down else slot.below, slot.x))
     _pack(layer)
     neighbours = [neighbour for slot in layer for neighbour in (slot.above if down else slot.below)]
@@ -132,7 +132,7 @@ def _order(layer: list[_Slot], down: bool) -> None:
 
 
 def _align(layer: Sequence[_Slot], _down: bool) -> None:
-    """Moves each slot towards its neighbours, and resolves overlaps evenly to both sides."""
+    """Moves each slot toward its neighbors, and resolves overlaps evenly to both sides."""
     targets = [_mean([*slot.above, *slot.below], slot.x) for slot in layer]
     pushed_right, pushed_left = list(targets), list(targets)
     for index in range(1, len(layer)):

@@ -1,4 +1,4 @@
-"""Draws the plots of a report as reproducible inline SVG in the page's colours."""
+"""Draws the plots of a report as reproducible inline SVG in the page's colors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MAX_LABEL = 26
 
 @dataclass(frozen=True)
 class Interval:
-    """A labelled ratio and its 95 % interval."""
+    """A labeled ratio and its 95 % interval."""
 
     label: str
     value: float
@@ -171,7 +171,7 @@ def _label(text: str) -> str:
 
 
 def _inline(figure: Figure, name: str) -> Markup:
-    """Returns the SVG with ids and colours of the page, hidden from screen readers.
+    """Returns the SVG with ids and colors of the page, hidden from screen readers.
 
     Matplotlib escapes labels. A table next to the plot has the same numbers.
     """

@@ -95,7 +95,7 @@ class _Reader(pickle.Unpickler):
         dtype = _DTYPES.get(name) or getattr(torch, name.removesuffix("Storage").lower())
         available, needed = self._records.get(key, 0), elements * dtype.itemsize
         if not 0 <= needed <= available:
-            raise OutOfBoundsError(f"record {key} has {available} bytes (expected {needed})")
+            raise OutOfBoundsError(f"record {key}: expected {needed} bytes, found {available}")
         return _Storage(key, elements)
 
 

@@ -116,7 +116,7 @@ def _format(name: str, example: Batch) -> str:
 def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
     """Registers the dataclasses in a model's outputs with torch.
 
-    A class that the model creates again in every call is not registered, since it would never be recognised. One of
+    A class that the model creates again in every call is not registered, since it would never be recognized. One of
     50 hand-written models and none of 11 zoo models need this (tests/zoo/rescues.py).
 
     Returns:

@@ -17,7 +17,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from optexport.signature.signature import Dim
 
 # For each dimension, all sizes up to this one are tried (or up to the second, if its range was declared). Larger sizes
-# are powers of two, the numbers in the condition, their products, and the neighbours of all these.
+# are powers of two, the numbers in the condition, their products, and the neighbors of all these.
 _ALL_UP_TO = 512
 _ALL_DECLARED_UP_TO = 4096
 _ALL_PAIRS_UP_TO = 64

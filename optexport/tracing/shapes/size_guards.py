@@ -181,7 +181,7 @@ def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) 
     """Removes, in place, excluded sizes that a graph's second export added.
 
     A graph has no branches, so the added exclusions come from operators that only choose strides. The graph's own
-    exclusions stay: these are sizes that the model refuses or at which its behaviour is unknown.
+    exclusions stay: these are sizes that the model refuses or at which its behavior is unknown.
     """
     own = [value for value, _ in _asserted(graph_module.graph)]
     if not all(isinstance(value, torch.SymBool) for value in own):

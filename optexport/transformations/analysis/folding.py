@@ -1,4 +1,4 @@
-"""Checks if the weights of a layer can be replaced, and replaces them.
+"""Replaces the weights of a layer, and says why that is impossible.
 
 A function ``find_*_problem`` returns the reason why something is impossible, or None.
 """

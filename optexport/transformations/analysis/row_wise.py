@@ -29,6 +29,8 @@ _ELEMENT_WISE = {
 def feeds(graph_module: GraphModule, node: Node, axis: int, *, whole: bool = True) -> dict[Node, int] | None:
     """Returns the inputs that one position of a node's result reads at that position only.
 
+    For ``y = linear(x)`` and axis 1, the result is ``{x: 1}``, because ``y[:, i]`` depends on ``x[:, i]`` alone.
+
     Args:
         graph_module: The graph of the node.
         node: The node.

@@ -42,7 +42,7 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
     long = tmp_path / ("k" * 300)
     elliptic, koblitz = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256K1())
     problems = {
-        public: "the file has a public key, expected a private key",
+        public: "expected a private key, found a public key",
         tmp_path / "absent.pem": "the file does not exist",
         tmp_path: "the path is not a regular file",
         tmp_path / "pipe.pem": "the path is not a regular file",
@@ -53,7 +53,7 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
         written(tmp_path / "locked.pem", elliptic, b"secret"): "the key is protected by a password",
         written(tmp_path / "rsa.pem", rsa.generate_private_key(65537, 2048)): "the key is not an elliptic-curve key",
         written(tmp_path / "ed.pem", ed25519.Ed25519PrivateKey.generate()): "the key is not an elliptic-curve key",
-        written(tmp_path / "koblitz.pem", koblitz): "unsupported curve (found secp256k1, expected one of",
+        written(tmp_path / "koblitz.pem", koblitz): "unsupported curve (expected one of",
     }
     for key, cause in problems.items():
         error = message(signed.call("sign", bundle, key), 2)
@@ -67,7 +67,7 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
 def test_unusable_public_key_is_refused(tmp_path: Path) -> None:
     private, _ = signed.pair(tmp_path)
     error = message(signed.call("verify", exports.exported().output, private), 2)
-    assert f"--key {private}: the file has a private key, expected a public key\nHint: Extract" in error
+    assert f"--key {private}: expected a public key, found a private key\nHint: Extract" in error
     (tmp_path / "torn.pem").write_text("-----BEGIN PUBLIC KEY-----\nMFkw\n-----END PUBLIC KEY-----\n")
     with pytest.raises(ConfigError, match="the file has no public key"):
         keys.fingerprint(tmp_path / "torn.pem")

@@ -60,7 +60,7 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def show(browser: webdriver.Chrome, address: str, width: int = 1280, **media: str) -> None:
-    """Opens a page with a width and colour scheme, and clears the logs."""
+    """Opens a page with a width and color scheme, and clears the logs."""
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600},

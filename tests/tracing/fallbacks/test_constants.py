@@ -89,7 +89,7 @@ def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
     for name, got in bundle(pixels=pixels, text=text).items():
         torch.testing.assert_close(torch.from_numpy(got), want[name.removesuffix("_out")])
     assert bundle(pixels=pixels, text=text, grid=GRID)["images"].shape == (14, 4)
-    with pytest.raises(ConfigError, match=r"grid: the file is for the constant \[\[2, 3\], \[4, 2\]\] only"):
+    with pytest.raises(ConfigError, match=r"grid: the file was exported for the value \[\[2, 3\], \[4, 2\]\]"):
         bundle(pixels=pixels, text=text, grid=GRID.flip(0))
 
 
