@@ -125,7 +125,7 @@ class OptexportError(Exception):
         self.parity = parity
         self.message = redact_error(message)
         self.location = None if location is None else on_one_line(redact_error(location))
-        self.details = None if details is None else redact_error(details)
+        self.details = redact_error(details) if details else None
         self.hint = None if hint is None else redact_error(hint)
         super().__init__(str(self))
 

@@ -124,8 +124,8 @@ def _measure_tolerance(
         checkable = math.floor(10 * noise_multiple * LARGEST_LIMIT * scale / limit) / 10
         fewer = f"Set parity.noise_multiple to {checkable:g}, or parity" if checkable >= 1 else "Set parity"
         raise ParityError(
-            f"the output cannot be checked, because its tolerance {limit:.2g} ({noise_multiple:g} times the noise floor) "
-            f"exceeds a tenth of its largest value {scale:.2g}",
+            f"the output cannot be checked, because its tolerance {limit:.2g} ({noise_multiple:g} times the noise "
+            f"floor) exceeds a tenth of its largest value {scale:.2g}",
             location=f"output {name}",
             hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )

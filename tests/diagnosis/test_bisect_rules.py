@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from optexport import errors, export
+from optexport import Dim, errors, export
 from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_rules import _first_failing
 from optexport.transformations import (
@@ -173,3 +173,36 @@ def test_output_with_another_dtype_is_reported(tmp_path: Path) -> None:
         export(
             randomise(model), {"x": torch.randn(2, 4)}, tmp_path / "bundle", transformations=[Narrow()], formats=["pt2"]
         )
+
+
+class PooledAndLargest(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.mean(-1), torch.nan_to_num(x).argmax(-1) + x.isnan().sum(-1)
+
+
+class DropNan(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        (x,) = graph_module.graph.find_nodes(op="placeholder")
+        with graph_module.graph.inserting_after(x):
+            node = graph_module.graph.call_function(torch.ops.aten.nan_to_num.default, (x,))
+        x.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+        self.mark_as_transformed(node)
+        return graph_module
+
+
+def test_rule_is_named_if_another_output_is_all_nan(tmp_path: Path) -> None:
+    """The trace was blamed, because nothing can be compared in an output that is NaN in the failing case."""
+    x = torch.randn(3, 8)
+    x[0, 0] = torch.nan
+    with pytest.raises(errors.ParityError) as caught:
+        export(
+            PooledAndLargest().eval(),
+            {"x": x},
+            tmp_path / "out",
+            transformations=[DropNan()],
+            formats=["pt2"],
+            dynamic={"x": {0: Dim("batch", 1, 8)}},
+        )
+    assert "DropNan caused the difference." in str(caught.value)
