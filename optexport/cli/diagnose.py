@@ -31,9 +31,9 @@ def diagnose(path: Path) -> None:
 
     load_config(path)
     with show_progress(quiet=False) as progress:
-        from optexport.diagnosis import reproduction
+        from optexport.diagnosis import failure
         from optexport.pipeline import run as pipeline_run
 
         with prints_aside():
             result = pipeline_run.run(path, progress=progress, keep=False)
-    echo(f"{path}: all checks pass: {reproduction.describe_margin(result.parity)}")
+    echo(f"{path}: all checks pass: {failure.describe_margin(result.parity)}")

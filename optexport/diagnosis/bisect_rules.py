@@ -17,16 +17,10 @@ from optexport.diagnosis.divergence import (
     describe_divergence,
     describe_search_error,
 )
+from optexport.diagnosis.failure import find_comparison_problem, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph
 from optexport.diagnosis.node_matching import align_names
-from optexport.diagnosis.reproduction import (
-    Finding,
-    Reproduction,
-    failing_case,
-    find_comparison_problem,
-    find_unnamed_case,
-    outputs_at,
-)
+from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract
 from optexport.exporters import exported_program, pt2, torchscript
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity

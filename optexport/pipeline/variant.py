@@ -16,7 +16,7 @@ from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import exports
 from optexport.config.schema import Format
-from optexport.diagnosis import reproduction
+from optexport.diagnosis import failure
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.bisect_rules import diagnose_rules
 from optexport.diagnosis.reproduction import Finding
@@ -191,7 +191,7 @@ class VariantExporter:
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
         """Returns the error of a failed check, after a diagnosis."""
-        return reproduction.error(
+        return failure.make_failure_error(
             self._checker, self._job.failure, self._job.config_text, find, self._candidates.find_smallest_failing
         )
 
