@@ -77,22 +77,6 @@ def check_utf8(folder: Path) -> None:
         )
 
 
-def find_cache_folder() -> Path | None:
-    """Returns the folder of the cache, or None if the cache is off.
-
-    The folder is ``OPTEXPORT_CACHE``, by default ``optexport`` in the user's cache folder. An empty variable turns the
-    cache off.
-    """
-    variable = os.environ.get("OPTEXPORT_CACHE")
-    try:
-        if variable is not None:
-            return Path(variable).expanduser().absolute() if variable else None
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # user ids in containers may have no home folder
-        return None
-    return Path(caches) / "optexport"
-
-
 def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file: bool = True) -> None:
     """Checks that the path of an option does not overlap protected paths or a bundle.
 
