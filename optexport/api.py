@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle import contents
-from optexport.bundle import layout as bundle_layout
 from optexport.config.consistency import check_formats, check_precision
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
@@ -88,7 +88,7 @@ def export(  # noqa: PLR0913 - options of the public API
     """
     check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
     rules = name_rules(transformations)
-    output = bundle_layout.as_path(output, "output").resolve()
+    output = as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.from_program(model)

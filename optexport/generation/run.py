@@ -11,8 +11,8 @@ import torch
 
 from optexport import tracking
 from optexport._utils import signals, torch_settings
+from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
-from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.load import load_config
@@ -46,7 +46,7 @@ def run_generation(
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    progress, path = progress or Progress(), layout.as_path(path, "path")
+    progress, path = progress or Progress(), as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from optexport import tracking
 from optexport._utils.packages import versions
+from optexport._utils.paths import as_path
 from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
@@ -85,8 +86,8 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
     Raises:
         ConfigError: The config, the lock or an option is invalid, or an output folder cannot be written.
     """
-    path = layout.as_path(path, "path")
-    dump = None if options.dump is None else layout.as_path(options.dump, "dump")
+    path = as_path(path, "path")
+    dump = None if options.dump is None else as_path(options.dump, "dump")
     config = load_config(path, options.without)
     text = read_redacted(path)  # read now, because the file may change during the run
     _check_config(config, path)
