@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.digests import sha256
-from optexport.cache.environment import environment
 from optexport.cache.folder import find_cache_folder
+from optexport.cache.key_environment import environment
 
 # Limits in bytes for one entry and for all entries together.
 _ENTRY_BYTES = 1 << 30
