@@ -18,7 +18,6 @@ from torch.export import ExportedProgram
 
 from optexport.exporters import exported_program, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes as onnx_passes
 from optexport.job import load_preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
@@ -78,7 +77,7 @@ def save_onnx(
     **options: Any,
 ) -> None:
     model = onnx_exporter.convert(
-        subject.flat, subject.signature, example or subject.example, onnx_passes.choose_opset(passes, opset)
+        subject.flat, subject.signature, example or subject.example, onnx_exporter.choose_opset(passes, opset)
     )
     onnx_exporter.write(model, path, passes=passes, **options)
 

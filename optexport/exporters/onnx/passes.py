@@ -9,7 +9,6 @@ import onnx
 import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx import transformers_exporter
 
@@ -32,11 +31,6 @@ def apply_passes(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
         if name in names:
             model = apply(model)
     return model
-
-
-def choose_opset(names: Sequence[str], opset: int | None) -> int | None:
-    """Returns the requested opset, or by default one that the format passes can use."""
-    return ATTENTION_OPSET if opset is None and "attention" in names else opset
 
 
 def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
