@@ -70,7 +70,7 @@ def run(
     try:
         with show_progress(quiet=as_json) as progress:
             from optexport.pipeline import run as pipeline_run
-            from optexport.report import terminal
+            from optexport.report import json_document, terminal
 
             # A model's own code may print; standard output is reserved for the result.
             with prints_aside():
@@ -84,7 +84,7 @@ def run(
     github.publish(config.name, result.manifest.parity, result.failure)
     report_junit.write(junit, result.manifest.parity, result.failure)
     if as_json:
-        print_json(terminal.as_json(result))
+        print_json(json_document.as_json(result))
     else:
         terminal.show(result, console())
     if result.failure is not None:
