@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from optexport._utils import imports
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
 from optexport.config.schema import ModelConfig
@@ -41,7 +42,6 @@ from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_
 from optexport.signature.signature import as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.module_reconstruction import unlift
-from optexport.transformations import registry
 
 
 @dataclass(frozen=True)
@@ -182,22 +182,22 @@ def _resolved(path: str, folder: Path) -> Path:
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     before = Settings.now()
-    factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    factory: Callable[..., Any] = imports.import_from(location, folder, "model.source")
     module = sys.modules[location.partition(":")[0]]
     if (after := Settings.now()) != before:
         _import_settings[module] = after
     elif module in _import_settings:
         _import_settings[module].apply()
-    registry.check_makes(nn.Module, factory, location, "model.source")
+    imports.check_makes(nn.Module, factory, location, "model.source")
     try:
-        with registry.importing_beside(folder):
+        with imports.importing_beside(folder):
             model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",
             location=f"model.source: python:{location}",
             hint=f"Correct the factory or model.arguments. "
-            f"The factory is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
+            f"The factory is called as {location.rpartition(':')[2]}{imports.parameters(factory)}.",
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(
