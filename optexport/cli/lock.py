@@ -26,9 +26,9 @@ def lock(config: Path) -> None:
     packages.check()
     with show_progress(quiet=False) as progress:
         from optexport._utils import signals
-        from optexport.job import load_rules
         from optexport.pipeline import lockfile, run
         from optexport.pipeline.plan import RunPlan
+        from optexport.pipeline.rules import load_rules
 
         with prints_aside(), signals.temporary_folder() as scratch:
             rules = load_rules(

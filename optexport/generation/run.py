@@ -15,6 +15,7 @@ from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
+from optexport.config.derived import resolve_config
 from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
@@ -24,9 +25,10 @@ from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
 from optexport.inputs import preparation
-from optexport.job import Job, load_rules, resolve_config
+from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import steps
+from optexport.pipeline.rules import load_rules
 from optexport.result import Result
 from optexport.tracking import run_params
 

@@ -14,15 +14,16 @@ from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
+from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError
-from optexport.job import disable_measurements, load_rules, resolve_config
 from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
+from optexport.pipeline.rules import load_rules
 from optexport.runtime import devices
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule

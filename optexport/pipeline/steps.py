@@ -17,10 +17,11 @@ from optexport.bench.workload import Workload
 from optexport.bundle import digests
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import model_key
+from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.inputs import preparation
-from optexport.job import Job, disable_measurements, resolve_config
+from optexport.job import Job
 from optexport.loading import loader
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing

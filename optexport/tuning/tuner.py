@@ -10,9 +10,10 @@ from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
+from optexport.config.derived import resolve_config
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Format
-from optexport.job import Job, resolve_config
+from optexport.job import Job
 from optexport.parity.checker import ParityChecker
 from optexport.runtime import devices
 from optexport.tracing.trace import Traced

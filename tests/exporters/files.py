@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from optexport.exporters import exported_program, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.job import load_preset
+from optexport.pipeline.rules import load_preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.tracing.trace import trace
