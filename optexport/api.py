@@ -21,12 +21,11 @@ from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job
 from optexport.loading.loader import Loaded
-from optexport.parity.cases import data_batches
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
-from optexport.signature import dtypes, exported_program
+from optexport.signature import dtypes, exported_program, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
 from optexport.tracing import transformers_exporter
@@ -124,9 +123,7 @@ def export(  # noqa: PLR0913 - options of the public API
     check_precision(config, "export")
     custom_metrics = load_metrics(config.parity.metrics, Path())
     example = (
-        data_batches.repeat_single_row(batches[0])
-        if dynamic is None
-        else data_batches.make_traceable(batches[0], dynamic)
+        resizing.repeat_single_row(batches[0]) if dynamic is None else resizing.make_traceable(batches[0], dynamic)
     )
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
