@@ -35,9 +35,9 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         from optexport.bundle import digests
 
         if key is not None:
-            from optexport.bundle.signing import signature
+            from optexport.bundle.signing import folder_signature
 
-            signature.check(bundle, key)
+            folder_signature.check(bundle, key)
         packages.check(digests.read_manifest(bundle).versions)
         from optexport.pipeline import reproduce as pipeline_reproduce
 
