@@ -28,7 +28,7 @@ from optexport.result import Result
 from optexport.signature import dtypes, exported_program, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.trace import copy_graph_module, trace
 from optexport.transformations import Transformation
 
@@ -231,7 +231,7 @@ def symbolic_trace(
     if example is None:
         if isinstance(model, fx.GraphModule):
             return copy_graph_module(model)
-        if not transformers_exporter.has_transformers_model(model):
+        if not dynamo_exporter.has_transformers_model(model):
             return _symbolic_trace_module(model, input_names or ())
         example = dummy_inputs(model, input_names)
     elif input_names is not None:

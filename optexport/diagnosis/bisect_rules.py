@@ -26,8 +26,8 @@ from optexport.exporters import exported_program, pt2, torchscript
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
+from optexport.tracing.dynamo_exporter import quiet
 from optexport.tracing.trace import Traced
-from optexport.tracing.transformers_exporter import quiet
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.apply import Applied, NamedRule, is_built_in, transform
 from optexport.transformations.rule import Change

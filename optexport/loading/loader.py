@@ -40,7 +40,7 @@ from optexport.runtime.untrusted import archives
 from optexport.signature import exported_program
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.module_reconstruction import unlift
 
 
@@ -289,7 +289,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         pretrained_files.check_shards(name)
         if sentence_embedding.is_sentence_model(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporter.quiet(), _block_kernels(options):
+        with dynamo_exporter.quiet(), _block_kernels(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             architectures = f" The config.json names {', '.join(model_config.architectures or ['no class'])}."
             cls = _model_class(config.task, model_config)
@@ -370,7 +370,7 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
         "attn_implementation": config.attn_implementation,
     }
     model_options = {key: value for key, value in settings.items() if value}
-    with transformers_exporter.quiet(), _block_kernels(options):
+    with dynamo_exporter.quiet(), _block_kernels(options):
         embedder = sentence_embedding.load(name, options, model_options, f"model.source: {config.source}")
     pretrained = Pretrained(name, options, embedder.tokenizer, embedder.prompt)
     revision = getattr(embedder.model.config, "_commit_hash", None)

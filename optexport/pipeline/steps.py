@@ -38,9 +38,9 @@ from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, flatten_outputs
+from optexport.tracing.dynamo_exporter import one_pass
 from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
-from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import Transformed
 from optexport.tuning import tuner

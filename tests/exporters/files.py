@@ -21,8 +21,8 @@ from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.pipeline.rules import load_preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
+from optexport.tracing.dynamo_exporter import one_pass
 from optexport.tracing.trace import trace
-from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations.apply import transform
 from tests._helpers import models
 

@@ -25,7 +25,7 @@ from optexport.parity.reference import graph_runner
 from optexport.pipeline.rules import load_preset
 from optexport.pipeline.steps import run_reference, trace_model
 from optexport.runtime import runners
-from optexport.tracing.transformers_exporter import one_pass, quiet
+from optexport.tracing.dynamo_exporter import one_pass, quiet
 from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
 

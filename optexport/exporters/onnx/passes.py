@@ -10,7 +10,7 @@ import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters.onnx import transformers_exporter
+from optexport.exporters.onnx import transformers_fixes
 
 # onnxscript's patterns treat numbers up to this one as zero.
 _ZERO_THRESHOLD = 1e-8
@@ -113,7 +113,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
         return model
     fused = model.clone()
     try:
-        transformers_exporter.fuse_for_onnxruntime(fused)
+        transformers_fixes.fuse_for_onnxruntime(fused)
     except Exception as error:  # rewriting raises many types of exceptions
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
