@@ -25,7 +25,7 @@ from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
-from optexport.signature import dtypes, exported_program, resizing
+from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
 from optexport.tracing import dynamo_exporter
@@ -133,7 +133,7 @@ def export(  # noqa: PLR0913 - options of the public API
 def _name_batches(loaded: Loaded, batches: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """Returns the model with the arguments of the first batch, and all batches by input name."""
     if loaded.program is not None:
-        return loaded, tuple(_copy(exported_program.named_tensors(loaded.program, batch)) for batch in batches)
+        return loaded, tuple(_copy(program_arguments.named_tensors(loaded.program, batch)) for batch in batches)
     flat = [flat_inputs(loaded.model, batch) for batch in batches]
     (_, first), *rest = flat
     for index, (_, arguments) in enumerate(rest, start=1):

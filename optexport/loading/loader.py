@@ -37,7 +37,7 @@ from optexport.loading import (
     torchscript,
 )
 from optexport.runtime.untrusted import archives
-from optexport.signature import exported_program
+from optexport.signature import program_arguments
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments
 from optexport.tracing import dynamo_exporter
@@ -124,7 +124,7 @@ class Loaded:
     @classmethod
     def from_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
         """Returns a program with its module."""
-        return cls(unlift(program), program, revision, constants=exported_program.constants(program))
+        return cls(unlift(program), program, revision, constants=program_arguments.constants(program))
 
     @cached_property
     def weights_sha256(self) -> str:

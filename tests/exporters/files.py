@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.exporters import graph_export, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.pipeline.rules import load_preset
 from optexport.runtime import runners
@@ -56,8 +56,8 @@ def prepare(
 ) -> Prepared:
     traced = trace(model, example, dynamic)
     graph_module = transform(traced.graph_module, load_preset()).graph_module if rules else traced.graph_module
-    flat = exported_program.flatten(graph_module, traced.signature)
-    program = exported_program.to_program(flat, traced.signature, example)
+    flat = graph_export.flatten(graph_module, traced.signature)
+    program = graph_export.to_program(flat, traced.signature, example)
     return Prepared(model, flat, traced.signature, example, program)
 
 

@@ -21,8 +21,8 @@ from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.exporters.exported_program import to_program
 from optexport.exporters.format import FlatGraph, Format
+from optexport.exporters.graph_export import to_program
 from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_fixes
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_no_crash

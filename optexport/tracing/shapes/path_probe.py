@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport.errors import TraceError
-from optexport.signature.exported_program import tensor_inputs
+from optexport.signature.program_arguments import tensor_inputs
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
 from optexport.tracing import dynamo_exporter
