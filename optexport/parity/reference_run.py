@@ -109,7 +109,7 @@ def _cache_key(model: nn.Module, own: Reference, *settings: object) -> str:
         return ""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     computed = keys.of_tensors([tensors, *(case.batch for case in own.cases), *own.outputs])
-    return store.name("reference", computed, [(case.name, case.extreme) for case in own.cases], *settings)
+    return store.entry_key("reference", computed, [(case.name, case.extreme) for case in own.cases], *settings)
 
 
 def _run_in_float64(

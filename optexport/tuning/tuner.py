@@ -75,7 +75,7 @@ def _cache_entry(
     reference, gates = checker.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(CUSTOM_METRIC).partition(":")[0] for gate in gates if gate.startswith(CUSTOM_METRIC)}
-    return store.name(
+    return store.entry_key(
         "tuning",
         model_key.of(traced.graph_module, job.loaded.model),
         str(traced.graph_module.graph),  # a graph that calls unnamed functions has no digest
