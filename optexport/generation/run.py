@@ -33,7 +33,7 @@ from optexport.result import Result
 from optexport.tracking import run_params
 
 
-@torch_settings.put_back()
+@torch_settings.preserved()
 def run_generation(
     path: str | Path, *, without: Sequence[str] = (), progress: Progress | None = None
 ) -> GenerationResult:

@@ -71,7 +71,7 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     rules = load_rules(config, folder, ())
     # The folder of a failed check is written next to the bundle.
     plan = RunPlan(folder / "config.toml", config, rules, output=bundle.resolve(), keep=False)
-    with store.disabled(), torch_settings.put_back(), signals.temporary_folder() as scratch:
+    with store.disabled(), torch_settings.preserved(), signals.temporary_folder() as scratch:
         result = run.export_bundle(run.load_job(plan, scratch, progress), progress)
         differences = list(_list_differences(bundle, manifest, result.output, result.manifest))
         machine = _list_machine_differences(read_measured(bundle)) if differences else ()

@@ -26,7 +26,7 @@ from optexport.report.html import page
 from optexport.result import Result
 
 
-@torch_settings.put_back()
+@torch_settings.preserved()
 def run(  # noqa: PLR0913 - options of the public API
     path: str | Path,
     *,
