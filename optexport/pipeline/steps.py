@@ -16,7 +16,7 @@ from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
 from optexport.bundle.outcomes import Outcome
-from optexport.cache import model_key
+from optexport.cache.model_key import make_model_key
 from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
@@ -222,7 +222,7 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         declared=job.has_declared_sizes,
         batched=None if effort == "quick" else signature.batched,
         device=job.config.model.device,
-        computation=model_key.of(traced.graph_module, job.loaded.model),
+        computation=make_model_key(traced.graph_module, job.loaded.model),
     )
     unchecked = data_batches.describe_unchecked_data(job.real, job.rows, reference.cases)
     return replace(reference, skipped=(*unchecked, *reference.skipped))
