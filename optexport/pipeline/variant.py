@@ -127,7 +127,7 @@ class VariantExporter:
             cast, applied, record = half.cast_graph(
                 transformed.graph_module, variant, self._job, self._traced.call, self._checker
             )
-        with self._progress.step(f"check graph{suffix}"):
+        with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
             parity = self._candidates.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
             check_passed(parity, self._checker)
@@ -183,7 +183,7 @@ class VariantExporter:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
             record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
-        with self._progress.step("check onnx"):
+        with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
                 parity = self._candidates.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
