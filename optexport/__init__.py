@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optexport._utils import telemetry
 from optexport._version import __version__ as __version__
 
-telemetry.off()
+telemetry.disable()
 
 
 if TYPE_CHECKING:

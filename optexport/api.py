@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle import contents
-from optexport.bundle import layout as bundle_layout
 from optexport.config.consistency import check_formats, check_precision
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
@@ -21,15 +21,14 @@ from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job
 from optexport.loading.loader import Loaded
-from optexport.parity.cases import data_batches
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
-from optexport.signature import dtypes, exported_program
+from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.trace import copy_graph_module, trace
 from optexport.transformations import Transformation
 
@@ -88,7 +87,7 @@ def export(  # noqa: PLR0913 - options of the public API
     """
     check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
     rules = name_rules(transformations)
-    output = bundle_layout.as_path(output, "output").resolve()
+    output = as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.from_program(model)
@@ -124,9 +123,7 @@ def export(  # noqa: PLR0913 - options of the public API
     check_precision(config, "export")
     custom_metrics = load_metrics(config.parity.metrics, Path())
     example = (
-        data_batches.repeat_single_row(batches[0])
-        if dynamic is None
-        else data_batches.make_traceable(batches[0], dynamic)
+        resizing.repeat_single_row(batches[0]) if dynamic is None else resizing.make_traceable(batches[0], dynamic)
     )
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
@@ -136,7 +133,7 @@ def export(  # noqa: PLR0913 - options of the public API
 def _name_batches(loaded: Loaded, batches: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """Returns the model with the arguments of the first batch, and all batches by input name."""
     if loaded.program is not None:
-        return loaded, tuple(_copy(exported_program.named_tensors(loaded.program, batch)) for batch in batches)
+        return loaded, tuple(_copy(program_arguments.named_tensors(loaded.program, batch)) for batch in batches)
     flat = [flat_inputs(loaded.model, batch) for batch in batches]
     (_, first), *rest = flat
     for index, (_, arguments) in enumerate(rest, start=1):
@@ -234,7 +231,7 @@ def symbolic_trace(
     if example is None:
         if isinstance(model, fx.GraphModule):
             return copy_graph_module(model)
-        if not transformers_exporter.has_transformers_model(model):
+        if not dynamo_exporter.has_transformers_model(model):
             return _symbolic_trace_module(model, input_names or ())
         example = dummy_inputs(model, input_names)
     elif input_names is not None:

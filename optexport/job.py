@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,13 +11,11 @@ import torch
 from optexport.bundle import layout
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.measurements import Origin
-from optexport.config.benchmarks import BenchConfig, GateConfig
-from optexport.config.schema import Config, Format, TransformationConfig
-from optexport.errors import ConfigError, TraceError, did_you_mean
+from optexport.config.schema import Config, Format
+from optexport.errors import TraceError
 from optexport.loading.loader import Loaded
 from optexport.parity.gates import Metric
 from optexport.signature.signature import Batch, Dim, Dynamic
-from optexport.transformations import registry
 from optexport.transformations.apply import NamedRule, Transformed
 
 
@@ -130,72 +128,3 @@ class Job:
         """True if the user declared sizes, and tracing did not choose them."""
         dims = [dim for axes in (self.dynamic or {}).values() for dim in axes.values()]
         return self.is_dynamic_declared and any(isinstance(dim, Dim) for dim in dims)
-
-
-def load_rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
-    """Returns the rules of a config, or the preset, except the omitted ones.
-
-    Args:
-        folder: The folder of the config, which may contain plugins.
-        without: Names of rules to omit.
-
-    Raises:
-        ConfigError: The config does not have an omitted rule, or a rule cannot be loaded.
-    """
-    omitted = {registry.canonical_name(name) or name for name in without}
-    named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
-    for name in omitted - {name for name, _ in named}:
-        raise ConfigError(
-            f"the config has no rule {name}",
-            location=f"--without {name}",
-            hint=did_you_mean(name, [n for n, _ in named]),
-        )
-    return tuple(
-        NamedRule(
-            name,
-            rule.options,
-            registry.load(name, rule.options, folder, f"transformations[{index}]"),
-            rule.min_matches or 0,
-            formats=None if rule.formats is None else tuple(rule.formats),
-        )
-        for index, (name, rule) in enumerate(named)
-        if name not in omitted
-    )
-
-
-def resolve_config(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
-    """Returns the config with the applied rules.
-
-    Args:
-        output: Another output folder. The config then also loses its format passes and its lower precision.
-    """
-    update: dict[str, object] = {
-        "transformations": [
-            TransformationConfig.model_validate(
-                {
-                    "use": rule.name,
-                    **({"min_matches": rule.min_matches} if rule.min_matches else {}),
-                    **({"formats": list(rule.formats)} if rule.formats is not None else {}),
-                    **rule.options,
-                }
-            )
-            for rule in rules
-        ]
-    }
-    if output is not None:
-        name = str(Path(config.export.output).with_name(output.name))
-        update["export"] = config.export.model_copy(update={"output": name, "passes": {}})
-        update["precision"] = None
-    return config.model_copy(update=update)
-
-
-def disable_measurements(config: Config) -> Config:
-    """Returns the config without benchmarks, tuning, and the gates on measurements."""
-    return config.model_copy(update={"bench": BenchConfig(), "tune": None, "gate": GateConfig()})
-
-
-def load_preset() -> tuple[NamedRule, ...]:
-    """Returns the default rules."""
-    return tuple(
-        NamedRule(name, {}, registry.load(name, {}, Path(), "preset"), in_python=True) for name in registry.PRESET
-    )

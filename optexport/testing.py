@@ -42,50 +42,52 @@ def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     return pytree.tree_leaves(result)
 
 
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    """Asserts that outputs are bit-exact. Messages start with `what`."""
-    assert len(got) == len(want), f"{what}: expected {len(want)} outputs, found {len(got)}"
-    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
-        _assert_same_kind(result, expected, f"{what}: output {index}")
-        assert _bits(result) == _bits(expected), f"{what}: output {index} differs"
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor], label: str) -> None:
+    """Asserts that outputs are bit-exact. Messages start with `label`."""
+    assert len(actual) == len(expected), f"{label}: expected {len(expected)} outputs, found {len(actual)}"
+    for index, (result, reference) in enumerate(zip(actual, expected, strict=True)):
+        _assert_same_kind(result, reference, f"{label}: output {index}")
+        assert _bits(result) == _bits(reference), f"{label}: output {index} differs"
 
 
-def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, scale: float | None = None) -> None:
+def assert_close(
+    actual: list[torch.Tensor], expected: list[torch.Tensor], label: str, scale: float | None = None
+) -> None:
     """Asserts that outputs agree to rounding, relative to `scale` or their largest number."""
-    assert len(got) == len(want), f"{what}: expected {len(want)} outputs, found {len(got)}"
-    for index, (result, expected) in enumerate(zip(got, want, strict=True)):
-        label = f"{what}: output {index}"
-        _assert_same_kind(result, expected, label)
-        if expected.is_complex():
-            result, expected = (torch.view_as_real(tensor.resolve_conj()) for tensor in (result, expected))
-        if not expected.is_floating_point():
-            assert torch.equal(result, expected), f"{label} differs"
+    assert len(actual) == len(expected), f"{label}: expected {len(expected)} outputs, found {len(actual)}"
+    for index, (result, reference) in enumerate(zip(actual, expected, strict=True)):
+        output = f"{label}: output {index}"
+        _assert_same_kind(result, reference, output)
+        if reference.is_complex():
+            result, reference = (torch.view_as_real(tensor.resolve_conj()) for tensor in (result, reference))
+        if not reference.is_floating_point():
+            assert torch.equal(result, reference), f"{output} differs"
             continue
-        finite = expected.isfinite()
-        assert torch.equal(result.isfinite(), finite), f"{label}: NaN or infinity in other places"
-        assert torch.equal(result[~finite].nan_to_num(), expected[~finite].nan_to_num()), f"{label} differs"
-        limits, max_ulps = torch.finfo(expected.dtype), _MAX_ULPS[expected.dtype]
-        result, expected = result[finite].double(), expected[finite].double()
-        if expected.numel():
-            ulp = limits.eps * max(scale or 0.0, expected.abs().max().item())
-            distance = (result - expected).abs().max().item()
+        finite = reference.isfinite()
+        assert torch.equal(result.isfinite(), finite), f"{output}: NaN or infinity in other places"
+        assert torch.equal(result[~finite].nan_to_num(), reference[~finite].nan_to_num()), f"{output} differs"
+        limits, max_ulps = torch.finfo(reference.dtype), _MAX_ULPS[reference.dtype]
+        result, reference = result[finite].double(), reference[finite].double()
+        if reference.numel():
+            ulp = limits.eps * max(scale or 0.0, reference.abs().max().item())
+            distance = (result - reference).abs().max().item()
             ulps = distance / (ulp or 1)
-            assert distance <= max_ulps * ulp + limits.tiny, f"{label} differs by {distance:.3g}, {ulps:.0f} ulp"
+            assert distance <= max_ulps * ulp + limits.tiny, f"{output} differs by {distance:.3g}, {ulps:.0f} ulp"
 
 
-def _assert_same_kind(result: torch.Tensor, expected: torch.Tensor, label: str) -> None:
-    kind, expected_kind = (result.dtype, result.shape), (expected.dtype, expected.shape)
+def _assert_same_kind(actual: torch.Tensor, expected: torch.Tensor, label: str) -> None:
+    kind, expected_kind = (actual.dtype, actual.shape), (expected.dtype, expected.shape)
     assert kind == expected_kind, f"{label}: wrong dtype or shape (expected {expected_kind}, found {kind})"
 
 
-def sharing(graph_module: fx.GraphModule) -> fx.GraphModule:
+def copy_sharing_modules(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Copies a graph but shares its modules and tensors, as a ``torch.fx`` trace does."""
     shared: list[Any] = [*graph_module.parameters(), *graph_module.buffers()]
     shared += [module for module in graph_module.modules() if type(module) is not nn.Module][1:]
     return copy.deepcopy(graph_module, {id(item): item for item in shared})
 
 
-def owned(module: nn.Module) -> dict[str, Any]:
+def model_state(module: nn.Module) -> dict[str, Any]:
     """Describes the state of a caller's model: its modules, bits of tensors, and hooks."""
     state: dict[str, Any] = {}
     for name, child in module.named_modules(remove_duplicate=False):
@@ -103,7 +105,7 @@ def owned(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def written(graph_module: fx.GraphModule) -> dict[str, Any]:
+def graph_state(graph_module: fx.GraphModule) -> dict[str, Any]:
     """Describes what undo must restore: the graph, its code, modules, and bits of tensors."""
     return {
         "graph text": str(graph_module.graph),
@@ -136,48 +138,48 @@ def check_laws(
     Returns:
         The transformed graph.
     """
-    callers_model, random_state = owned(graph_module), torch.get_rng_state()
+    callers_model, random_state = model_state(graph_module), torch.get_rng_state()
 
     def assert_nothing_else_changed() -> None:
-        changes = [name for name, value in owned(graph_module).items() if callers_model.get(name) != value]
+        changes = [name for name, value in model_state(graph_module).items() if callers_model.get(name) != value]
         assert not changes, f"the caller's model must not change: {changes} changed"
         assert torch.equal(torch.get_rng_state(), random_state), "the global random state must not change"
 
-    graph = sharing(graph_module)
-    before = written(graph)
+    graph = copy_sharing_modules(graph_module)
+    before = graph_state(graph)
 
     transformed = transformation(graph)
-    once = written(transformed)
+    once = graph_state(transformed)
     transformed.graph.lint()
     if once == before and not transformation.get_transformed_nodes(transformed):
         # Nothing matched. The same graph computes the same, so the models need not run.
         assert_nothing_else_changed()
-        _assert_equal(written(transformation(transformed)), before, "a second application must change nothing")
+        _assert_equal(graph_state(transformation(transformed)), before, "a second application must change nothing")
         if isinstance(transformation, ReversibleTransformation):
-            _assert_equal(written(transformation(transformed, reverse=True)), before, "undo")
+            _assert_equal(graph_state(transformation(transformed, reverse=True)), before, "undo")
         assert_nothing_else_changed()
         return transformed
 
-    want = outputs(graph_module, inputs)
+    expected = outputs(graph_module, inputs)
     if transformation.preserves_computation:
-        got = outputs(transformed, inputs)
+        actual = outputs(transformed, inputs)
         if exact:
-            assert_same(got, want, "outputs must be bit-exact")
+            assert_same(actual, expected, "outputs must be bit-exact")
         else:
-            assert_close(got, want, "outputs must agree", scale)
+            assert_close(actual, expected, "outputs must agree", scale)
     _check_flags(before, once)
     assert_nothing_else_changed()
 
     transformed = transformation(transformed)
     if isinstance(transformation, Composition):
         # A member may create matches for an earlier one. A second application may use them, with equal outputs.
-        once = written(transformed)
+        once = graph_state(transformed)
         if transformation.preserves_computation:
-            assert_close(outputs(transformed, inputs), want, "outputs must agree after a second application", scale)
-    _assert_equal(written(transformed), once, "a second application must change nothing")
+            assert_close(outputs(transformed, inputs), expected, "outputs must agree after a second application", scale)
+    _assert_equal(graph_state(transformed), once, "a second application must change nothing")
 
     if isinstance(transformation, ReversibleTransformation):
-        _check_undo(transformation, transformed, before, once, inputs, want)
+        _check_undo(transformation, transformed, before, once, inputs, expected)
     assert_nothing_else_changed()
     return transformed
 
@@ -188,17 +190,17 @@ def _check_undo(
     before: dict[str, Any],
     once: dict[str, Any],
     inputs: Inputs,
-    want: list[torch.Tensor],
+    expected: list[torch.Tensor],
 ) -> None:
     """Asserts that undo restores the graph, which can then be transformed again."""
     deep_copy = copy.deepcopy(transformed)
-    _assert_equal(written(deep_copy), once, "a deepcopy must equal the graph")
-    for name, graph in (("undo", sharing(transformed)), ("undo after deepcopy", deep_copy)):
+    _assert_equal(graph_state(deep_copy), once, "a deepcopy must equal the graph")
+    for name, graph in (("undo", copy_sharing_modules(transformed)), ("undo after deepcopy", deep_copy)):
         restored = transformation(graph, reverse=True)
-        _assert_equal(written(restored), before, name)
-        assert_same(outputs(restored, inputs), want, name)
+        _assert_equal(graph_state(restored), before, name)
+        assert_same(outputs(restored, inputs), expected, name)
         assert not transformation.get_transformed_nodes(restored), f"{name}: some nodes are still marked"
-        again = written(transformation(restored))
+        again = graph_state(transformation(restored))
         for part in ("state_dict", "modules"):
             assert again[part] == once[part], f"{name}, then applied again: {part} differs"
 
@@ -207,19 +209,19 @@ def check_undo_alone(
     rules: Sequence[Rule], graph_module: fx.GraphModule, inputs: Inputs, scale: float | None = None
 ) -> None:
     """Asserts that undoing one of several rules keeps the outputs, or fails cleanly."""
-    want = outputs(graph_module, inputs)
+    expected = outputs(graph_module, inputs)
     for rule in rules:
         if not isinstance(rule, ReversibleTransformation):
             continue
-        graph = compose(*rules)(sharing(graph_module))
-        before = written(graph)
+        graph = compose(*rules)(copy_sharing_modules(graph_module))
+        before = graph_state(graph)
         name = type(rule).__name__
         try:
             graph = rule(graph, reverse=True)
         except TransformationError:
-            _assert_equal(written(graph), before, f"a failed undo of {name} must change nothing")
+            _assert_equal(graph_state(graph), before, f"a failed undo of {name} must change nothing")
         else:
-            assert_close(outputs(graph, inputs), want, f"undo of {name} alone", scale)
+            assert_close(outputs(graph, inputs), expected, f"undo of {name} alone", scale)
             assert not rule.get_transformed_nodes(graph), f"undo of {name} alone: some nodes are still marked"
 
 
@@ -242,7 +244,7 @@ def check_applied(
         exact: See `check_laws`.
         scale: See `check_laws`.
     """
-    _, report = run(rule, sharing(graph_module))
+    _, report = run(rule, copy_sharing_modules(graph_module))
     assert len(report.changes) == count, report
     check_laws(rule, graph_module, inputs, exact=exact, scale=scale)
     return report
@@ -250,11 +252,11 @@ def check_applied(
 
 def check_refused(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs | None, *reasons: str) -> None:
     """Asserts that a rule changes nothing, and that its skip reasons contain these texts."""
-    graph = sharing(graph_module)
-    before = written(graph)
+    graph = copy_sharing_modules(graph_module)
+    before = graph_state(graph)
     after, report = run(rule, graph)
     assert not report.changes, report
-    _assert_equal(written(after), before, "a skip must change nothing")
+    _assert_equal(graph_state(after), before, "a skip must change nothing")
     skipped = [near_miss.reason for near_miss in report.near_misses]
     assert len(skipped) == len(reasons), report
     for expected, reason in zip(reasons, skipped, strict=True):

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from optexport import export
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
 from optexport.parity.verify import verify
-from optexport.report import terminal
+from optexport.report import json_document
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from optexport.tracking import payload
@@ -80,7 +80,7 @@ def test_rule_that_only_removes_nodes_names_them(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
     (change,) = result.manifest.transformations[0].changes
-    document = terminal.as_json(result)
+    document = json_document.as_json(result)
     assert document["transformed_nodes"] == {"remove-no-ops": []}
     assert document["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
     _, rows = payload._change_table(result.manifest)

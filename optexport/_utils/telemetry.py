@@ -8,7 +8,7 @@ import os
 _SWITCHES = {"MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def off() -> None:
+def disable() -> None:
     """Turns telemetry off; call it before the libraries are imported, as they read it then."""
     for name, value in _SWITCHES.items():
         os.environ.setdefault(name, value)

@@ -45,7 +45,7 @@ _FRESH = Settings(torch.float32, torch.device("cpu"), flushes=False, is_repeatab
 
 
 @contextlib.contextmanager
-def put_back() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Restores the settings at the end of a context."""
     before, has_gradients = Settings.now(), torch.is_grad_enabled()
     try:
@@ -58,6 +58,6 @@ def put_back() -> Iterator[None]:
 @contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[None]:
     """Runs a context with torch's defaults, as in a new process that loads a file."""
-    with put_back(), torch.autocast("cpu", enabled=False):
+    with preserved(), torch.autocast("cpu", enabled=False):
         _FRESH.apply()
         yield

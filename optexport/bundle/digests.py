@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path, PurePosixPath
 
 from optexport._utils import atomic_dir
+from optexport._utils.paths import check_utf8
 from optexport.bundle import digest_json, external_data
-from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
+from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 from optexport.bundle.manifest import SUFFIXES, VERSION, FileRecord, Manifest
 from optexport.errors import BundleError, ConfigError, unreadable
 

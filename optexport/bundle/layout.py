@@ -5,12 +5,9 @@ Needs no torch and writes nothing.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import errno
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
@@ -31,13 +28,6 @@ SIGNED = (SIGNATURE, STATEMENT, SBOM)
 # and the files of a signature.
 UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
 
-# Errors for no space to write: full disk, exceeded quota, exceeded file size limit.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Errors for too many open files.
-TOO_MANY = (errno.EMFILE, errno.ENFILE)
-# In bytes: the start of a file, which identifies its type.
-_BEGINNING = 4096
-
 
 def sibling(output: Path, kind: str) -> Path:
     """Returns the path of an output's "baseline", or of its "failure" after a failed check."""
@@ -48,49 +38,6 @@ def output_folders(output: Path) -> tuple[Path, ...]:
     """Returns the folders that a run with this output may write, replace or remove."""
     bundles = (output, sibling(output, "baseline"))
     return tuple(folder for bundle in bundles for folder in (bundle, sibling(bundle, "failure")))
-
-
-def as_path(value: object, name: str) -> Path:
-    """Converts an argument of the Python API to a path.
-
-    Raises:
-        ConfigError: The argument is not a path.
-    """
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or "\0" in path:
-        raise ConfigError(f"{value!r} is not a path", location=name, hint="Give a str or a pathlib.Path.")
-    return Path(path)
-
-
-def check_utf8(folder: Path) -> None:
-    """Checks that a folder's path is UTF-8, because native libraries require it.
-
-    Raises:
-        ConfigError: The path is not UTF-8.
-    """
-    path = os.path.abspath(folder)
-    if path != path.encode("utf-8", "replace").decode("utf-8"):
-        raise ConfigError(
-            "the path of the folder is not UTF-8, so torch and ONNX Runtime cannot open its files",
-            location=path,
-            hint="Rename the folder.",
-        )
-
-
-def find_cache_folder() -> Path | None:
-    """Returns the folder of the cache, or None if the cache is off.
-
-    The folder is ``OPTEXPORT_CACHE``, by default ``optexport`` in the user's cache folder. An empty variable turns the
-    cache off.
-    """
-    variable = os.environ.get("OPTEXPORT_CACHE")
-    try:
-        if variable is not None:
-            return Path(variable).expanduser().absolute() if variable else None
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # user ids in containers may have no home folder
-        return None
-    return Path(caches) / "optexport"
 
 
 def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file: bool = True) -> None:
@@ -120,33 +67,6 @@ def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file
             f"the path is inside the bundle {bundle}, which may contain only its own files",
             location=f"{option} {path}",
             hint="Choose another path.",
-        )
-
-
-def check_overwritable(option: str, path: Path, pattern: re.Pattern[bytes], kind: str) -> None:
-    """Checks that an output file is new, empty, or an earlier output of the same kind.
-
-    Any other file may be an input of the run, such as the weights, or the tracking database.
-
-    Args:
-        pattern: A pattern that matches the start of such an output.
-        kind: The name of this kind of file, for the error.
-
-    Raises:
-        ConfigError: The file is of another kind or cannot be read.
-    """
-    if not path.is_file():  # a read from a pipe, for example of a shell, would block
-        return
-    try:
-        with path.open("rb") as file:
-            start = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
-    except OSError as error:
-        raise ConfigError(f"the file cannot be read: {error}", location=f"{option} {path}") from error
-    if start and not pattern.match(start):
-        raise ConfigError(
-            f"the file has other content than an earlier {kind}, so it is not replaced",
-            location=f"{option} {path}",
-            hint="Name another file.",
         )
 
 

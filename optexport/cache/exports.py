@@ -72,4 +72,4 @@ def _find_key(writer: GraphWriter, file_format: Format, passes: Sequence[str], o
     if (graph := of_graph(writer.flat)) is None:
         return None
     inputs = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]
-    return store.name("export", graph, file_format, writer.device, passes, opset, inputs)
+    return store.entry_key("export", graph, file_format, writer.device, passes, opset, inputs)

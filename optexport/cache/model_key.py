@@ -11,7 +11,7 @@ from optexport.cache import keys, store
 from optexport.cache.imported_modules import IDENTIFIED_PACKAGES, code_of, code_outside_packages
 
 
-def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
+def make_model_key(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
     """Returns the SHA-256 of a graph, its weights and the model's code, or None.
 
     The result is None if the cache is off or the graph calls an unknown function.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.layout import find_cache_folder
-from optexport.cache.environment import environment
+from optexport.cache.folder import find_cache_folder
+from optexport.cache.key_environment import environment
 
 # Limits in bytes for one entry and for all entries together.
 _ENTRY_BYTES = 1 << 30
@@ -39,7 +39,7 @@ def enabled() -> bool:
 
 
 @contextlib.contextmanager
-def off() -> Iterator[None]:
+def disabled() -> Iterator[None]:
     """Turns the cache off within the block, for reading and for writing."""
     global _off
     _off += 1
@@ -49,7 +49,7 @@ def off() -> Iterator[None]:
         _off -= 1
 
 
-def name(kind: str, *parts: Any) -> str:
+def entry_key(kind: str, *parts: Any) -> str:
     """Returns the key of an entry: a digest of its kind, its parts and the environment."""
     text = json.dumps([kind, environment(), *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

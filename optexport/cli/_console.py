@@ -33,7 +33,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def prints_aside() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Redirects standard output to standard error, including the output of C libraries.
 
     The code of a model may print anything, and standard output is reserved for the result.

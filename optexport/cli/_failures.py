@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from optexport._utils import packages, signals
-from optexport.bundle.layout import NO_ROOM, TOO_MANY, find_cache_folder
+from optexport._utils.paths import NO_ROOM, TOO_MANY
+from optexport.cache.folder import find_cache_folder
 from optexport.errors import ConfigError, OptexportError, with_hint
 from optexport.redaction import redact_error
 

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
+from optexport._utils.paths import NO_ROOM, check_overwritable
+from optexport.bundle.layout import check_outside
 from optexport.errors import ConfigError
 
 _HTML_START = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli._console import console, echo, prints_aside
+from optexport.cli._console import console, echo, stdout_to_stderr
 from optexport.cli._group import Command, json_option, print_json
 from optexport.config.benchmarks import parse_duration
 from optexport.errors import OptexportError
@@ -127,7 +127,7 @@ def batch(
 
     batch_engine = _create_engine(engine, address, jobs or 1, memory, timeout, retries)
     # Standard output is reserved for the result.
-    with _tracked(tasks) as parent, prints_aside():
+    with _tracked(tasks) as parent, stdout_to_stderr():
         results = run(tasks, batch_engine, folder, resume=resume, announce=announce)
         if selection is not None:
             results = [*selection.failures, *results]

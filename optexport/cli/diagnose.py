@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, prints_aside, show_progress
+from optexport.cli._console import echo, show_progress, stdout_to_stderr
 from optexport.cli._group import Command, no_custom_code_option
 
 
@@ -31,9 +31,9 @@ def diagnose(path: Path) -> None:
 
     load_config(path)
     with show_progress(quiet=False) as progress:
-        from optexport.diagnosis import reproduction
+        from optexport.diagnosis import failure
         from optexport.pipeline import run as pipeline_run
 
-        with prints_aside():
+        with stdout_to_stderr():
             result = pipeline_run.run(path, progress=progress, keep=False)
-    echo(f"{path}: all checks pass: {reproduction.describe_margin(result.parity)}")
+    echo(f"{path}: all checks pass: {failure.describe_margin(result.parity)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, prints_aside, show_progress
+from optexport.cli._console import echo, show_progress, stdout_to_stderr
 from optexport.cli._group import Command
 
 
@@ -26,11 +26,11 @@ def lock(config: Path) -> None:
     packages.check()
     with show_progress(quiet=False) as progress:
         from optexport._utils import signals
-        from optexport.job import load_rules
         from optexport.pipeline import lockfile, run
         from optexport.pipeline.plan import RunPlan
+        from optexport.pipeline.rules import load_rules
 
-        with prints_aside(), signals.temporary_folder() as scratch:
+        with stdout_to_stderr(), signals.temporary_folder() as scratch:
             rules = load_rules(
                 loaded_config, folder, ()
             )  # as a run does, to import the rules' modules in the config's folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, prints_aside, show_progress
+from optexport.cli._console import echo, show_progress, stdout_to_stderr
 from optexport.cli._group import Command, key_option, no_custom_code_option
 from optexport.errors import ParityError
 
@@ -35,13 +35,13 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         from optexport.bundle import digests
 
         if key is not None:
-            from optexport.bundle.signing import signature
+            from optexport.bundle.signing import folder_signature
 
-            signature.check(bundle, key)
+            folder_signature.check(bundle, key)
         packages.check(digests.read_manifest(bundle).versions)
         from optexport.pipeline import reproduce as pipeline_reproduce
 
-        with prints_aside():
+        with stdout_to_stderr():
             differing = pipeline_reproduce.reproduce(bundle, folder, progress)
     if differing:
         details = "\n".join(differing)

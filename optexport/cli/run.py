@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import console, prints_aside, show_progress
+from optexport.cli._console import console, show_progress, stdout_to_stderr
 from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option, print_json
 from optexport.errors import ConfigError, OptexportError
 
@@ -70,10 +70,10 @@ def run(
     try:
         with show_progress(quiet=as_json) as progress:
             from optexport.pipeline import run as pipeline_run
-            from optexport.report import terminal
+            from optexport.report import json_document, terminal
 
             # A model's own code may print; standard output is reserved for the result.
-            with prints_aside():
+            with stdout_to_stderr():
                 result = pipeline_run.run(
                     config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
                 )
@@ -84,7 +84,7 @@ def run(
     github.publish(config.name, result.manifest.parity, result.failure)
     report_junit.write(junit, result.manifest.parity, result.failure)
     if as_json:
-        print_json(terminal.as_json(result))
+        print_json(json_document.as_json(result))
     else:
         terminal.show(result, console())
     if result.failure is not None:
@@ -105,7 +105,7 @@ def _run_generation(config: Path, without: tuple[str, ...], *, as_json: bool) ->
     with show_progress(quiet=as_json) as progress:
         from optexport.generation import run, summary
 
-        with prints_aside():
+        with stdout_to_stderr():
             result = run.run_generation(config, without=without, progress=progress)
     if as_json:
         print_json(summary.as_json(result))

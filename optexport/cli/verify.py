@@ -46,9 +46,9 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
         if key is None:
             bundles = read_bundles(bundle)
         else:
-            from optexport.bundle.signing import signature
+            from optexport.bundle.signing import folder_signature
 
-            bundles = signature.check(bundle, key)
+            bundles = folder_signature.check(bundle, key)
         if junit is not None and len(bundles) > 1:
             raise ConfigError(
                 f"a JUnit file can describe only one bundle (found {len(bundles)} parts)",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle.layout import check_utf8
+from optexport._utils.paths import check_utf8
 from optexport.config.validation import Mistakes, format_key
 from optexport.errors import ConfigError
 from optexport.redaction import redact

@@ -11,15 +11,9 @@ import onnx
 from torch import fx
 
 from optexport.diagnosis.divergence import Comparison, compare, describe_divergence, describe_search_error
+from optexport.diagnosis.failure import find_comparison_problem, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
-from optexport.diagnosis.reproduction import (
-    Finding,
-    Reproduction,
-    failing_case,
-    find_comparison_problem,
-    find_unnamed_case,
-    outputs_at,
-)
+from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract_onnx
 from optexport.parity import checker
 from optexport.parity.checker import ParityChecker

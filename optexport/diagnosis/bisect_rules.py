@@ -17,23 +17,17 @@ from optexport.diagnosis.divergence import (
     describe_divergence,
     describe_search_error,
 )
+from optexport.diagnosis.failure import find_comparison_problem, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph
 from optexport.diagnosis.node_matching import align_names
-from optexport.diagnosis.reproduction import (
-    Finding,
-    Reproduction,
-    failing_case,
-    find_comparison_problem,
-    find_unnamed_case,
-    outputs_at,
-)
+from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.exporters import graph_export, pt2, torchscript
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
+from optexport.tracing.dynamo_exporter import quiet
 from optexport.tracing.trace import Traced
-from optexport.tracing.transformers_exporter import quiet
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.apply import Applied, NamedRule, is_built_in, transform
 from optexport.transformations.rule import Change
@@ -273,7 +267,7 @@ def _add_inputs(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphM
 
 def _complete_reproduction(title: str, graph_module: fx.GraphModule, rerun: _Rerun) -> Reproduction:
     """Returns a reproduction with the complete graph on the failing case."""
-    checker, flat = rerun.checker, exported_program.flatten(graph_module, rerun.traced.signature)
+    checker, flat = rerun.checker, graph_export.flatten(graph_module, rerun.traced.signature)
     case = checker.reference.cases[rerun.case]
     raises = isinstance(checker.result(rerun.target, case.name), str)
     file = "after.pt" if raises else "after.pt2"

@@ -9,7 +9,7 @@ from torch import fx
 
 from optexport.bundle import digests
 from optexport.bundle.layout import REFERENCE
-from optexport.diagnosis import reproduction
+from optexport.diagnosis import failure
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import BundleError, ExportError
@@ -63,10 +63,10 @@ def diagnose_bundle(folder: Path) -> str:
             note = f"The bundle is damaged, which may be the cause: {damage.location}: {damage.message}."
             return replace(finding, explanation=f"{note}\n{finding.explanation}")
 
-        raise reproduction.error(checker, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
+        raise failure.make_failure_error(checker, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
     if damage is not None:
         raise damage
-    return reproduction.describe_margin(checker.targets)
+    return failure.describe_margin(checker.targets)
 
 
 def _find_passing_graph(files: dict[str, Path], checker: ParityChecker) -> fx.GraphModule | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import runpy
 import shutil
 import tempfile
@@ -20,15 +19,10 @@ from safetensors.torch import save_file
 from optexport._utils import atomic_dir
 from optexport.errors import (
     ConfigError,
-    GateError,
-    OptexportError,
-    ParityError,
-    first_line,
-    on_one_line,
     with_hint,
 )
 from optexport.parity import distances
-from optexport.parity.checker import CaseParity, OutputParity, ParityChecker, TargetParity
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
 from optexport.runtime.untrusted import archives
 
@@ -143,85 +137,6 @@ class Finding:
     hint: str | None = None
 
 
-def error(
-    checker: ParityChecker,
-    folder: Path,
-    config_text: str | None,
-    find: Callable[[], Finding],
-    find_smallest: Callable[[], str | None],
-) -> OptexportError:
-    """Returns the error of a failed parity check, after the diagnosis and its folder.
-
-    Problems during the diagnosis become part of the message and never hide the failed check.
-
-    Args:
-        checker: Checker with at least one failed target.
-        folder: Folder to write.
-        config_text: Content of the config; None to write no config.
-        find: Runs the diagnosis.
-        find_smallest: Describes the smallest input that still fails, or returns None.
-    """
-    finding: Finding | None = None
-    try:
-        finding = find()
-        explanation = finding.explanation
-    except Exception as problem:  # model and plugin code may raise anything
-        explanation = f"The diagnosis failed: {_describe(problem)}."
-    try:
-        smallest = find_smallest()
-    except Exception as problem:  # model and plugin code may raise anything
-        explanation += f"\nThe search for a smaller input failed: {_describe(problem)}."
-    else:
-        explanation += f"\nSmallest input that fails: {smallest}." if smallest else ""
-    try:
-        has_script = write_folder(folder, checker, finding, config_text, explanation)
-    except Exception as problem:  # for example a full disk, or an unrelated folder at that path
-        explanation += f"\nThe folder for the tensors could not be written: {_describe(problem)}."
-    else:
-        script = f"Reproduce: python {folder / SCRIPT}"
-        explanation += f"\n{script if has_script else f'No script reproduces the failure. Its tensors: {folder}'}"
-    lines = describe_failures(checker.targets)
-    kind = GateError if all(target.outputs_passed for target in checker.targets) else ParityError
-    hint = None if finding is None else finding.hint
-    return kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
-
-
-def describe_failures(targets: Sequence[TargetParity]) -> list[str]:
-    """Returns a line for each failed output of each target, then for each failed gate."""
-    outputs = [
-        f"{target.target}: {on_one_line(output.output)}{_describe_failure(case)}"
-        for target in targets
-        for output in target.outputs
-        if (case := _find_failing_case(output)) is not None
-    ]
-    gates = [
-        f"{target.target}: {d.failure}" for target in targets for d in target.gate_results if d.failure is not None
-    ]
-    return outputs + gates
-
-
-def _describe_failure(case: CaseParity) -> str:
-    if case.limit < case.distance < math.inf and case.limit > 0:
-        return f" is off by {case.distance:.1e}, tolerance {case.limit:.1e} (case: {case.case})"
-    return f": {case.failure} (case: {case.case})"
-
-
-def _find_failing_case(output: OutputParity) -> CaseParity | None:
-    return next((case for case in output.cases if case.failure is not None), None)
-
-
-def find_unnamed_case(target: TargetParity, case: str) -> str | None:
-    """Returns the name of a case, or None if the line of a failure names it already."""
-    failing = map(_find_failing_case, target.outputs)
-    return None if any(named is not None and named.case == case for named in failing) else case
-
-
-def _describe(problem: Exception) -> str:
-    if not isinstance(problem, OptexportError):
-        return f"{type(problem).__name__}: {first_line(problem)}".rstrip(".")
-    return f"{problem.location}: {problem.message}" if problem.location else problem.message
-
-
 def write_folder(
     folder: Path, checker: ParityChecker, finding: Finding | None, config_text: str | None, explanation: str
 ) -> bool:
@@ -324,12 +239,6 @@ def failing_case(checker: ParityChecker, target: TargetParity) -> int:
     return min(indices or [0], key=lambda index: sum(tensor.numel() for tensor in cases[index].batch.values()))
 
 
-def find_comparison_problem(target: TargetParity, case: str) -> str | None:
-    """Returns the reason why an output has no distance on a case, or None."""
-    results = ((output.output, result) for output in target.outputs for result in output.cases if result.case == case)
-    return next((f"{name}: {result.failure}" for name, result in results if result.distance == math.inf), None)
-
-
 def outputs_at(
     checker: ParityChecker, target: TargetParity, case: int
 ) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
@@ -338,15 +247,3 @@ def outputs_at(
     limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in target.outputs}
     fixed = any(bound.fixed for bound in checker.tolerances.values())
     return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
-
-
-def describe_margin(targets: Sequence[TargetParity]) -> str:
-    """Describes how close passing targets are to their tolerance."""
-    worst = max((o for target in targets for o in target.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
-    names = ", ".join(target.title for target in targets)
-    if worst.limit == math.inf:
-        return f"all targets pass their gates ({names})"
-    return (
-        f"all targets pass ({names}); worst output: {worst.output}, off by {worst.max_abs:.1e}, "
-        f"tolerance {worst.limit:.1e}"
-    )

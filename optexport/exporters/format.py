@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from optexport._version import __version__
-from optexport.exporters import exported_program
+from optexport.exporters import graph_export
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
 from optexport.signature.signature import Batch, Signature
@@ -41,7 +41,7 @@ class FlatGraph:
     ) -> None:
         self.signature, self.example, self.device = signature, example, device
         self._weights_sha256, self._applied = weights_sha256, applied
-        self.flat = exported_program.flatten(graph_module, signature)
+        self.flat = graph_export.flatten(graph_module, signature)
 
     @cached_property
     def program(self) -> ExportedProgram:
@@ -52,7 +52,7 @@ class FlatGraph:
         Raises:
             ExportError: ``torch.export`` refuses the graph.
         """
-        program = exported_program.to_program(self.flat, self.signature, self.example)
+        program = graph_export.to_program(self.flat, self.signature, self.example)
         drop_needless_assertions(program, self.flat, self.signature, self.example)
         return program if self.device == "cpu" else placement.move_program(program, self.device)
 

@@ -14,7 +14,7 @@ from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
 from optexport.exporters.format import Format
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 
 class Pt2Format(Format):
@@ -49,7 +49,7 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
                 node.meta.pop("stack_trace", None)
     check_disk_space(path, program)
     try:
-        with transformers_exporter.quiet():
+        with dynamo_exporter.quiet():
             torch.export.save(program, path)
     except OSError:
         raise

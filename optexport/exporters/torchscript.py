@@ -19,7 +19,7 @@ from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
 from optexport.exporters.format import Format
 from optexport.signature.signature import Signature, as_argument, as_arguments
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def save(
     program = torch_passes.apply_passes(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
-    with transformers_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
+    with dynamo_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
         try:
             module = compile_in_new_unit(lambda: torch.jit.script(make_scriptable(graph_module, signature)))
             reason = None

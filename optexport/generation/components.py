@@ -23,7 +23,7 @@ from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
 from optexport.signature.resizing import resize_tensor
 from optexport.signature.signature import Dim, Dynamic
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 Prompt = Mapping[str, torch.Tensor]
 
@@ -201,7 +201,7 @@ def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
     """Returns the arguments of the decoder in ``generate``, at a step after the first."""
     name = type(model).__name__
     try:
-        parts = transformers_exporter.decompose(model, prompt)
+        parts = dynamo_exporter.decompose(model, prompt)
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
             f"generate() fails on the first prompt: {first_line(error.__cause__ or error)}",

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from optexport._utils import atomic_dir
+from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
-from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_output_path, check_replaceable
+from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, check_output_path, check_replaceable
 from optexport.bundle.parts import PARTS
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort

@@ -11,10 +11,11 @@ import torch
 
 from optexport import tracking
 from optexport._utils import signals, torch_settings
+from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
-from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
+from optexport.config.derived import resolve_config
 from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
@@ -24,14 +25,15 @@ from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
 from optexport.inputs import preparation
-from optexport.job import Job, load_rules, resolve_config
+from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import steps
+from optexport.pipeline.rules import load_rules
 from optexport.result import Result
 from optexport.tracking import run_params
 
 
-@torch_settings.put_back()
+@torch_settings.preserved()
 def run_generation(
     path: str | Path, *, without: Sequence[str] = (), progress: Progress | None = None
 ) -> GenerationResult:
@@ -46,7 +48,7 @@ def run_generation(
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    progress, path = progress or Progress(), layout.as_path(path, "path")
+    progress, path = progress or Progress(), as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from optexport._utils import atomic_dir
-from optexport.bundle.layout import GENERATION, as_path
+from optexport._utils.paths import as_path
+from optexport.bundle.layout import GENERATION
 from optexport.bundle.manifest import ArtifactRecord, Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
 from optexport.errors import ConfigError, first_line

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from optexport.generation.export import GenerationResult
 from optexport.generation.tokens import TokenComparison
-from optexport.report import terminal
+from optexport.report import json_document, terminal
 
 
 def show(result: GenerationResult, console: Console) -> None:
@@ -40,7 +40,7 @@ def _line(comparison: TokenComparison) -> str:
 
 def as_json(result: GenerationResult) -> dict[str, Any]:
     """Returns the result as JSON."""
-    parts = {name: terminal.as_json(part) for name, part in result.parts.items()}
+    parts = {name: json_document.as_json(part) for name, part in result.parts.items()}
     return {
         "passed": all(part["passed"] for part in parts.values()),
         "exit_code": max(part["exit_code"] for part in parts.values()),

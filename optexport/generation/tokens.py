@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from optexport.errors import ParityError
 from optexport.generation.components import Prompt
 from optexport.generation.runtime import Parts
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 # Each of two logits may have an error of one tolerance.
 _SIDES = 2
@@ -92,7 +92,7 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
     )
     model.generation_config = plain  # type: ignore[assignment]  # generate() takes missing settings from it
     try:
-        with torch.no_grad(), transformers_exporter.quiet():
+        with torch.no_grad(), dynamo_exporter.quiet():
             # Not the model's method: Whisper's also splits long audio and forces tokens.
             ids = GenerationMixin.generate(model, **dict(prompt), generation_config=plain)  # type: ignore[arg-type]
     finally:

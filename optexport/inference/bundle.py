@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from optexport._utils.paths import as_path
 from optexport._utils.platform import is_of_memory
 from optexport.bundle.digests import read_manifest
-from optexport.bundle.layout import as_path
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest
 from optexport.errors import (
     BundleError,

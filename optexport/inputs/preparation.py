@@ -17,8 +17,8 @@ from optexport.inputs.random_inputs import inputs_from_specs, program_inputs
 from optexport.inputs.user_data import read_data
 from optexport.loading.loader import Pretrained
 from optexport.loading.processing import check_images, convert_to_uint8
-from optexport.parity.cases.data_batches import make_traceable, repeat_single_row, split_batch
-from optexport.signature.exported_program import check_ranks, input_names
+from optexport.signature.program_arguments import check_ranks, input_names
+from optexport.signature.resizing import make_traceable, repeat_single_row, split_batch
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from optexport.config.schema import TensorConfig
 from optexport.errors import ConfigError, TraceError, first_line
 from optexport.parity.cases.vocabulary import vocabularies
-from optexport.signature.exported_program import tensor_inputs
+from optexport.signature.program_arguments import tensor_inputs
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import trace
 

@@ -17,7 +17,7 @@ from torch import nn
 from optexport._utils.extras import check_extra
 from optexport.errors import SourceError, first_line
 from optexport.loading.pretrained_files import find_all
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -109,11 +109,11 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     names = read_weight_names(folder)
     check_extra("adapters", location)
     check_config(folder / CONFIG)
-    with transformers_exporter.quiet():
+    with dynamo_exporter.quiet():
         import peft
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        with transformers_exporter.quiet():
+        with dynamo_exporter.quiet():
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         expected = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
     except Exception as error:  # peft raises many types
@@ -137,7 +137,7 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
             hint="Use a LoRA adapter.",
         )
     try:
-        with torch.no_grad(), transformers_exporter.quiet():
+        with torch.no_grad(), dynamo_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # peft raises many types, for instance if a sum is NaN
         raise SourceError(

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from optexport._utils import imports
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
 from optexport.config.schema import ModelConfig
@@ -36,12 +37,11 @@ from optexport.loading import (
     torchscript,
 )
 from optexport.runtime.untrusted import archives
-from optexport.signature import exported_program
+from optexport.signature import program_arguments
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.module_reconstruction import unlift
-from optexport.transformations import registry
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Loaded:
     @classmethod
     def from_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
         """Returns a program with its module."""
-        return cls(unlift(program), program, revision, constants=exported_program.constants(program))
+        return cls(unlift(program), program, revision, constants=program_arguments.constants(program))
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -182,22 +182,22 @@ def _resolved(path: str, folder: Path) -> Path:
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     before = Settings.now()
-    factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    factory: Callable[..., Any] = imports.import_from(location, folder, "model.source")
     module = sys.modules[location.partition(":")[0]]
     if (after := Settings.now()) != before:
         _import_settings[module] = after
     elif module in _import_settings:
         _import_settings[module].apply()
-    registry.check_makes(nn.Module, factory, location, "model.source")
+    imports.check_makes(nn.Module, factory, location, "model.source")
     try:
-        with registry.importing_beside(folder):
+        with imports.importing_beside(folder):
             model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",
             location=f"model.source: python:{location}",
             hint=f"Correct the factory or model.arguments. "
-            f"The factory is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
+            f"The factory is called as {location.rpartition(':')[2]}{imports.parameters(factory)}.",
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(
@@ -289,7 +289,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         pretrained_files.check_shards(name)
         if sentence_embedding.is_sentence_model(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporter.quiet(), _block_kernels(options):
+        with dynamo_exporter.quiet(), _block_kernels(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             architectures = f" The config.json names {', '.join(model_config.architectures or ['no class'])}."
             cls = _model_class(config.task, model_config)
@@ -370,7 +370,7 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
         "attn_implementation": config.attn_implementation,
     }
     model_options = {key: value for key, value in settings.items() if value}
-    with transformers_exporter.quiet(), _block_kernels(options):
+    with dynamo_exporter.quiet(), _block_kernels(options):
         embedder = sentence_embedding.load(name, options, model_options, f"model.source: {config.source}")
     pretrained = Pretrained(name, options, embedder.tokenizer, embedder.prompt)
     revision = getattr(embedder.model.config, "_commit_hash", None)

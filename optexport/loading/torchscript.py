@@ -22,7 +22,7 @@ from optexport.errors import SourceError, first_line
 from optexport.runtime.untrusted import archives
 from optexport.signature.arguments import plain
 from optexport.signature.signature import call_signature
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 _HINT = "Export the model from its Python source, or export a submodule without loops and state."
 
@@ -44,7 +44,7 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
     bound.apply_defaults()
     converter = None
     try:
-        with transformers_exporter.quiet(), torch.no_grad():
+        with dynamo_exporter.quiet(), torch.no_grad():
             converter = _converter.TS2EPConverter(script, bound.args)
             blocks, attributes = _converter.get_block_to_lifted_attrs(converter.ts_graph)
             graph_module = _converter.TS2FXGraphConverter(
@@ -79,7 +79,7 @@ def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tupl
     failures: list[Exception | None] = []
     for module in (converted, script):
         try:
-            with torch.no_grad(), transformers_exporter.quiet():
+            with torch.no_grad(), dynamo_exporter.quiet():
                 module(*copy.deepcopy(args))
             failures.append(None)
         except Exception as error:  # a program may raise any error, and tracing calls it again

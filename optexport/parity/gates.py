@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from optexport._utils import imports
 from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, MetricGateConfig, round_for_gate
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.parity import distances
@@ -54,7 +55,6 @@ from optexport.parity.metrics import (
 )
 from optexport.parity.noise_floor import Tolerance, measure_slack
 from optexport.parity.reference import Outputs, Reference
-from optexport.transformations import registry
 
 Metric = Callable[[Outputs, Outputs], Any]
 
@@ -154,7 +154,7 @@ def load_metrics(configs: Mapping[str, MetricGateConfig] | None, folder: Path) -
     metrics: dict[str, Metric] = {}
     for name in (name for name in configs or () if name.startswith(CUSTOM_METRIC)):
         target = f"parity.metrics.{name}"
-        metrics[name] = registry.import_from(name.removeprefix(CUSTOM_METRIC), folder, target)
+        metrics[name] = imports.import_from(name.removeprefix(CUSTOM_METRIC), folder, target)
         if not callable(metrics[name]):
             raise ConfigError(f"the metric is not a function (found {type(metrics[name]).__name__})", location=target)
     return metrics

@@ -13,9 +13,9 @@ from optexport._utils.module_state import restoring_buffers
 from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
 from optexport.errors import TraceError, first_line
-from optexport.parity import distances, float64
+from optexport.parity import distances, float64_model
 from optexport.parity.cases.case import Case
-from optexport.parity.native_run import run_in_own_precision
+from optexport.parity.original_run import run_in_own_precision
 from optexport.parity.reference import HALVES, THROUGHOUT, Call, Outputs, Reference, measure_noise, store_results
 from optexport.runtime import devices, placement
 from optexport.runtime.devices import Device
@@ -63,9 +63,9 @@ def run_original(
         TraceError: The original fails on a declared case or on the device.
     """
     with torch.no_grad(), restoring_buffers(model):
-        versions_before = float64.weight_versions(model)
+        versions_before = float64_model.weight_versions(model)
         own = run_in_own_precision(run, model, cases, declared=declared)
-        writes_weights = versions_before is None or versions_before != float64.weight_versions(model)
+        writes_weights = versions_before is None or versions_before != float64_model.weight_versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
         large = not writes_weights and memory.is_large(model)
@@ -109,7 +109,7 @@ def _cache_key(model: nn.Module, own: Reference, *settings: object) -> str:
         return ""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     computed = keys.of_tensors([tensors, *(case.batch for case in own.cases), *own.outputs])
-    return store.name("reference", computed, [(case.name, case.extreme) for case in own.cases], *settings)
+    return store.entry_key("reference", computed, [(case.name, case.extreme) for case in own.cases], *settings)
 
 
 def _run_in_float64(
@@ -141,20 +141,20 @@ def _run_cases_in_float64(run: Call, model: nn.Module, own: Reference, *, upcast
     outputs agree, the float32 rounding in model code is the same as the original's, but a file may round elsewhere. The
     run with float64 throughout measures that rounding and counts as a run variation.
     """
-    double = float64.copy_upcasting_weights(model) if upcast else float64.copy_to_float64(model)
+    double = float64_model.copy_upcasting_weights(model) if upcast else float64_model.copy_to_float64(model)
 
     def plain(batch: Batch) -> Outputs:
         return run(double, to_float64(batch))
 
     def throughout(batch: Batch) -> Outputs:
-        with float64.float64_throughout():
+        with float64_model.float64_throughout():
             return plain(batch)
 
     def exact(run_float64: _Run, traced: Outputs) -> tuple[Outputs, ...]:
         first, *rest = own.cases
         return store_results(first, traced), *(store_results(case, run_float64(case.batch)) for case in rest)
 
-    batch, original, float32 = own.cases[0].batch, own.outputs[0], float64.Float32Detector()
+    batch, original, float32 = own.cases[0].batch, own.outputs[0], float64_model.Float32Detector()
     problem: Exception | None = None
     try:
         with float32:
@@ -295,7 +295,7 @@ def _find_memory_problem(model: nn.Module, *, copied: bool = True) -> str | None
     """
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}
     for tensor in (*model.parameters(), *model.buffers()):
-        sizes[not copied and float64.is_shared(tensor)].append(8 * tensor.numel())
+        sizes[not copied and float64_model.is_shared(tensor)].append(8 * tensor.numel())
     needed = sum(sizes[False]) + max(sizes[True])
     available = free_memory()
     if needed <= available:

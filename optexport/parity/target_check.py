@@ -113,7 +113,7 @@ class TargetChecker:
         """Returns the cache key of a target's results, or an empty string if caching is off."""
         if content is None or not reference.cache_key or not store.enabled():
             return ""
-        return store.name("results", reference.cache_key, [case.name for case in reference.cases], target, content)
+        return store.entry_key("results", reference.cache_key, [case.name for case in reference.cases], target, content)
 
     def _search(
         self, parity: TargetParity, candidate: Run, signature: Signature, *, traced_shape_only: bool

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from optexport._utils.paths import as_path
 from optexport.bundle import digests
-from optexport.bundle.layout import MANIFEST, REFERENCE, as_path
+from optexport.bundle.layout import MANIFEST, REFERENCE
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parity_records import GateRecord, ToleranceRecord
 from optexport.config.metrics import CUSTOM_METRIC, METRICS

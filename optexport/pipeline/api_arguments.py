@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport.errors import ConfigError
-from optexport.job import load_preset
+from optexport.pipeline.rules import load_preset
 from optexport.transformations import Transformation
 from optexport.transformations.apply import NamedRule
 

@@ -9,19 +9,21 @@ from pathlib import Path
 
 from optexport import tracking
 from optexport._utils.packages import versions
+from optexport._utils.paths import as_path
 from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
+from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError
-from optexport.job import disable_measurements, load_rules, resolve_config
 from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
+from optexport.pipeline.rules import load_rules
 from optexport.runtime import devices
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
@@ -85,8 +87,8 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
     Raises:
         ConfigError: The config, the lock or an option is invalid, or an output folder cannot be written.
     """
-    path = layout.as_path(path, "path")
-    dump = None if options.dump is None else layout.as_path(options.dump, "dump")
+    path = as_path(path, "path")
+    dump = None if options.dump is None else as_path(options.dump, "dump")
     config = load_config(path, options.without)
     text = read_redacted(path)  # read now, because the file may change during the run
     _check_config(config, path)

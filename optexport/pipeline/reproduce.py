@@ -19,14 +19,15 @@ from optexport.bundle.measurements import Measured, read_measured
 from optexport.cache import store
 from optexport.config import tracking_uri
 from optexport.config.custom_code import check_custom_code
+from optexport.config.derived import disable_measurements
 from optexport.config.load import validate_settings
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
-from optexport.job import disable_measurements, load_rules
 from optexport.pipeline import run
 from optexport.pipeline.plan import RunPlan
+from optexport.pipeline.rules import load_rules
 from optexport.runtime import devices
 from optexport.runtime.untrusted import archives
 from optexport.transformations.registry import PLUGIN
@@ -70,7 +71,7 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     rules = load_rules(config, folder, ())
     # The folder of a failed check is written next to the bundle.
     plan = RunPlan(folder / "config.toml", config, rules, output=bundle.resolve(), keep=False)
-    with store.off(), torch_settings.put_back(), signals.temporary_folder() as scratch:
+    with store.disabled(), torch_settings.preserved(), signals.temporary_folder() as scratch:
         result = run.export_bundle(run.load_job(plan, scratch, progress), progress)
         differences = list(_list_differences(bundle, manifest, result.output, result.manifest))
         machine = _list_machine_differences(read_measured(bundle)) if differences else ()

@@ -26,7 +26,7 @@ from optexport.report.html import page
 from optexport.result import Result
 
 
-@torch_settings.put_back()
+@torch_settings.preserved()
 def run(  # noqa: PLR0913 - options of the public API
     path: str | Path,
     *,
@@ -101,18 +101,18 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
             bundle_writer.write_graph(draft / "graph_before.txt", traced.graph_module)
         with progress.step("reference"):
             checker = steps.run_reference(traced)
-        # "tune FORMAT", only with [tune]
+        # tuning/tuner.py: "tune FORMAT", only with [tune]
         traced, outcomes = steps.tune(traced, checker, workloads, scratch, progress)
-        # "transform", for each variant
+        # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]
         with progress.step("other sizes"):
             traced, checker = steps.check_other_sizes(traced, checker, graphs)
-        # For each variant: "check graph", then "export FORMAT" and "check FORMAT" for each format, and "undo".
-        # "lower" and a second check follow a check if the config requests lower precision.
+        # variant.py, for each variant: "check graph", "export FORMAT" and "check FORMAT" for each format, "undo". After
+        # a check, "lower" and "check lowered graph" or "check lowered onnx", only with [precision].
         exporter = VariantExporter(traced, checker, draft, progress)
         variants = [exporter.export(*pair) for pair in zip(traced.job.variants, graphs, strict=True)]
         results = exporter.results(variants, outcomes)
-        # "measure", only if the config asks for it
+        # measure.py: "measure", only if the config asks for it
         results = measure_files(results, workloads, draft, scratch, progress)
         with progress.step("bundle"):
             manifest = bundle_writer.write_bundle(draft, results)

@@ -16,11 +16,12 @@ from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
 from optexport.bundle.outcomes import Outcome
-from optexport.cache import model_key
+from optexport.cache.model_key import make_model_key
+from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.inputs import preparation
-from optexport.job import Job, disable_measurements, resolve_config
+from optexport.job import Job
 from optexport.loading import loader
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing
@@ -37,9 +38,9 @@ from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, flatten_outputs
+from optexport.tracing.dynamo_exporter import one_pass
 from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
-from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import Transformed
 from optexport.tuning import tuner
@@ -223,7 +224,7 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         declared=job.has_declared_sizes,
         batched=None if effort == "quick" else signature.batched,
         device=job.config.model.device,
-        computation=model_key.of(traced.graph_module, job.loaded.model),
+        computation=make_model_key(traced.graph_module, job.loaded.model),
     )
     unchecked = data_batches.describe_unchecked_data(job.user_batches, job.rows, reference.cases)
     return replace(reference, skipped=(*unchecked, *reference.skipped))

@@ -16,7 +16,7 @@ from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import exports
 from optexport.config.schema import Format
-from optexport.diagnosis import reproduction
+from optexport.diagnosis import failure
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.bisect_rules import diagnose_rules
 from optexport.diagnosis.reproduction import Finding
@@ -127,7 +127,7 @@ class VariantExporter:
             cast, applied, record = half.cast_graph(
                 transformed.graph_module, variant, self._job, self._traced.call, self._checker
             )
-        with self._progress.step(f"check graph{suffix}"):
+        with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
             parity = self._candidates.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
             check_passed(parity, self._checker)
@@ -183,7 +183,7 @@ class VariantExporter:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
             record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
-        with self._progress.step("check onnx"):
+        with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
                 parity = self._candidates.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
@@ -191,7 +191,7 @@ class VariantExporter:
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
         """Returns the error of a failed check, after a diagnosis."""
-        return reproduction.error(
+        return failure.make_failure_error(
             self._checker, self._job.failure, self._job.config_text, find, self._candidates.find_smallest_failing
         )
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.bundle.layout import NO_ROOM, check_outside, check_overwritable
+from optexport._utils.paths import NO_ROOM, check_overwritable
+from optexport.bundle.layout import check_outside
 from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, OptexportError
 from optexport.report.parity_text import explain, list_gate_results, list_outputs, metric_title

@@ -1,11 +1,9 @@
-"""Prints the result of a run on the terminal, and returns it as a JSON document."""
+"""Prints the result of a run on the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -290,24 +288,3 @@ def _show_locations(result: Result, console: Console) -> None:
         locations += [("", reason) for reason in result.registered.why]
     for title, text in locations:
         _print(console, f"{title:9}{text}")
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """Returns the result as the document of ``--json``."""
-    return {
-        "passed": result.passed,
-        "exit_code": 0 if result.failure is None else result.failure.exit_code,
-        "error": None if result.failure is None else str(result.failure),
-        "tune": tuning.as_json(result.tuned),
-        "output": str(result.output),
-        "baseline": None if result.baseline is None else str(result.baseline),
-        "files": {name: str(path) for name, path in result.files.items()},
-        "transformed_nodes": result.transformed_nodes,
-        "removed_nodes": result.removed_nodes,
-        "near_misses": {t.rule: [miss.model_dump() for miss in t.near_misses] for t in result.manifest.transformations},
-        "parity": result.manifest.parity.model_dump(mode="json"),
-        "bench": None if result.bench is None else report.as_json(result.bench),
-        "mlflow_run_id": result.run_id,
-        "registered": None if result.registered is None else asdict(result.registered),
-        "tracking_failure": None if result.tracking_failure is None else str(result.tracking_failure),
-    }

@@ -1,12 +1,18 @@
-"""Resizes batches."""
+"""Resizes batches: to other sizes, to traceable sizes, and split to fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from optexport.signature.signature import Batch, Signature
+from optexport.errors import ConfigError
+from optexport.signature.signature import Batch, Dim, Dynamic, Signature
+
+# Limits of a batch in rows and in elements: 32 texts of 512 tokens, or 6 images of 224 by 224.
+_ROWS = 32
+_ELEMENTS = 1 << 20
 
 
 def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mapping[str, int]) -> Batch:
@@ -43,3 +49,65 @@ def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tenso
 
 
 _GOLDEN = (5**0.5 - 1) / 2
+
+
+def repeat_single_row(batch: Batch) -> Batch:
+    """Repeats a batch of one to two rows, because tracing specialises on size 1."""
+    if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
+        return batch
+    return make_traceable(batch, {name: {0: "batch"} for name in batch})
+
+
+def make_traceable(batch: Batch, dynamic: Dynamic) -> Batch:
+    """Returns a batch whose dynamic axes have at least size 2 and a size in range.
+
+    Raises:
+        ConfigError: A declared axis has size 0 and cannot be repeated.
+    """
+    sizes: dict[str, int] = {}
+    for name, axes in dynamic.items():
+        for axis, declared in axes.items():
+            if batch[name].shape[axis] == 0:
+                raise ConfigError(
+                    f"axis {axis} is declared dynamic, but has size 0",
+                    location=f"inputs: {name}",
+                    hint="Use an input with at least one element along this axis, or remove it from the dynamic axes.",
+                )
+            dim = declared if isinstance(declared, Dim) else Dim(declared)
+            size = max(batch[name].shape[axis], dim.min, 2)
+            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
+    return {
+        name: resize_tensor(
+            tensor,
+            {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
+        )
+        for name, tensor in batch.items()
+    }
+
+
+def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:
+    """Splits a batch along its batch axis into smaller batches.
+
+    Args:
+        inputs: Names of the inputs whose first axis is the batch axis.
+        dim: Allowed sizes of a batch.
+        declared: True if the user declared the batch axis. Otherwise all batches get one size, because the model may
+            accept no other, and left-over rows are dropped.
+
+    Returns:
+        The parts, or the batch itself if it is small enough or cannot be split into allowed sizes.
+    """
+    rows = batch[inputs[0]].shape[0]
+    elements = sum(batch[name].numel() for name in inputs) // max(rows, 1)
+    size = max(min(_ROWS, _ELEMENTS // max(elements, 1), dim.max or _ROWS), dim.min, 2)
+    if rows <= size or any(batch[name].shape[0] != rows for name in inputs):
+        return (batch,)
+    count = -(-rows // size)
+    if declared:
+        if rows // count < max(dim.min, 1):
+            return (batch,)
+        ends = [rows * index // count for index in range(count + 1)]
+    else:
+        size = next((divisor for divisor in range(size, size // 2, -1) if rows % divisor == 0), rows // count)
+        ends = list(range(0, rows + 1, size))
+    return tuple({**batch, **{name: batch[name][a:b] for name in inputs}} for a, b in itertools.pairwise(ends))

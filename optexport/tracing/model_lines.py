@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 
 _LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], transformers_exporter.FOLDER)
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], dynamo_exporter.FOLDER)
 )
 _STANDARD_LIBRARY = tuple(
     str(Path(contextlib.__file__).with_name(f"{name}.py")) for name in ("contextlib", "functools")

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from optexport._utils import aten_ops
 from optexport.errors import TraceError
-from optexport.signature.exported_program import take_tensors
+from optexport.signature.program_arguments import take_tensors
 from optexport.tracing.module_builders import KINDS, Kind
 
 aten = torch.ops.aten

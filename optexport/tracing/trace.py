@@ -27,7 +27,7 @@ from optexport.signature.signature import (
     as_argument,
     as_arguments,
 )
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_trace
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
@@ -235,19 +235,19 @@ def _export(
     try:
         with (
             restoring_tensors(model),  # a trace would leave fake tensors in attributes that the model assigns
-            transformers_exporter.exporting(),
-            transformers_exporter.one_pass(model),
+            dynamo_exporter.exporting(),
+            dynamo_exporter.one_pass(model),
             LongSizeDetector(),
             skip_value_checks(),
             refuse_caught_errors(),
             ScalarTracker(model, changing) as numbers,
             SizeOneRecorder() as ones,
         ):
-            if transformers_exporter.has_transformers_model(model):
+            if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)
-                program = transformers_exporter.export_program(model, as_arguments(example), shapes)
+                program = dynamo_exporter.export_program(model, as_arguments(example), shapes)
             else:
-                program = transformers_exporter.export_module(model, as_arguments(example), shapes)
+                program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
     except OptexportError:
         raise
     except LongSizeError as error:
@@ -275,7 +275,7 @@ def _find_written_buffers(program: ExportedProgram) -> set[str]:
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     """Checks that the model computes none of its inputs from values of the others."""
-    computed = transformers_exporter.find_computed_inputs(model, example)
+    computed = dynamo_exporter.find_computed_inputs(model, example)
     if value_inputs := frozenset(computed) & frozenset(example):
         raise ValuesAskedError(value_inputs)
     missing = [name for name, value in computed.items() if value is not None]

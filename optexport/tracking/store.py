@@ -65,7 +65,7 @@ _is_silent = False
 
 def import_mlflow() -> Any:
     """Imports mlflow with telemetry and output turned off and with short timeouts."""
-    telemetry.off()
+    telemetry.disable()
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # mlflow prints the URL of a run, including a password, to stdout, which may carry JSON output.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")

@@ -8,11 +8,13 @@ from dataclasses import replace
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Outcome
-from optexport.cache import keys, model_key, store
+from optexport.cache import keys, store
 from optexport.cache.imported_modules import code_of
+from optexport.cache.model_key import make_model_key
+from optexport.config.derived import resolve_config
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Format
-from optexport.job import Job, resolve_config
+from optexport.job import Job
 from optexport.parity.checker import ParityChecker
 from optexport.runtime import devices
 from optexport.tracing.trace import Traced
@@ -74,9 +76,9 @@ def _cache_entry(
     reference, gates = checker.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(CUSTOM_METRIC).partition(":")[0] for gate in gates if gate.startswith(CUSTOM_METRIC)}
-    return store.name(
+    return store.entry_key(
         "tuning",
-        model_key.of(traced.graph_module, job.loaded.model),
+        make_model_key(traced.graph_module, job.loaded.model),
         str(traced.graph_module.graph),  # a graph that calls unnamed functions has no digest
         job.loaded.weights_sha256,
         file_format,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport.parity import float64
+from optexport.parity import float64_model
 from optexport.pipeline import run
 from tests._helpers.exports import INPUTS
 
@@ -79,7 +79,7 @@ def test_bundle_does_not_depend_on_the_large_model_threshold(tmp_path: Path, mon
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     records = []
     for place, threshold in (("small", 1 << 60), ("large", 1)):
-        for module, name in ((memory, "LARGE_MODEL"), (float64, "_LARGE_PARAMETER")):
+        for module, name in ((memory, "LARGE_MODEL"), (float64_model, "_LARGE_PARAMETER")):
             monkeypatch.setattr(module, name, threshold)
         (tmp_path / place).mkdir()
         path = tmp_path / place / "config.toml"

@@ -27,7 +27,7 @@ from scipy import stats
 from torch import fx, nn
 
 from optexport._utils.platform import machine
-from optexport.job import load_preset
+from optexport.pipeline.rules import load_preset
 from optexport.tracing.trace import trace
 from optexport.transformations import registry
 from optexport.transformations.apply import NamedRule, transform

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from optexport.api import symbolic_trace
-from optexport.cache import model_key
+from optexport.cache.model_key import make_model_key
 
 MODULE = """
 import torch
@@ -43,7 +43,7 @@ def masked(folder: Path, minimum: str = "torch.finfo(x.dtype).min") -> nn.Module
 
 
 def digest(model: nn.Module) -> str | None:
-    return model_key.of(symbolic_trace(model, example_inputs={"x": torch.zeros(2, 4)}), model)
+    return make_model_key(symbolic_trace(model, example_inputs={"x": torch.zeros(2, 4)}), model)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_helper_in_another_folder_changes_the_digest(
 def test_graph_that_calls_a_lambda_has_no_digest() -> None:
     graph = fx.Graph()
     graph.output(graph.call_function(lambda x: x, (graph.placeholder("x"),)))
-    assert model_key.of(fx.GraphModule(nn.Module(), graph), nn.Linear(4, 4)) is None
+    assert make_model_key(fx.GraphModule(nn.Module(), graph), nn.Linear(4, 4)) is None
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(*parts: object, value: float = 1.0) -> str:
-    entry = store.name("test", *parts)
+    entry = store.entry_key("test", *parts)
     results.write(entry, [{"y": torch.full((256,), value)}, {}], {"note": [1, 2]})
     return entry
 
@@ -35,7 +35,7 @@ def test_entry_is_found_by_its_name_only() -> None:
     (first, second), notes = cached
     assert torch.equal(first["y"], torch.ones(256))
     assert (second, notes) == ({}, {"note": [1, 2]})
-    assert results.read(store.name("test", "b")) is None
+    assert results.read(store.entry_key("test", "b")) is None
 
 
 def test_renamed_entry_is_ignored(place: Path) -> None:
@@ -51,7 +51,7 @@ def test_pipe_link_or_file_in_place_of_an_entry_is_replaced(place: Path, tmp_pat
     (tmp_path / "elsewhere").mkdir()
     for make in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
         shutil.rmtree(place / keep("a"))
-        make(place / store.name("test", "a"))
+        make(place / store.entry_key("test", "a"))
         entry = keep("a")
         assert results.read(entry) is not None
         assert not (place / entry).is_symlink()
@@ -67,15 +67,25 @@ def test_pipe_in_an_entry_is_not_read(place: Path, name: str) -> None:
 
 
 def test_entry_names_depend_on_kind_and_key() -> None:
-    assert store.name("a", [1]) == store.name("a", [1])
-    assert len({store.name("a", [1]), store.name("a", [2]), store.name("a", ["1"]), store.name("b", [1])}) == 4
+    assert store.entry_key("a", [1]) == store.entry_key("a", [1])
+    assert (
+        len(
+            {
+                store.entry_key("a", [1]),
+                store.entry_key("a", [2]),
+                store.entry_key("a", ["1"]),
+                store.entry_key("b", [1]),
+            }
+        )
+        == 4
+    )
 
 
 def test_entry_names_depend_on_the_number_of_threads() -> None:
-    threads, before = torch.get_num_threads(), store.name("a")
+    threads, before = torch.get_num_threads(), store.entry_key("a")
     try:
         torch.set_num_threads(threads + 1)
-        assert store.name("a") != before
+        assert store.entry_key("a") != before
     finally:
         torch.set_num_threads(threads)
 
@@ -152,7 +162,7 @@ def test_nothing_is_stored_without_a_folder(place: Path, monkeypatch: pytest.Mon
 
 def test_disabled_store_is_neither_read_nor_written(place: Path) -> None:
     entry = keep("a")
-    with store.off():
+    with store.disabled():
         assert not store.enabled()
         assert results.read(entry) is None
         keep("b")

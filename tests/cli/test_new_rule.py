@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from torch import nn
 
 from optexport import symbolic_trace
+from optexport._utils import imports
 from optexport.cli.main import cli
 from optexport.cli.new_rule import write_rule
 from optexport.config.load import load_config
 from optexport.errors import ConfigError
 from optexport.loading.loader import Loaded
 from optexport.testing import check_applied, check_refused
-from optexport.transformations import registry
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "transformations.md").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def test_exports_of_a_new_rule_have_equal_weights(tmp_path: Path) -> None:
     digests = set()
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model = registry.import_from("test_drop_negations:Model", tmp_path, "here")()
+        model = imports.import_from("test_drop_negations:Model", tmp_path, "here")()
         digests.add(Loaded(model.eval()).weights_sha256)
     assert len(digests) == 1
 

@@ -16,14 +16,13 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.exporters import graph_export, pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes as onnx_passes
-from optexport.job import load_preset
+from optexport.pipeline.rules import load_preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
+from optexport.tracing.dynamo_exporter import one_pass
 from optexport.tracing.trace import trace
-from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations.apply import transform
 from tests._helpers import models
 
@@ -57,8 +56,8 @@ def prepare(
 ) -> Prepared:
     traced = trace(model, example, dynamic)
     graph_module = transform(traced.graph_module, load_preset()).graph_module if rules else traced.graph_module
-    flat = exported_program.flatten(graph_module, traced.signature)
-    program = exported_program.to_program(flat, traced.signature, example)
+    flat = graph_export.flatten(graph_module, traced.signature)
+    program = graph_export.to_program(flat, traced.signature, example)
     return Prepared(model, flat, traced.signature, example, program)
 
 
@@ -78,7 +77,7 @@ def save_onnx(
     **options: Any,
 ) -> None:
     model = onnx_exporter.convert(
-        subject.flat, subject.signature, example or subject.example, onnx_passes.choose_opset(passes, opset)
+        subject.flat, subject.signature, example or subject.example, onnx_exporter.choose_opset(passes, opset)
     )
     onnx_exporter.write(model, path, passes=passes, **options)
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from optexport.exporters import pt2, torchscript
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes as onnx_passes
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.exports import Block
@@ -87,7 +86,7 @@ def save(subject: files.Prepared, file_format: str, folder: Path, names: Sequenc
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            onnx_exporter.write(_converted(subject, onnx_passes.choose_opset(names, None)), path, passes=names)
+            onnx_exporter.write(_converted(subject, onnx_exporter.choose_opset(names, None)), path, passes=names)
         case "torchscript":
             assert torchscript.save(subject.program, subject.signature, subject.example, path, passes=names) is None
         case "pt2":

@@ -24,7 +24,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from optexport.tracing.transformers_exporter import quiet
+from optexport.tracing.dynamo_exporter import quiet
 
 _VOCABULARY = 64
 _SPECIAL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}

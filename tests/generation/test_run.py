@@ -9,7 +9,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from optexport.bundle.signing.signature import check, sign
+from optexport.bundle.signing.folder_signature import check, sign
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError
 from optexport.generation.export import check_output

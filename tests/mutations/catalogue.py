@@ -285,10 +285,10 @@ MUTATIONS = (
     # trust
     Mutation(
         "partial-signature-accepted",
-        "optexport/bundle/signing/signature.py",
+        "optexport/bundle/signing/folder_signature.py",
         'if predicate.get("serialization") != _EXPECTED_SERIALIZATION:',
         'if "serialization" not in predicate:',
-        ("tests/bundle/signing/test_signature.py",),
+        ("tests/bundle/signing/test_folder_signature.py",),
     ),
     # batch
     Mutation(

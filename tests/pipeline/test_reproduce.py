@@ -16,7 +16,7 @@ from optexport._utils.progress import Progress
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.measurements import read_measured
-from optexport.bundle.signing.signature import sign
+from optexport.bundle.signing.folder_signature import sign
 from optexport.config import custom_code
 from optexport.errors import ConfigError, SourceError
 from optexport.pipeline import reproduce as pipeline_reproduce

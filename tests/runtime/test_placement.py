@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.exporters import graph_export, pt2, torchscript
 from optexport.runtime import placement, runners
 from tests.exporters import files
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def program(name: str) -> torch.export.ExportedProgram:
     """Returns a new program, because moving changes it."""
     subject = files.prepared(name)
-    return exported_program.to_program(subject.flat, subject.signature, subject.example)
+    return graph_export.to_program(subject.flat, subject.signature, subject.example)
 
 
 @pytest.mark.slow

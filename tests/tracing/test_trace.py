@@ -13,7 +13,7 @@ from torch import fx, nn
 from optexport.api import symbolic_trace, trace
 from optexport.errors import OptexportError, TraceError
 from optexport.loading.loader import Loaded
-from optexport.testing import outputs, owned, written
+from optexport.testing import graph_state, model_state, outputs
 from optexport.transformations import MergeLinears
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls
@@ -161,22 +161,22 @@ def test_graph_module_is_copied_unchanged() -> None:
     graph_module = fx.symbolic_trace(
         randomise(Program(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3)))
     )
-    before, own = written(graph_module), owned(graph_module)
+    before, own = graph_state(graph_module), model_state(graph_module)
     copied = symbolic_trace(graph_module)
     assert copied is not graph_module
-    assert written(copied) == before
+    assert graph_state(copied) == before
     MergeLinears()(copied)
-    assert written(graph_module) == before
-    assert owned(graph_module) == own
+    assert graph_state(graph_module) == before
+    assert model_state(graph_module) == own
     assert copied.graph is not graph_module.graph
 
 
 def test_copied_graph_module_can_be_undone() -> None:
     layers = {name: nn.Linear(4, 3) for name in "qkv"}
     graph_module = fx.symbolic_trace(randomise(Program(lambda m, x: m.k(x) * m.q(x) * m.v(x), **layers)))
-    before = written(graph_module)
+    before = graph_state(graph_module)
     copied = symbolic_trace(MergeLinears()(graph_module))
-    assert written(MergeLinears()(copied, reverse=True)) == before
+    assert graph_state(MergeLinears()(copied, reverse=True)) == before
 
 
 def test_graph_module_with_inputs_is_kept_and_gets_shapes() -> None:
@@ -202,10 +202,10 @@ def test_exported_program_is_reconstructed() -> None:
 @pytest.mark.parametrize("name", models.NAMES)
 def test_callers_transformers_model_is_not_changed(name: str) -> None:
     model = models.model(name)
-    before, config = owned(model), copy.deepcopy(model.config.to_dict())
+    before, config = model_state(model), copy.deepcopy(model.config.to_dict())
     random_state, grad = torch.get_rng_state(), torch.is_grad_enabled()
     symbolic_trace(model)
-    after = owned(model)
+    after = model_state(model)
     assert [key for key in before if after.get(key) != before[key]] == []
     assert after.keys() == before.keys()
     assert model.config.to_dict() == config
@@ -216,20 +216,20 @@ def test_callers_transformers_model_is_not_changed(name: str) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_callers_plain_module_is_not_changed(training: bool) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))).train(training)
-    before, x = owned(model), X.clone()
+    before, x = model_state(model), X.clone()
     symbolic_trace(model)
     symbolic_trace(model, example_inputs={"input": x})
-    assert owned(model) == before
+    assert model_state(model) == before
     assert torch.equal(x, X)
 
 
 @pytest.mark.slow
 def test_failed_trace_of_a_transformers_model_changes_nothing() -> None:
     model = models.model("llama")
-    before, config = owned(model), copy.deepcopy(model.config.to_dict())
+    before, config = model_state(model), copy.deepcopy(model.config.to_dict())
     with pytest.raises(TraceError, match=r"the model itself fails on the inputs input_ids \[2, 3, 4\]"):
         symbolic_trace(model, example_inputs={"input_ids": torch.ones(2, 3, 4, dtype=torch.int64)})
-    assert owned(model) == before
+    assert model_state(model) == before
     assert model.config.to_dict() == config
 
 
@@ -240,10 +240,10 @@ def test_failed_trace_of_a_module_in_train_mode_changes_nothing() -> None:
         return x if x.sum() > 0 else -x
 
     model = Program(body, norm=nn.BatchNorm1d(4), dropout=nn.Dropout(0.5)).train()
-    before, random_state = owned(model), torch.get_rng_state()
+    before, random_state = model_state(model), torch.get_rng_state()
     with pytest.raises(TraceError, match=r"torch\.export could not trace the model"):
         symbolic_trace(model, example_inputs={"x": X})
-    assert owned(model) == before
+    assert model_state(model) == before
     assert torch.equal(torch.get_rng_state(), random_state)
 
 

@@ -12,7 +12,7 @@ import mlflow
 import pytest
 
 from optexport.bundle import digests as bundle_files
-from optexport.bundle.signing.signature import check, sign
+from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError, TrackingError
 from optexport.pipeline import run as pipeline_run
 from optexport.report.html import page

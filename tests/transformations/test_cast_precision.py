@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2Model
 
 from optexport import ConfigError, ExportError, ParityError, export, symbolic_trace
 from optexport.signature.signature import Dim
-from optexport.testing import check_refused, outputs, owned, sharing, written
+from optexport.testing import check_refused, copy_sharing_modules, graph_state, model_state, outputs
 from optexport.transformations import CastPrecision, FuseBatchNorm, MergeLinears, registry
 from optexport.transformations.rule import Report, run
 from tests._helpers import models
@@ -41,11 +41,14 @@ class _Dtypes(Interpreter):
 def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = None) -> tuple[GraphModule, Report]:
     """Applies the rule, and asserts all laws except the tolerance of outputs."""
     rule = rule or CastPrecision()
-    before, random_state, want = owned(graph_module), torch.get_rng_state(), outputs(graph_module, inputs)
-    cast, report = run(rule, sharing(graph_module))
-    assert owned(graph_module) == before
+    before, random_state, want = model_state(graph_module), torch.get_rng_state(), outputs(graph_module, inputs)
+    cast, report = run(rule, copy_sharing_modules(graph_module))
+    assert model_state(graph_module) == before
     assert torch.equal(torch.get_rng_state(), random_state)
-    flags = {name: value.requires_grad for name, value in sharing(graph_module).state_dict(keep_vars=True).items()}
+    flags = {
+        name: value.requires_grad
+        for name, value in copy_sharing_modules(graph_module).state_dict(keep_vars=True).items()
+    }
     assert {name: value.requires_grad for name, value in cast.state_dict(keep_vars=True).items()} == flags
     named_inputs = inputs if isinstance(inputs, dict) else {"x": inputs}
     with torch.no_grad():
@@ -55,9 +58,9 @@ def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = N
         if expected.is_floating_point():
             limit = 0.05 if rule.dtype == "bfloat16" else 0.01
             assert float((actual - expected).abs().max()) <= limit * max(1.0, float(expected.abs().max()))
-    once = written(cast)
+    once = graph_state(cast)
     again, second = run(rule, cast)
-    assert (written(again), second.changes) == (once, ())
+    assert (graph_state(again), second.changes) == (once, ())
     return cast, report
 
 
@@ -126,7 +129,7 @@ def test_no_cast_stands_between_half_precision_nodes(body: Any) -> None:
 def test_operations_that_need_float32_stay(between: Any) -> None:
     children = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
     graph_module = by_export(X, lambda m, x: m.b(between(m, m.a(x))), **children)
-    cast, report = run(CastPrecision(), sharing(graph_module))
+    cast, report = run(CastPrecision(), copy_sharing_modules(graph_module))
     assert [change.target for change in report.changes] == ["a", "b"]
     assert all(result.isfinite().all() for result in outputs(cast, X))
 
@@ -255,7 +258,7 @@ def test_layer_with_weights_that_overflow_is_skipped() -> None:
     with torch.no_grad():
         graph_module.get_submodule("a").weight[0, 0] = 1e5
     check_refused(CastPrecision(), graph_module, X, "a: the weights are too large for float16")
-    assert run(CastPrecision(dtype="bfloat16"), sharing(graph_module))[1].changes
+    assert run(CastPrecision(dtype="bfloat16"), copy_sharing_modules(graph_module))[1].changes
 
 
 def test_an_embedding_that_renormalises_is_skipped() -> None:
@@ -310,7 +313,7 @@ def test_layers_to_keep_stay_in_float32() -> None:
         _, report = _cast(graph_module, X, CastPrecision(keep=keep))
         assert [change.target for change in report.changes] == left
     with pytest.raises(ConfigError, match='the model has no module "blok"\n.*Did you mean "block"'):
-        CastPrecision(keep=("blok",))(sharing(graph_module))
+        CastPrecision(keep=("blok",))(copy_sharing_modules(graph_module))
 
 
 def test_the_registry_knows_the_precisions_without_torch() -> None:

@@ -18,8 +18,8 @@ from optexport.testing import (
     check_applied,
     check_laws,
     check_refused,
+    copy_sharing_modules,
     outputs,
-    sharing,
 )
 from optexport.transformations import ChangeTrueDivToMulByInverse
 from optexport.transformations.rule import run
@@ -122,7 +122,7 @@ def test_divisions_are_found_in_an_exported_graph(how: str) -> None:
 
 
 def test_divisions_of_a_real_model_are_found() -> None:
-    _, report = run(ChangeTrueDivToMulByInverse(), sharing(models.traced("t5")))
+    _, report = run(ChangeTrueDivToMulByInverse(), copy_sharing_modules(models.traced("t5")))
     assert len(report.changes) + len(report.near_misses) == 4
     # T5 divides relative positions by a power of two; this size is beyond its buckets.
     assert len(report.changes) >= 2

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport.errors import TransformationError
-from optexport.testing import check_laws, outputs, written
+from optexport.testing import check_laws, graph_state, outputs
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     DeepCopy,
@@ -233,22 +233,22 @@ def test_node_marked_by_hand_does_not_stop_a_rule() -> None:
 
 def test_empty_composition_changes_nothing() -> None:
     graph_module = _two_linears()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     nothing = compose()
     assert isinstance(nothing, ReversibleTransformation)
     assert nothing.preserves_computation
-    assert written(nothing(graph_module)) == before
+    assert graph_state(nothing(graph_module)) == before
     assert nothing(graph_module, reverse=True) is graph_module
 
 
 def test_composition_of_one_equals_it_and_can_be_undone() -> None:
     graph_module = _two_linears()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     composition = compose(MergeLinears())
     composition(graph_module)
     assert len(calls(graph_module, nn.Linear)) == 1
     composition(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -268,15 +268,15 @@ def test_composition_equals_its_members_in_order(inplace: bool) -> None:
 
 def test_inplace_false_does_not_change_the_graph() -> None:
     original = _two_linears()
-    before = written(original)
+    before = graph_state(original)
     composition = compose(MergeLinears(), FuseBiasInLinear(), inplace=False)
     transformed = composition(original)
-    after = written(transformed)
-    assert written(original) == before
+    after = graph_state(transformed)
+    assert graph_state(original) == before
     assert not MergeLinears().get_transformed_nodes(original)
     restored = composition(transformed, reverse=True)
-    assert written(restored) == before
-    assert written(transformed) == after
+    assert graph_state(restored) == before
+    assert graph_state(transformed) == after
 
 
 def test_compositions_are_undone_last_to_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.testing import check_applied, check_refused, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules
 from optexport.transformations import FoldNormAffine
 from optexport.transformations.rule import run
 from tests._helpers import models
@@ -33,7 +33,7 @@ def test_a_layer_norm_before_linears(shifts: bool) -> None:
     norm = nn.LayerNorm(8, bias=shifts, eps=0.1)
     graph_module = by_export(X, lambda m, x: m.q(y := m.norm(x)) * m.k(y), **_layers(norm=norm))
     check_applied(FoldNormAffine(), graph_module, X)
-    changed, _ = run(FoldNormAffine(), sharing(graph_module))
+    changed, _ = run(FoldNormAffine(), copy_sharing_modules(graph_module))
     bare = changed.get_submodule("norm")
     assert isinstance(bare, nn.LayerNorm)
     assert (bare.elementwise_affine, bare.eps, list(bare.parameters())) == (False, 0.1, [])
@@ -44,7 +44,7 @@ def test_a_layer_norm_before_linears(shifts: bool) -> None:
 def test_an_rms_norm_before_linears() -> None:
     graph_module = by_export(X, lambda m, x: m.q(y := _rms(m, x)) * m.k(y), **_layers(gain=nn.Parameter(torch.ones(8))))
     check_applied(FoldNormAffine(), graph_module, X)
-    changed, _ = run(FoldNormAffine(), sharing(graph_module))
+    changed, _ = run(FoldNormAffine(), copy_sharing_modules(graph_module))
     assert "gain" not in changed.state_dict()
 
 
@@ -86,7 +86,7 @@ def test_layer_norm_needs_no_shapes() -> None:
 )
 def test_skipped_graphs_report_the_reason(body: Any, reason: str) -> None:
     graph_module = by_export(X, body, **_layers())
-    changed, report = run(FoldNormAffine(), sharing(graph_module))
+    changed, report = run(FoldNormAffine(), copy_sharing_modules(graph_module))
     assert not report.changes
     check_refused(FoldNormAffine(), graph_module, X, *[reason] * len(report.near_misses))
     assert report.near_misses
@@ -144,7 +144,7 @@ def test_gain_with_other_readers_stays_for_them() -> None:
     gain = nn.Parameter(torch.ones(8))
     graph_module = by_export(X, lambda m, x: m.q(_rms(m, x)) + m.gain[:4], **_layers(gain=gain))
     check_applied(FoldNormAffine(), graph_module, X)
-    assert "gain" in run(FoldNormAffine(), sharing(graph_module))[0].state_dict()
+    assert "gain" in run(FoldNormAffine(), copy_sharing_modules(graph_module))[0].state_dict()
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_flags_are_kept() -> None:
 def test_real_norms(name: str, count: int) -> None:
     graph_module = models.traced(name)
     check_applied(FoldNormAffine(), graph_module, models.inputs(name), count)
-    changed, _ = run(FoldNormAffine(), sharing(graph_module))
+    changed, _ = run(FoldNormAffine(), copy_sharing_modules(graph_module))
     bare = [call for call in calls(changed, nn.LayerNorm) if changed.get_submodule(str(call.target)).weight is None]
     assert len(bare) == (count if name == "vit" else 0)
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperModel
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules
 from optexport.transformations import FoldScale
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Inherited, by_export, by_fx
@@ -46,7 +46,7 @@ class Held(nn.Module):
 def test_number_before_or_after_a_linear(body: Any, factor: float, bias: bool) -> None:
     graph_module = by_export(X, lambda m, x: body(m, x, factor), layer=nn.Linear(4, 5, bias=bias))
     check_applied(FoldScale(), graph_module, X, exact=factor in (0.5, 4))
-    changed, _ = run(FoldScale(), sharing(graph_module))
+    changed, _ = run(FoldScale(), copy_sharing_modules(graph_module))
     assert not {operator.mul, operator.truediv} & {node.target for node in changed.graph.nodes}
 
 
@@ -116,7 +116,7 @@ def test_consecutive_factors() -> None:
 def test_a_constant_tensor_of_one_element(tensor: torch.Tensor) -> None:
     graph_module = by_export(X, lambda m, x: m.layer(x) * m.held.tensor, layer=nn.Linear(4, 5), held=Held(tensor))
     check_applied(FoldScale(), graph_module, X)
-    changed, _ = run(FoldScale(), sharing(graph_module))
+    changed, _ = run(FoldScale(), copy_sharing_modules(graph_module))
     assert list(changed.state_dict()) == ["layer.weight", "layer.bias"]
 
 
@@ -136,7 +136,7 @@ def test_constant_changed_by_the_graph_is_not_a_constant() -> None:
         return m.layer(x) * m.held.tensor
 
     graph_module = by_export(X, body, layer=nn.Linear(4, 4), held=Held(torch.tensor(0.5)))
-    assert not run(FoldScale(), sharing(graph_module))[1].changes
+    assert not run(FoldScale(), copy_sharing_modules(graph_module))[1].changes
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_dropout_between() -> None:
     graph_module = by_fx(lambda m, x: m.drop(m.layer(x)) * 3, layer=nn.Linear(4, 4), drop=nn.Dropout())
     check_applied(FoldScale(), graph_module, X)
     graph_module.drop.train()
-    assert not run(FoldScale(), sharing(graph_module))[1].changes
+    assert not run(FoldScale(), copy_sharing_modules(graph_module))[1].changes
 
 
 @pytest.mark.sample(1)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused, outputs, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import FuseAttention
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Program, by_export, by_fx
@@ -41,7 +41,7 @@ def _graph(body: Callable[[Any, torch.Tensor], Any], x: torch.Tensor = X, **more
 
 
 def _calls(graph_module: GraphModule) -> list[Any]:
-    changed, _ = run(FuseAttention(), sharing(graph_module))
+    changed, _ = run(FuseAttention(), copy_sharing_modules(graph_module))
     return changed.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
 
 
@@ -85,7 +85,7 @@ def test_before_and_after() -> None:
     model = Program(lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
     graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "length"}})
     check_applied(FuseAttention(), graph_module, X)
-    changed, _ = run(FuseAttention(), sharing(graph_module))
+    changed, _ = run(FuseAttention(), copy_sharing_modules(graph_module))
     assert [(node.name, str(node.target), str(node.args)) for node in changed.graph.nodes][1:-1] == [
         ("unsqueeze_default", "aten.unsqueeze.default", "(x, 1)"),
         ("unsqueeze_default_1", "aten.unsqueeze.default", "(x, 1)"),
@@ -323,7 +323,7 @@ def test_input_changed_in_between_is_skipped() -> None:
         mask.add_(1.0)
         return scores.softmax(-1) @ m.v(x) * mask.sum()
 
-    assert not run(FuseAttention(), sharing(_graph(masked)))[1].changes
+    assert not run(FuseAttention(), copy_sharing_modules(_graph(masked)))[1].changes
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from transformers import (
 
 import optexport
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused, outputs, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import FuseAttention
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Program, by_export
@@ -86,7 +86,7 @@ def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> N
 def test_requested_attention_weights_stay() -> None:
     model = randomise(BertModel(BertConfig(**_TEXT, **_LAYERS, output_attentions=True)))
     graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
-    _, report = run(FuseAttention(), sharing(graph_module))
+    _, report = run(FuseAttention(), copy_sharing_modules(graph_module))
     assert not report.changes
     assert len(report.near_misses) == 2
     assert all("has other users" in miss.reason for miss in report.near_misses)

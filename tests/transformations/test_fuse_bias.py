@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.testing import check_applied, check_refused, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules
 from optexport.transformations import FuseBias
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Inherited, Program, by_export, by_fx, graph_of
@@ -63,10 +63,10 @@ def test_constant_along_the_last_axis_of_an_image_is_no_bias() -> None:
 
 def test_the_constant_is_removed_if_it_has_no_other_readers() -> None:
     more = nn.Parameter(torch.ones(5))
-    graph_module, _ = run(FuseBias(), sharing(by_export(X, _plus, layer=nn.Linear(4, 5), more=more)))
+    graph_module, _ = run(FuseBias(), copy_sharing_modules(by_export(X, _plus, layer=nn.Linear(4, 5), more=more)))
     assert list(graph_module.state_dict()) == ["layer.weight", "layer.bias"]
     twice = by_export(X, lambda m, x: (m.layer(x) + m.more) * m.more, layer=nn.Linear(4, 5), more=more)
-    assert "more" in run(FuseBias(), sharing(twice))[0].state_dict()
+    assert "more" in run(FuseBias(), copy_sharing_modules(twice))[0].state_dict()
     check_applied(FuseBias(), twice, X)
 
 
@@ -99,7 +99,7 @@ def test_buffer_changed_by_the_graph_is_not_a_constant() -> None:
         return m.layer(x) + m.norm.running_mean
 
     graph_module = by_export(X, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
-    assert not run(FuseBias(), sharing(graph_module))[1].changes
+    assert not run(FuseBias(), copy_sharing_modules(graph_module))[1].changes
 
 
 @pytest.mark.sample(1)

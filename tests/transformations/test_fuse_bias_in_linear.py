@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from optexport.errors import TransformationError
-from optexport.testing import check_applied, check_refused, check_undo_alone, outputs, written
+from optexport.testing import check_applied, check_refused, check_undo_alone, graph_state, outputs
 from optexport.transformations import FuseBatchNorm1dInLinear, FuseBiasInLinear, MergeLinears
 from tests._helpers import models
 from tests._helpers.graphs import Inherited, Program, by_export, by_fx, calls, graph_of
@@ -117,10 +117,10 @@ def test_undo_restores_the_memory_layout_or_the_rule_skips() -> None:
     program = randomise(Program(_call, layer=nn.Linear(4, 4)))
     program.layer.weight = nn.Parameter(program.layer.weight.detach().t())
     graph_module = graph_of(program)
-    before = written(graph_module)["state_dict"]
+    before = graph_state(graph_module)["state_dict"]
     FuseBiasInLinear()(graph_module)
     FuseBiasInLinear()(graph_module, reverse=True)
-    assert written(graph_module)["state_dict"] == before
+    assert graph_state(graph_module)["state_dict"] == before
 
 
 def test_a_subclass_is_skipped() -> None:

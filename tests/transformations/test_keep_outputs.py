@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from optexport import symbolic_trace
 from optexport.errors import ConfigError
 from optexport.signature.signature import flatten_outputs
-from optexport.testing import assert_same, outputs, owned, sharing
+from optexport.testing import assert_same, copy_sharing_modules, model_state, outputs
 from optexport.transformations import KeepOutputs
 from tests._helpers import models
 from tests._helpers.graphs import Program, by_export, by_fx, graph_of, leaves
@@ -36,21 +36,21 @@ _CHILDREN = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 3), "third": nn.Li
 @pytest.mark.parametrize("names", [("a",), ("b",), ("c", "a"), ("a", "b", "c")])
 def test_only_selected_outputs_and_their_inputs_stay(names: tuple[str, ...], trace: str) -> None:
     original = by_fx(_three, **_CHILDREN) if trace == "fx" else by_export(X, _three, **_CHILDREN)
-    before = owned(original)
+    before = model_state(original)
     want = dict(zip("abc", outputs(original, X), strict=True))
-    changed = KeepOutputs(outputs=names)(sharing(original))
+    changed = KeepOutputs(outputs=names)(copy_sharing_modules(original))
     assert list(flatten_outputs(changed(X))) == sorted(names)
     assert_same(outputs(changed, X), [want[name] for name in sorted(names)], "kept")
     modules = {name for name, _ in changed.named_children()}
     assert modules == {"first"} | ({"second"} if "b" in names else set()) | ({"third"} if "c" in names else set())
-    assert owned(original) == before
+    assert model_state(original) == before
     code = changed.code
     assert KeepOutputs(outputs=names)(changed).code == code
 
 
 def test_all_outputs_stay_without_names() -> None:
     original = by_export(X, _three, **_CHILDREN)
-    assert KeepOutputs()(sharing(original)).code == original.code
+    assert KeepOutputs()(copy_sharing_modules(original)).code == original.code
 
 
 def test_unknown_output_name_is_one_clear_error() -> None:
@@ -87,7 +87,7 @@ def test_input_that_is_no_longer_read_stays_an_input() -> None:
 def test_the_outputs_of_a_model_of_transformers() -> None:
     original = models.traced("bert")
     (name, *_), (want, *_) = zip(*flatten_outputs(original(**models.inputs("bert"))).items(), strict=True)
-    got = KeepOutputs(outputs=(name,))(sharing(original))(**models.inputs("bert"))
+    got = KeepOutputs(outputs=(name,))(copy_sharing_modules(original))(**models.inputs("bert"))
     assert list(got) == [name]
     assert torch.equal(got[name], want)
 
@@ -115,9 +115,9 @@ Holding.__module__ = "torch.nn"
 def test_modules_held_by_the_caller_keep_their_parts(layer: nn.Module, body: Any) -> None:
     model = randomise(Program(body, t=layer))
     original = graph_of(model)
-    before, want = owned(model), outputs(model, X)
+    before, want = model_state(model), outputs(model, X)
     assert_same(outputs(KeepOutputs(outputs=("b",))(original), X), want[1:], "kept")
-    assert owned(model) == before
+    assert model_state(model) == before
     assert_same(outputs(model, X), want, "the caller's")
 
 
@@ -128,7 +128,7 @@ def test_statistics_updated_for_a_kept_output_stay(norm: nn.Module, trace: str) 
     model = randomise(Program(lambda m, x: {"y": m.norm(x), "b": x + m.norm.running_mean[:, None]}, norm=norm)).train()
     original = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
     want = outputs(original, x)[1:]
-    assert_same(outputs(KeepOutputs(outputs=("b",))(sharing(original)), x), want, "kept")
+    assert_same(outputs(KeepOutputs(outputs=("b",))(copy_sharing_modules(original)), x), want, "kept")
 
 
 def test_rows_renormalized_for_a_kept_output_stay() -> None:
@@ -138,7 +138,7 @@ def test_rows_renormalized_for_a_kept_output_stay() -> None:
     ids = torch.tensor([[0, 1, 2]])
     for rescaling in (nn.Embedding(3, 4, max_norm=0.1), nn.Embedding(3, 4)):
         original = graph_of(randomise(Program(body, e=rescaling)))
-        changed = KeepOutputs(outputs=("b",))(sharing(original))
+        changed = KeepOutputs(outputs=("b",))(copy_sharing_modules(original))
         assert_same(outputs(changed, ids), outputs(original, ids)[1:], "kept")
         assert len(changed.graph.find_nodes(op="call_module")) == (rescaling.max_norm is not None)
 
@@ -183,7 +183,7 @@ def test_kept_output_gets_the_same_random_numbers(how: str, trace: str) -> None:
     program = Program(_of_chance(_DRAWS[how]), **children).train()
     original = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
     _, want = outputs(original, X)
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(original)), X), [want], "kept")
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(copy_sharing_modules(original)), X), [want], "kept")
 
 
 _IDLE = {
@@ -230,7 +230,7 @@ def test_state_updated_for_a_removed_output_stays(how: str) -> None:
     program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=_STATEFUL[how]()).train()
     original = leaves(program)
     _, want = outputs(original, X)
-    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(original)), X), [want], "kept")
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(copy_sharing_modules(original)), X), [want], "kept")
     assert len(original.graph.find_nodes(op="call_module")) == 2
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.testing import check_laws, sharing
+from optexport.testing import check_laws, copy_sharing_modules
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FoldNormAffine,
@@ -110,7 +110,7 @@ def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: st
 
 
 def _pairs(name: str) -> list[tuple[Transformation, ...]]:
-    at_work = [rule for rule in RULES if run(rule, sharing(models.traced(name)))[1].changes]
+    at_work = [rule for rule in RULES if run(rule, copy_sharing_modules(models.traced(name)))[1].changes]
     return list(itertools.permutations(at_work, 2))
 
 
@@ -139,7 +139,7 @@ def test_all_rules_together_keep_the_laws_on_every_model(name: str) -> None:
 @pytest.mark.slow
 def test_all_rules_have_matches_in_the_graph_for_every_order() -> None:
     for rule in RULES:
-        _, report = run(rule, sharing(_with_work_for_all()))
+        _, report = run(rule, copy_sharing_modules(_with_work_for_all()))
         assert report.changes, rule
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_laws, check_refused, sharing
+from optexport.testing import check_applied, check_laws, check_refused, copy_sharing_modules
 from optexport.transformations import MergeLinearChain, MergeLinears, compose
 from optexport.transformations.rule import run
 from tests._helpers import models
@@ -45,7 +45,7 @@ def test_a_linear_of_a_linear(first: bool, second: bool) -> None:
     layers = {"one": nn.Linear(4, 6, bias=first), "two": nn.Linear(6, 3, bias=second)}
     graph_module = by_export(X, _chain, **layers)
     check_applied(MergeLinearChain(), graph_module, X)
-    changed, _ = run(MergeLinearChain(), sharing(graph_module))
+    changed, _ = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert list(changed.state_dict()) == (["two.weight", "two.bias"] if first or second else ["two.weight"])
     (call,) = calls(changed, nn.Linear)
     assert (
@@ -124,7 +124,7 @@ def test_a_middle_that_is_used_elsewhere_stays() -> None:
 def test_a_low_rank_adapter(body: Any, rank: int) -> None:
     graph_module = by_export(X, body, **_layers(rank))
     check_laws(MergeLinearChain(), graph_module, X)
-    changed, _ = run(MergeLinearChain(), sharing(graph_module))
+    changed, _ = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert list(changed.state_dict()) == ["base.weight", "base.bias"]
     assert [node.target for node in changed.graph.nodes if node.op == "call_module"] == ["base"]
 
@@ -161,7 +161,7 @@ def test_a_frozen_linear_stays_frozen() -> None:
     graph_module = by_export(X, _adapted, **layers)
     graph_module.get_submodule("base").requires_grad_(False)
     check_applied(MergeLinearChain(), graph_module, X)
-    changed, _ = run(MergeLinearChain(), sharing(graph_module))
+    changed, _ = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert not any(parameter.requires_grad for parameter in changed.parameters())
 
 
@@ -181,7 +181,7 @@ def test_a_frozen_linear_stays_frozen() -> None:
 )
 def test_result_that_is_not_an_adapter_stays(body: Any) -> None:
     graph_module = by_export(X, body, **_layers())
-    _, report = run(MergeLinearChain(), sharing(graph_module))
+    _, report = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert not report.changes
     check_laws(MergeLinearChain(), graph_module, X, exact=True)
 
@@ -191,7 +191,7 @@ def test_result_that_broadcasts_is_not_an_adapter() -> None:
     graph_module = by_export(
         X, _adapted, base=nn.Linear(4, 5), a=nn.Linear(4, 2, bias=False), b=nn.Linear(2, 1, bias=False)
     )
-    _, report = run(MergeLinearChain(), sharing(graph_module))
+    _, report = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert [change.nodes for change in report.changes] == [("linear_2",)]  # only the chain
     check_laws(MergeLinearChain(), graph_module, X)
 
@@ -199,7 +199,7 @@ def test_result_that_broadcasts_is_not_an_adapter() -> None:
 @pytest.mark.slow
 def test_parts_that_are_used_elsewhere_stay() -> None:
     used = by_export(X, lambda m, x: (y := m.base(x)) + m.b(m.a(x)) * y, **_layers())
-    _, report = run(MergeLinearChain(), sharing(used))
+    _, report = run(MergeLinearChain(), copy_sharing_modules(used))
     assert not report.changes
     inner = by_export(X, lambda m, x: m.base(x) + m.b(y := m.a(x)) * 2.0 + y, **_layers())
     check_refused(MergeLinearChain(), inner, X, "base and b: the result of linear_1 has other users")
@@ -277,7 +277,7 @@ def test_shared_and_tied_linears_stay() -> None:
 def test_keyword_calls_stay_keyword_calls() -> None:
     graph_module = by_fx(lambda m, x: m.two(input=m.one(input=x)), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
     check_applied(MergeLinearChain(), graph_module, X)
-    changed, _ = run(MergeLinearChain(), sharing(graph_module))
+    changed, _ = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert "self.two(input = x)" in changed.code
 
 
@@ -372,7 +372,7 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
     ids = torch.randint(0, 60, (2, 5), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     check_applied(MergeLinearChain(), graph_module, inputs, count=places)
-    changed, _ = run(MergeLinearChain(), sharing(graph_module))
+    changed, _ = run(MergeLinearChain(), copy_sharing_modules(graph_module))
     assert not [name for name in changed.state_dict() if "lora" in name]
     _, report = run(MergeLinears(), changed)
     assert report.changes
@@ -383,7 +383,7 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_without_adapters_have_no_matches(name: str) -> None:
-    _, report = run(MergeLinearChain(), sharing(models.traced(name)))
+    _, report = run(MergeLinearChain(), copy_sharing_modules(models.traced(name)))
     assert not report.changes
 
 

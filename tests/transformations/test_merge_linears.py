@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport.api import symbolic_trace
-from optexport.testing import check_applied, check_laws, check_undo_alone, outputs, sharing
+from optexport.testing import check_applied, check_laws, check_undo_alone, copy_sharing_modules, outputs
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
 from tests._helpers import models
@@ -68,7 +68,7 @@ def test_queries_keys_and_values_are_merged_in_every_layer() -> None:
 
 def test_gate_and_up_projections_are_merged() -> None:
     graph_module = models.traced("llama")
-    after, report = run(MergeLinears(), sharing(graph_module))
+    after, report = run(MergeLinears(), copy_sharing_modules(graph_module))
     assert Counter(len(change.replaced) for change in report.changes) == {3: 2, 2: 2}
     names = [change.target for change in report.changes]
     assert "model.layers.1.mlp.gate_proj-up_proj-merged" in names
@@ -78,7 +78,7 @@ def test_gate_and_up_projections_are_merged() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
-    _, report = run(MergeLinears(), sharing(models.traced(name)))
+    _, report = run(MergeLinears(), copy_sharing_modules(models.traced(name)))
     # The keys and values of the encoder state, in both decoder layers.
     assert sorted(len(change.replaced) for change in report.changes)[-1] == 4
 
@@ -90,7 +90,7 @@ def test_linears_that_are_always_called_together_are_merged() -> None:
     (change,) = report.changes
     assert len(change.nodes) == 3
     assert len(change.replaced) == 9
-    after, _ = run(MergeLinears(), sharing(graph_module))
+    after, _ = run(MergeLinears(), copy_sharing_modules(graph_module))
     assert len({node.target for node in calls(after, nn.Linear) if "merged" in node.target}) == 1
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport import symbolic_trace
-from optexport.testing import assert_close, check_applied, check_refused, outputs, sharing
+from optexport.testing import assert_close, check_applied, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import FuseBatchNorm, MergeParallelConvs, compose
 from optexport.transformations.rule import run
 from tests._helpers.graphs import by_export, by_fx
@@ -47,7 +47,7 @@ def test_a_large_kernel_and_a_small_one(dims: int, groups: int, bias: tuple[bool
     large = CONVOLUTIONS[dims](4, 4, 3, padding=1, groups=groups, bias=bias[1])
     graph_module = by_export(_x(dims), _two, a=small, b=large)
     check_applied(RULE, graph_module, _x(dims))
-    merged, _ = run(RULE, sharing(graph_module))
+    merged, _ = run(RULE, copy_sharing_modules(graph_module))
     assert list(merged.state_dict()) == ["b.weight", "b.bias"][: 1 + any(bias)]
     assert "add" not in str(merged.graph)
 
@@ -66,7 +66,7 @@ def test_the_block_of_repvgg(dims: int, groups: int) -> None:
     }
     graph_module = by_export(_x(dims), body, **children)
     both = compose(FuseBatchNorm(), RULE)
-    merged = both(sharing(graph_module))
+    merged = both(copy_sharing_modules(graph_module))
     assert_close(outputs(merged, _x(dims)), outputs(graph_module, _x(dims)), "merged")
     assert len(merged.graph.find_nodes(op="call_module")) == 1
 
@@ -139,7 +139,7 @@ def test_consecutive_blocks() -> None:
 def test_kernels_with_the_same_center(options: dict[str, Any]) -> None:
     graph_module = by_export(_x(), _two, **_pair(**options))
     check_applied(RULE, graph_module, _x())
-    merged, _ = run(RULE, sharing(graph_module))
+    merged, _ = run(RULE, copy_sharing_modules(graph_module))
     larger = torch.randn(2, 4, 11, 13)
     assert_close(
         outputs(merged, larger), outputs(symbolic_trace(graph_module, example_inputs={"x": larger}), larger), ""
@@ -278,7 +278,7 @@ def test_convolutions_in_channels_last_stay_so(sizes: list[int]) -> None:
     children = {name: nn.Conv2d(4, 4, size, padding=size // 2) for name, size in zip("ab", sizes, strict=True)}
     graph_module = by_fx(_two, **children).to(memory_format=torch.channels_last)
     check_applied(RULE, graph_module, _x())
-    merged = RULE(sharing(graph_module))
+    merged = RULE(copy_sharing_modules(graph_module))
     assert merged(_x()).stride() == graph_module(_x()).stride()
 
 
@@ -292,7 +292,7 @@ def test_subclassed_shared_and_tied_convolutions_are_skipped() -> None:
     check_refused(RULE, by_fx(_two, **{**_pair(), "b": _Own(4, 4, 1)}), _x(), "b: _Own")
     shared = nn.Conv2d(4, 4, 1)
     known_twice = by_fx(lambda m, x: m.a(x) + m.b(x) * m.c(x), a=_pair()["a"], b=shared, c=shared)
-    assert not run(RULE, sharing(known_twice))[1].changes
+    assert not run(RULE, copy_sharing_modules(known_twice))[1].changes
     tied = _pair(kernel_size=[3, 3], padding=1)
     tied["b"].weight = tied["a"].weight
     check_refused(RULE, by_fx(_two, **tied), _x(), "a: the weight is tied to b.weight")

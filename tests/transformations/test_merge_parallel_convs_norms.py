@@ -13,7 +13,7 @@ from transformers import RTDetrConfig, RTDetrModel, RTDetrResNetConfig
 from transformers.models.rt_detr.modeling_rt_detr import RTDetrRepVggBlock
 
 from optexport import symbolic_trace
-from optexport.testing import assert_close, check_applied, check_refused, outputs, sharing
+from optexport.testing import assert_close, check_applied, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import FuseBatchNorm, FuseBias, compose
 from optexport.transformations.rule import run
 from tests._helpers.graphs import by_export, by_fx, calls
@@ -79,7 +79,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_result_is_written_like_this() -> None:
     graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
-    merged, report = run(RULE, sharing(graph_module))
+    merged, report = run(RULE, copy_sharing_modules(graph_module))
     assert str(merged.graph).strip().split("\n") == [
         "graph():",
         "    %x : [num_users=1] = placeholder[target=x]",
@@ -97,7 +97,7 @@ def test_the_sum_of_two_kernels_and_the_input() -> None:
         children["b"].weight.fill_(10.0)
         children["a"].bias.fill_(0.5)  # type: ignore[union-attr]
         children["b"].bias.fill_(0.25)  # type: ignore[union-attr]
-    merged, _ = run(RULE, sharing(graph_module))
+    merged, _ = run(RULE, copy_sharing_modules(graph_module))
     assert {name: value.flatten().tolist() for name, value in merged.state_dict().items()} == {
         "a.weight": [1.0, 13.0, 3.0],
         "a.bias": [0.75],
@@ -113,7 +113,7 @@ def _rt_detr_block() -> GraphModule:
 def test_the_repvgg_block_of_rt_detr_becomes_one_convolution() -> None:
     graph_module = _rt_detr_block()
     x = torch.randn(3, 8, 6, 6)
-    merged = compose(FuseBatchNorm(), FuseBias(), RULE)(sharing(graph_module))
+    merged = compose(FuseBatchNorm(), FuseBias(), RULE)(copy_sharing_modules(graph_module))
     assert len(calls(merged, nn.Conv2d)) == 1
     assert_close(outputs(merged, x), outputs(graph_module, x), "merged")
 
@@ -140,7 +140,7 @@ def test_all_repvgg_blocks_of_rt_detr() -> None:
     )
     x = {"pixel_values": torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))}
     graph_module = symbolic_trace(randomise(RTDetrModel(config)), example_inputs=x)
-    folded, _ = run(FuseBatchNorm(), sharing(graph_module))
+    folded, _ = run(FuseBatchNorm(), copy_sharing_modules(graph_module))
     merged, report = run(RULE, folded)
     assert len(report.changes) == 12
     assert_close(outputs(merged, x), outputs(graph_module, x), "merged")

@@ -195,18 +195,6 @@ def test_a_module_may_change_the_import_path(tmp_path: Path) -> None:
     assert sys.path == before
 
 
-def test_modules_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
-    """Two runs in one process must import two modules."""
-    for place in ("first", "second"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "module_of_one_name.py").write_text(f"place = {place!r}\n", encoding="utf-8")
-    for place in ("first", "second", "first"):
-        assert registry.import_from("module_of_one_name:place", tmp_path / place, "here") == place
-    with pytest.raises(ConfigError, match="module_of_one_name cannot be imported"):
-        registry.import_from("module_of_one_name:place", tmp_path, "here")
-    assert isinstance(registry.load("merge-linears", {}, tmp_path, "here"), MergeLinears)
-
-
 def test_plugin_with_a_failing_constructor_is_explained(tmp_path: Path) -> None:
     text = "    def __init__(self, depth=1):\n        raise ValueError('too deep')\n"
     rule = plugin(tmp_path, f"from optexport.transformations import RemoveNoOps\n\nclass Mine(RemoveNoOps):\n{text}")

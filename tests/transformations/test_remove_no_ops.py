@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from optexport import symbolic_trace
-from optexport.testing import assert_same, check_applied, check_laws, check_refused, outputs, sharing
+from optexport.testing import assert_same, check_applied, check_laws, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import MergeLinears, RemoveNoOps, compose
 from optexport.transformations.analysis import modules
 from optexport.transformations.rule import run
@@ -37,7 +37,7 @@ def _called(graph_module: GraphModule) -> list[str]:
 
 def _left(graph_module: GraphModule) -> list[str]:
     """Applies the rule and returns the names of the remaining operations."""
-    return _called(run(RemoveNoOps(), sharing(graph_module))[0])
+    return _called(run(RemoveNoOps(), copy_sharing_modules(graph_module))[0])
 
 
 @pytest.mark.sample(3)
@@ -82,7 +82,7 @@ def test_no_ops_are_removed_at_unknown_sizes() -> None:
     check_laws(RemoveNoOps(), graph_module, X, exact=True)
     assert not {"view.default", "reshape.default", "slice.Tensor", "expand.default"} & set(_left(graph_module))
     larger = torch.ones(5, 7, 4)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     assert_same(outputs(changed, larger), outputs(graph_module, larger), "another size")
 
 
@@ -106,7 +106,7 @@ def test_no_ops_are_removed_at_unknown_sizes() -> None:
 )
 def test_operations_with_an_effect_stay(body: Any) -> None:
     graph_module = _fixed(body)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     names = [node.name for node in graph_module.graph.nodes if node.target is not aten.dropout.default]
     assert [node.name for node in changed.graph.nodes] == names
     check_laws(RemoveNoOps(), graph_module, X, exact=True)
@@ -123,7 +123,7 @@ def test_dropout_and_identity_modules() -> None:
     children = {"drop": nn.Dropout(0.5), "same": nn.Identity(), "layer": nn.Linear(4, 4)}
     graph_module = by_fx(lambda m, x: m.same(m.layer(m.drop(input=x))), **children)
     check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     assert [name for name, _ in changed.named_children()] == ["layer"]
 
 
@@ -254,7 +254,7 @@ def _masked(join: Any) -> Program:
 def test_a_mask_that_hides_nothing_is_removed(join: Any) -> None:
     graph_module = symbolic_trace(_masked(join), example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "sequence"}})
     check_laws(RemoveNoOps(), graph_module, {"x": X}, exact=True)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     (attention,) = changed.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     assert attention.args[3].meta["val"].shape[2] == 1
     for size in (1, 7):
@@ -286,7 +286,7 @@ def test_redundant_mask_of_the_same_shape_is_removed() -> None:
 
 def test_a_graph_before_and_after() -> None:
     graph_module = _fixed(lambda m, x: F.dropout(m.layer(x), training=False).float() + x, layer=nn.Linear(4, 4))
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     assert str(changed.graph).strip() == (
         "graph():\n"
         "    %x : [num_users=2] = placeholder[target=x]\n"
@@ -299,7 +299,7 @@ def test_a_graph_before_and_after() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "places"), [("bert", 16), ("llama", 32), ("t5", 57), ("vit", 8), ("resnet", 0)])
 def test_models(name: str, places: int) -> None:
-    _, report = run(RemoveNoOps(), sharing(models.traced(name)))
+    _, report = run(RemoveNoOps(), copy_sharing_modules(models.traced(name)))
     assert len(report.changes) == places
 
 
@@ -313,7 +313,7 @@ def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
     ids = torch.randint(0, 60, (2, 5), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     check_laws(RemoveNoOps(), graph_module, inputs, exact=True)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     assert len(changed.graph.find_nodes(op="call_function", target=aten.to.dtype)) >= 6
 
 
@@ -332,7 +332,7 @@ def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
 )
 def test_an_axis_of_a_size_that_may_be_1_is_still_squeezed(body: Any) -> None:
     graph_module = by_export(X, body)
-    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    changed, _ = run(RemoveNoOps(), copy_sharing_modules(graph_module))
     assert "squeeze" in [modules.operator_name(node) for node in changed.graph.nodes]
     for size in ((2, 3, 4), (1, 3, 4), (1, 1, 4)):
         x = torch.ones(size)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from optexport import ConfigError
-from optexport.testing import assert_same, check_laws, check_refused, outputs, sharing
+from optexport.testing import assert_same, check_laws, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import ReplaceActivation, registry
 from optexport.transformations.rule import run
 from tests._helpers import models
@@ -52,7 +52,7 @@ def test_result_is_the_new_activation(functions: Any, old: str, new: str) -> Non
     rule = ReplaceActivation(old=old, new=new)
     graph_module = by_export(X, body(functions[old]))
     want = by_export(X, body(functions[new]))
-    changed, report = run(rule, sharing(graph_module))
+    changed, report = run(rule, copy_sharing_modules(graph_module))
     assert len(report.changes) == 1
     assert_same(outputs(changed, X), outputs(want, X), new)
     calls, expected = ([(str(node.target), node.kwargs) for node in g.graph.nodes] for g in (changed, want))
@@ -67,7 +67,7 @@ def test_explicit_and_omitted_defaults_match() -> None:
         if node.name == "gelu":
             node.kwargs = {"approximate": "none"}
     graph_module.recompile()
-    assert len(run(ReplaceActivation(), sharing(graph_module))[1].changes) == 2
+    assert len(run(ReplaceActivation(), copy_sharing_modules(graph_module))[1].changes) == 2
     check_laws(ReplaceActivation(), graph_module, X)
 
 
@@ -87,7 +87,7 @@ def test_integers_and_unknown_dtypes_are_skipped() -> None:
 def test_other_precisions(old: str, new: str, dtype: torch.dtype) -> None:
     graph_module = by_export(X.to(dtype), lambda m, x: FUNCTIONS[old](x))
     rule = ReplaceActivation(old=old, new=new)
-    changed, _ = run(rule, sharing(graph_module))
+    changed, _ = run(rule, copy_sharing_modules(graph_module))
     assert_same(outputs(changed, X.to(dtype)), [FUNCTIONS[new](X.to(dtype))], new)
     check_laws(rule, graph_module, X.to(dtype))
 
@@ -95,7 +95,7 @@ def test_other_precisions(old: str, new: str, dtype: torch.dtype) -> None:
 def test_opposite_replacements_are_undone_one_after_the_other() -> None:
     graph_module = by_export(X, lambda m, x: F.gelu(x))
     there, back = ReplaceActivation(), ReplaceActivation(old="gelu-tanh", new="gelu")
-    changed = back(there(sharing(graph_module)))
+    changed = back(there(copy_sharing_modules(graph_module)))
     assert_same(outputs(changed, X), outputs(graph_module, X), "back")
     restored = there(back(changed, reverse=True), reverse=True)
     assert restored.code == graph_module.code
@@ -121,5 +121,5 @@ def test_the_registry_knows_the_activations_without_torch() -> None:
 )
 def test_the_activations_of_models(name: str, old: str, new: str, count: int) -> None:
     rule = ReplaceActivation(old=old, new=new)
-    assert len(run(rule, sharing(models.traced(name)))[1].changes) == count
+    assert len(run(rule, copy_sharing_modules(models.traced(name)))[1].changes) == count
     check_laws(rule, models.traced(name), models.inputs(name))

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx import GraphModule
 
-from optexport.testing import check_applied, check_refused, sharing, written
+from optexport.testing import check_applied, check_refused, copy_sharing_modules, graph_state
 from optexport.transformations import FuseBiasInLinear, MergeLinears, ReversibleRule, compose
 from optexport.transformations.base import marks
 from tests._helpers.graphs import Program, graph_of
@@ -73,7 +73,7 @@ def test_undo_restores_equal_attributes_and_copies_in_a_copy(rule: ReversibleRul
 @each_rule
 def test_a_hook_added_after_undo_is_not_in_the_model(rule: ReversibleRule) -> None:
     original = _graph()
-    undone = rule(rule(sharing(original)), reverse=True)
+    undone = rule(rule(copy_sharing_modules(original)), reverse=True)
     undone.q.register_forward_hook(lambda module, args, result: result * 2)
     undone.q.register_buffer("more", torch.ones(1))
     assert not original.q._forward_hooks
@@ -92,9 +92,9 @@ def test_undo_keeps_the_mode_that_was_set_in_between(rule: ReversibleRule) -> No
 @pytest.mark.parametrize("order", [RULES, RULES[::-1]])
 def test_undo_of_both_rules_restores_everything(order: tuple[ReversibleRule, ...]) -> None:
     graph_module = _graph(_tagged)
-    before = written(graph_module)
+    before = graph_state(graph_module)
     both = compose(*order)
-    assert written(both(both(graph_module), reverse=True)) == before
+    assert graph_state(both(both(graph_module), reverse=True)) == before
     assert graph_module.q.tag == ["mine"]
 
 

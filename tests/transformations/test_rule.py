@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.testing import check_applied, check_laws, check_refused, outputs, written
+from optexport.testing import check_applied, check_laws, check_refused, graph_state, outputs
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm2dInConv2d,
@@ -149,10 +149,10 @@ def test_an_endless_rule_is_stopped_and_the_graph_restored() -> None:
             return Match((node,)) if node.target is operator.add else None
 
     graph_module = _sums()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(TransformationError, match="Forever: match returns the same Match for add after rewrite"):
         Forever()(graph_module)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 def test_a_failed_transformation_restores_the_graph() -> None:
@@ -165,10 +165,10 @@ def test_a_failed_transformation_restores_the_graph() -> None:
             raise RuntimeError("on purpose")
 
     graph_module = _sums()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(RuntimeError, match="on purpose"):
         Breaks()(graph_module)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
     assert not Breaks().get_transformed_nodes(graph_module)
 
 

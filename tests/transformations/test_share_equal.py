@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_laws, check_refused, sharing
+from optexport.testing import check_applied, check_laws, check_refused, copy_sharing_modules
 from optexport.transformations import MergeLinears, RemoveNoOps, ShareEqual, SinkSelect, compose
 from optexport.transformations.rule import run
 from tests._helpers import models
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 def test_equal_calls_become_one(body: Any) -> None:
     graph_module = by_export(X, body)
     check_laws(ShareEqual(), graph_module, X, exact=True)
-    changed, report = run(ShareEqual(), sharing(graph_module))
+    changed, report = run(ShareEqual(), copy_sharing_modules(graph_module))
     assert report.changes
     computed = [
         (node.target, str(node.args), str(node.kwargs))
@@ -55,7 +55,7 @@ def test_whole_subgraphs_become_one() -> None:
 
     graph_module = by_export(X.reshape(2, 6), lambda m, x: part(m, x).exp() + part(m, x).tanh(), layer=nn.Linear(6, 4))
     check_laws(ShareEqual(), graph_module, X.reshape(2, 6), exact=True)
-    changed, _ = run(ShareEqual(), sharing(graph_module))
+    changed, _ = run(ShareEqual(), copy_sharing_modules(graph_module))
     assert len(changed.graph.find_nodes(op="call_module", target="layer")) == 1
     assert len(changed.graph.find_nodes(op="call_function", target=aten.gelu.default)) == 1
 
@@ -82,7 +82,7 @@ def test_layer_called_by_position_and_keyword_is_called_once() -> None:
 )
 def test_different_and_random_calls_stay(body: Any) -> None:
     graph_module = by_fx(body, one=nn.Linear(4, 4), two=nn.Linear(4, 4))
-    _, report = run(ShareEqual(), sharing(graph_module))
+    _, report = run(ShareEqual(), copy_sharing_modules(graph_module))
     assert not report.changes
     assert not report.near_misses
 
@@ -220,7 +220,7 @@ def test_equal_weights_stay_separate_by_default() -> None:
 def test_equal_weights_become_one_under_both_names() -> None:
     graph_module = _equal_layers(lambda m, x: m.two(m.one(x).tanh()))
     check_applied(ShareEqual(weights=True), graph_module, X, exact=True)
-    changed, _ = run(ShareEqual(weights=True), sharing(graph_module))
+    changed, _ = run(ShareEqual(weights=True), copy_sharing_modules(graph_module))
     assert list(changed.state_dict()) == list(graph_module.state_dict())
     assert changed.get_parameter("two.weight") is changed.get_parameter("one.weight")
     assert len(list(changed.parameters())) == 2
@@ -230,7 +230,7 @@ def test_equal_weights_become_one_under_both_names() -> None:
 def test_equal_read_parameter_and_equal_buffers() -> None:
     graph_module = _read()
     check_applied(ShareEqual(weights=True), graph_module, X, exact=True)
-    changed, _ = run(ShareEqual(weights=True), sharing(graph_module))
+    changed, _ = run(ShareEqual(weights=True), copy_sharing_modules(graph_module))
     assert changed.get_parameter("p") is changed.get_parameter("inner.p")
     assert changed.get_buffer("norm.running_mean") is changed.get_buffer("norm2.running_mean")
 
@@ -286,7 +286,7 @@ def test_weights_that_the_graph_changes_stay_apart() -> None:
         return m.two(y)
 
     graph_module = _equal_layers(body)
-    changed, _ = run(ShareEqual(weights=True), sharing(graph_module))
+    changed, _ = run(ShareEqual(weights=True), copy_sharing_modules(graph_module))
     assert changed.get_parameter("one.weight") is not changed.get_parameter("two.weight")
     check_laws(ShareEqual(weights=True), graph_module, X, exact=True)
 
@@ -296,7 +296,7 @@ def test_a_tie_stays_a_tie() -> None:
     two.weight = one.weight
     graph_module = by_fx(lambda m, x: m.three(m.two(m.one(x))), one=one, two=two, three=three)
     three.load_state_dict(one.state_dict())
-    changed, _ = run(ShareEqual(weights=True), sharing(graph_module))
+    changed, _ = run(ShareEqual(weights=True), copy_sharing_modules(graph_module))
     assert changed.get_parameter("one.weight") is changed.get_parameter("two.weight")
     check_laws(ShareEqual(weights=True), graph_module, X, exact=True)
 
@@ -310,7 +310,7 @@ def test_undo_of_an_earlier_selection_is_right_or_refused() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "places"), [("bert", 4), ("bart", 41), ("t5", 45), ("llama", 9), ("resnet", 0)])
 def test_models(name: str, places: int) -> None:
-    _, report = run(ShareEqual(), sharing(models.traced(name)))
+    _, report = run(ShareEqual(), copy_sharing_modules(models.traced(name)))
     assert len(report.changes) == places
     check_laws(compose(RemoveNoOps(), ShareEqual(weights=True)), models.traced(name), models.inputs(name), exact=True)
 
@@ -340,7 +340,7 @@ def test_in_place_operators_are_recognized_as_methods_too(name: str) -> None:
 
 def test_python_operators_ending_in_an_underscore_are_pure() -> None:
     graph_module = by_fx(lambda m, x: (x | (x < 1)).float() - (x | (x < 1)).exp())
-    _, report = run(ShareEqual(), sharing(graph_module))
+    _, report = run(ShareEqual(), copy_sharing_modules(graph_module))
     assert (len(report.changes), report.near_misses) == (2, ())
     check_laws(ShareEqual(), graph_module, X > 0, exact=True)
 
@@ -353,7 +353,7 @@ def test_statistic_updated_in_between_is_read_twice(trace: str) -> None:
 
     model = randomise(Program(body, norm=nn.BatchNorm1d(4))).train()
     original = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": X})
-    changed, report = run(ShareEqual(), sharing(original))
+    changed, report = run(ShareEqual(), copy_sharing_modules(original))
     assert not report.changes
     assert report.near_misses
     check_laws(ShareEqual(), original, X, exact=True)

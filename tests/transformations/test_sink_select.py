@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from optexport import symbolic_trace
-from optexport.testing import assert_close, check_applied, check_laws, check_refused, outputs, sharing
+from optexport.testing import assert_close, check_applied, check_laws, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import KeepOutputs, MergeLinears, SinkSelect, compose
 from optexport.transformations.rule import run
 from tests._helpers.graphs import by_export, by_fx, calls
@@ -40,7 +40,7 @@ _CHILDREN: dict[str, Any] = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "
 def test_a_feed_forward_is_computed_at_one_position(index: int) -> None:
     graph_module = by_export(X, lambda m, x: _feed_forward(m, x)[:, index], **copy.deepcopy(_CHILDREN))
     check_applied(SinkSelect(), graph_module, X)
-    changed, _ = run(SinkSelect(), sharing(graph_module))
+    changed, _ = run(SinkSelect(), copy_sharing_modules(graph_module))
     assert (_rows(changed, "up"), _rows(changed, "down")) == (1, 1)
     assert_close(
         outputs(changed, torch.randn(2, 9, 8).fill_(0.3)), outputs(graph_module, torch.randn(2, 9, 8).fill_(0.3)), "9"
@@ -63,7 +63,7 @@ def test_result_that_is_also_used_whole_is_skipped() -> None:
 
 def test_two_positions_are_skipped() -> None:
     graph_module = by_export(X, lambda m, x: (y := _feed_forward(m, x))[:, 0] + y[:, 1], **copy.deepcopy(_CHILDREN))
-    _, report = run(SinkSelect(), sharing(graph_module))
+    _, report = run(SinkSelect(), copy_sharing_modules(graph_module))
     assert not report.changes
     check_laws(SinkSelect(), graph_module, X, exact=True)
 
@@ -132,7 +132,7 @@ def test_queries_sink_and_keys_do_not(kind: str) -> None:
 
     graph_module = by_export(X, body, **{name: nn.Linear(8, 8) for name in "qkvo"})
     check_applied(SinkSelect(), graph_module, X)
-    changed, _ = run(SinkSelect(), sharing(graph_module))
+    changed, _ = run(SinkSelect(), copy_sharing_modules(graph_module))
     assert _rows(changed, "o") == 1
     assert (_rows(changed, "q") == 1) is (kind != "causal")
     assert _rows(changed, "k") != 1
@@ -150,7 +150,7 @@ def test_manual_attention() -> None:
 
     graph_module = by_export(X, body, **{name: nn.Linear(8, 8) for name in "qkvo"})
     check_applied(SinkSelect(), graph_module, X)
-    changed, _ = run(SinkSelect(), sharing(graph_module))
+    changed, _ = run(SinkSelect(), copy_sharing_modules(graph_module))
     assert [_rows(changed, name) == 1 for name in "qkvo"] == [True, False, False, True]
 
 
@@ -172,7 +172,7 @@ def test_the_last_layer_of_bert_computes_one_row_for_the_pooler() -> None:
     model = randomise(BertModel(config).eval())
     graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
     both = compose(KeepOutputs(outputs=("pooler_output",)), SinkSelect(), MergeLinears())
-    changed = both(sharing(graph_module))
+    changed = both(copy_sharing_modules(graph_module))
     for size, length in ((1, 2), (4, 11)):
         mask = torch.ones(size, length, dtype=torch.int64)
         mask[-1, length // 2 :] = 0
@@ -205,7 +205,7 @@ def test_a_decoder_computes_logits_of_the_last_position_only() -> None:
     mask[1, :3] = 0
     graph_module = symbolic_trace(model, example_inputs={"input_ids": ids, "attention_mask": mask})
     check_applied(SinkSelect(), graph_module, {"input_ids": ids, "attention_mask": mask})
-    changed, _ = run(SinkSelect(), sharing(graph_module))
+    changed, _ = run(SinkSelect(), copy_sharing_modules(graph_module))
     assert _rows(changed, "model.lm_head") == 1
     assert _rows(changed, "model.model.layers.1.mlp.down_proj") == 1
     assert _rows(changed, "model.model.layers.1.self_attn.q_proj") == 1

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from optexport.api import symbolic_trace
 from optexport.errors import TransformationError
-from optexport.testing import assert_close, assert_same, check_undo_alone, outputs, sharing, written
+from optexport.testing import assert_close, assert_same, check_undo_alone, copy_sharing_modules, graph_state, outputs
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm1dInLinear,
@@ -49,10 +49,10 @@ def _graph(dead: bool = False) -> GraphModule:
 
 
 def _refuses_to_undo(rule: ReversibleRule, graph_module: GraphModule, message: str) -> None:
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(TransformationError, match=f"{type(rule).__name__}: {message}"):
         rule(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 @each_reversible
@@ -63,9 +63,9 @@ def test_undo_without_application_is_refused(rule: ReversibleRule) -> None:
 @each_reversible
 def test_undo_without_matches_changes_nothing(rule: ReversibleRule) -> None:
     graph_module = by_fx(lambda m, x: x + 1)
-    before = written(graph_module)
+    before = graph_state(graph_module)
     rule(rule(graph_module), reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 @each_reversible
@@ -79,20 +79,20 @@ def test_undo_of_a_mark_set_by_hand_is_refused(rule: ReversibleRule) -> None:
 @each_reversible
 def test_a_second_undo_changes_nothing(rule: ReversibleRule) -> None:
     graph_module = _graph()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     rule(rule(rule(graph_module), reverse=True), reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 @each_reversible
 def test_apply_and_undo_may_alternate(rule: ReversibleRule) -> None:
     graph_module = _graph()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     for _ in range(3):
         _, report = run(rule, graph_module)
         assert report.changes
         rule(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 def _pickled(graph_module: GraphModule) -> GraphModule:
@@ -144,7 +144,7 @@ def test_undo_of_a_composition_after_pickling_fails() -> None:
 def test_undo_after_a_transformer_is_exact(rule: ReversibleRule) -> None:
     original = _graph()
     want = outputs(original, X)
-    changed = fx.Transformer(rule(sharing(original))).transform()
+    changed = fx.Transformer(rule(copy_sharing_modules(original))).transform()
     assert rule.get_transformed_nodes(changed)
     restored = rule(changed, reverse=True)
     assert_same(outputs(restored, X), want, "undone")
@@ -154,17 +154,17 @@ def test_undo_after_a_transformer_is_exact(rule: ReversibleRule) -> None:
 @each_reversible
 def test_undo_after_deepcopy_of_a_deepcopy_is_exact(rule: ReversibleRule) -> None:
     graph_module = _graph()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     changed = copy.deepcopy(copy.deepcopy(rule(graph_module)))
-    assert written(rule(changed, reverse=True)) == before
+    assert graph_state(rule(changed, reverse=True)) == before
 
 
 @each_reversible
 def test_undo_after_dead_code_elimination_without_effect(rule: ReversibleRule) -> None:
     graph_module = _graph()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     assert not rule(graph_module).graph.eliminate_dead_code()
-    assert written(rule(graph_module, reverse=True)) == before
+    assert graph_state(rule(graph_module, reverse=True)) == before
 
 
 @each_reversible
@@ -172,10 +172,10 @@ def test_undo_after_dead_code_elimination_fails_and_restores(rule: ReversibleRul
     graph_module = rule(_graph(dead=True))
     assert graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(TransformationError):
         rule(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 def test_undo_that_fails_midway_leaves_the_graph_unchanged() -> None:
@@ -190,10 +190,10 @@ def test_undo_that_fails_midway_leaves_the_graph_unchanged() -> None:
     unused = next(node for node in graph_module.graph.nodes if node.name == "c")
     graph_module.graph.erase_node(unused)
     graph_module.recompile()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(TransformationError, match=r"MergeLinears: .* has lost slices \(expected 3, found 2\)"):
         rule(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 def test_undo_of_a_merge_with_a_reader_of_the_whole_fails() -> None:
@@ -203,10 +203,10 @@ def test_undo_of_a_merge_with_a_reader_of_the_whole_fails() -> None:
     with graph_module.graph.inserting_after(merged):
         graph_module.graph.call_function(torch.neg, (merged,))
     graph_module.recompile()
-    before = written(graph_module)
+    before = graph_state(graph_module)
     with pytest.raises(TransformationError, match=r"neg uses .* as a whole"):
         MergeLinears()(graph_module, reverse=True)
-    assert written(graph_module) == before
+    assert graph_state(graph_module) == before
 
 
 def test_undo_with_another_option_of_a_rule_is_refused() -> None:
@@ -217,11 +217,11 @@ def test_undo_with_another_option_of_a_rule_is_refused() -> None:
 def test_rules_with_different_matches_are_undone_in_any_order() -> None:
     for order in itertools.permutations(REVERSIBLE[::2]):
         graph_module = _graph()
-        before = written(graph_module)
+        before = graph_state(graph_module)
         compose(*REVERSIBLE[::2])(graph_module)
         for rule in order:
             rule(graph_module, reverse=True)
-        assert written(graph_module) == before
+        assert graph_state(graph_module) == before
 
 
 @pytest.mark.slow

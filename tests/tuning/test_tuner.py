@@ -27,9 +27,9 @@ from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, GateError
-from optexport.job import load_rules
 from optexport.parity.gates import load_metrics
 from optexport.pipeline.reproduce import reproduce
+from optexport.pipeline.rules import load_rules
 from optexport.pipeline.run import run
 from optexport.result import Result
 from optexport.tuning import tuner

@@ -38,11 +38,11 @@ from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, take_flat_tensors
 from optexport.signature.resizing import resize
 from optexport.tracing import (
+    dynamo_exporter,
     graph_checks,
     model_lines,
     module_reconstruction,
     trace,
-    transformers_exporter,
     value_checks,
 )
 from optexport.tracing.fallbacks import attempts, scalar_tensors
@@ -133,10 +133,10 @@ def _patch_of_transformers(
     """
 
     def others() -> list[Any]:
-        return [entry for entry in transformers_exporter._PATCHES if entry[:2] != (owner, name)]
+        return [entry for entry in dynamo_exporter._PATCHES if entry[:2] != (owner, name)]
 
     def watch(note: Note) -> Manager:
-        ((_, _, factory),) = (e for e in transformers_exporter._PATCHES if e[:2] == (owner, name))
+        ((_, _, factory),) = (e for e in dynamo_exporter._PATCHES if e[:2] == (owner, name))
 
         def watched(original: Any) -> Any:
             patched = factory(original)
@@ -149,9 +149,9 @@ def _patch_of_transformers(
 
             return {**patched, key: call} if key else call
 
-        return patch.object(transformers_exporter, "_PATCHES", [*others(), (owner, name, watched)])
+        return patch.object(dynamo_exporter, "_PATCHES", [*others(), (owner, name, watched)])
 
-    return Rescue(watch, lambda: patch.object(transformers_exporter, "_PATCHES", others()))
+    return Rescue(watch, lambda: patch.object(dynamo_exporter, "_PATCHES", others()))
 
 
 def _is_attention_changed(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> bool:
@@ -270,7 +270,7 @@ RESCUES: dict[str, Rescue] = {
         _when_raised(graph_checks, "check_deterministic"),
         _replaced(graph_checks, "check_deterministic", lambda *_: None),
     ),
-    "expert_loops": Rescue(_watch_experts, _replaced(transformers_exporter, "_expert_patches", lambda _: [])),
+    "expert_loops": Rescue(_watch_experts, _replaced(dynamo_exporter, "_expert_patches", lambda _: [])),
     "gradient_switches": Rescue(_watch_switches, _replaced(module_reconstruction, "inline_switches", lambda *_: None)),
     "known_values": Rescue(
         _when(attempts, "_trace_with_values", bool), _replaced(attempts, "_trace_with_values", _untraceable)

@@ -18,13 +18,14 @@ from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
 from optexport.exporters.graph_writer import GraphWriter
 from optexport.inputs.dummy import dummy_inputs
-from optexport.job import Job, load_preset
+from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.parity.reference import graph_runner
 from optexport.parity.target_check import TargetChecker
+from optexport.pipeline.rules import load_preset
 from optexport.pipeline.steps import run_reference, trace_model
 from optexport.runtime import runners
-from optexport.tracing.transformers_exporter import one_pass, quiet
+from optexport.tracing.dynamo_exporter import one_pass, quiet
 from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
 

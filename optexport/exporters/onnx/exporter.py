@@ -21,9 +21,9 @@ from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.exporters.exported_program import to_program
 from optexport.exporters.format import FlatGraph, Format
-from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_exporter
+from optexport.exporters.graph_export import to_program
+from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_fixes
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
@@ -44,9 +44,14 @@ class OnnxFormat(Format):
         self._convert = functools.cache(functools.partial(convert, graph.flat, graph.signature, graph.example))
 
     def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        model = self._convert(onnx_passes.choose_opset(passes, opset))
+        model = self._convert(choose_opset(passes, opset))
         write(model, path, metadata=self.graph.metadata(passes), passes=passes)
         return None
+
+
+def choose_opset(names: Sequence[str], opset: int | None) -> int | None:
+    """Returns the requested opset, or by default one that the format passes can use."""
+    return ATTENTION_OPSET if opset is None and "attention" in names else opset
 
 
 def convert(
@@ -63,7 +68,7 @@ def convert(
         ExportError: ONNX lacks an operator of the graph, or ``torch.onnx`` writes another opset.
     """
     try:
-        with transformers_exporter.onnx_patches(), _cached_torchlib():
+        with transformers_fixes.onnx_patches(), _cached_torchlib():
             model = _convert(graph_module, signature, example, opset)
     except OptexportError:
         raise
@@ -121,10 +126,10 @@ def _convert(
 ) -> onnx_ir.Model:
     patched = copy.copy(graph_module)
     patched.graph = copy.deepcopy(graph_module.graph)
-    transformers_exporter.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
+    transformers_fixes.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = fourier.replace_with_matmuls(to_program(patched, signature, example))
-    transformers_exporter.fix_for_onnx(program)
+    transformers_fixes.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,
         args=(),
@@ -135,7 +140,7 @@ def _convert(
             as_argument(spec.name): {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
             for spec in signature.inputs
         },
-        custom_translation_table=transformers_exporter.onnx_translations(),
+        custom_translation_table=transformers_fixes.onnx_translations(),
         opset_version=opset,
         verbose=False,
         optimize=False,  # its rewriting treats a constant of 1e-8 as zero
@@ -145,7 +150,7 @@ def _convert(
     onnxscript.optimizer.fold_constants(converted.model)
     _name_transposed(converted.model.graph, transposed)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
-    transformers_exporter.fix_onnx_model(converted)
+    transformers_fixes.fix_onnx_model(converted)
     _expand_masks(converted.model)
     int64.fix(converted.model)
     max_pool.fix(converted.model)

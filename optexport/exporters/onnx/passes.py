@@ -9,9 +9,8 @@ import onnx
 import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
-from optexport.exporters.onnx import transformers_exporter
+from optexport.exporters.onnx import transformers_fixes
 
 # onnxscript's patterns treat numbers up to this one as zero.
 _ZERO_THRESHOLD = 1e-8
@@ -32,11 +31,6 @@ def apply_passes(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
         if name in names:
             model = apply(model)
     return model
-
-
-def choose_opset(names: Sequence[str], opset: int | None) -> int | None:
-    """Returns the requested opset, or by default one that the format passes can use."""
-    return ATTENTION_OPSET if opset is None and "attention" in names else opset
 
 
 def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
@@ -119,7 +113,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
         return model
     fused = model.clone()
     try:
-        transformers_exporter.fuse_for_onnxruntime(fused)
+        transformers_fixes.fuse_for_onnxruntime(fused)
     except Exception as error:  # rewriting raises many types of exceptions
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",

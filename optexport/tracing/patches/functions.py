@@ -112,7 +112,7 @@ def apply_head_norms(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces the exporter's attention within segments, which lacks norms.
 
     The norms of queries and keys are missing if one layer computes queries, keys and values. Here that layer returns
-    normed queries and keys. Needed by GLM-OCR's vision model (tests/exporters/test_transformers_exporter.py).
+    normed queries and keys. Needed by GLM-OCR's vision model (tests/tracing/test_dynamo_exporter.py).
     """
 
     def patched(module: Any, *args: Any, **kw: Any) -> Any:

@@ -19,10 +19,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport.errors import TraceError
-from optexport.signature.exported_program import tensor_inputs
+from optexport.signature.program_arguments import tensor_inputs
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.module_reconstruction import unlift
 from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_broken_at
 from optexport.tracing.shapes.size_guards import (
@@ -226,7 +226,7 @@ def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.
     """Returns the output tensors of a model, or the exception that its code raises."""
     try:
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # in train mode, a call changes them
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporter.one_pass(model):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), dynamo_exporter.one_pass(model):
             outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
         return list(flatten_outputs(outputs).values())
     except Exception as error:  # the model's code may raise anything

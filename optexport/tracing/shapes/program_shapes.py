@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError
-from optexport.signature.exported_program import input_names, tensor_inputs
+from optexport.signature.program_arguments import input_names, tensor_inputs
 from optexport.signature.signature import (
     Dim,
     Dynamic,

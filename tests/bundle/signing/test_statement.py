@@ -23,7 +23,7 @@ from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 import optexport
 from optexport._utils.progress import Progress
 from optexport.bundle.signing import sbom
-from optexport.bundle.signing.signature import check, sign
+from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import ConfigError
 from optexport.pipeline import lockfile, reproduce
 from tests._helpers import exports, signed

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optexport import export
-from optexport.exporters import exported_program
+from optexport.exporters import graph_export
 from optexport.exporters.format import FlatGraph
 from optexport.loading.loader import Loaded
 from optexport.signature.signature import Dim
@@ -33,7 +33,7 @@ def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
 def test_export_holds_at_sizes_that_only_it_excludes() -> None:
     model = Program(whole_parts, down=nn.Conv1d(1, 1, 4, 4), up=nn.ConvTranspose1d(1, 1, 4, 4))
     written = flat_graph(model, torch.randn(2, 1, 10))
-    program = exported_program.to_program(written.flat, written.signature, written.example)
+    program = graph_export.to_program(written.flat, written.signature, written.example)
     excluded = torch.randn(2, 1, 16)
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
         program.module()(x=excluded)

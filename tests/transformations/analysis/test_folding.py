@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused, sharing
+from optexport.testing import check_applied, check_refused, copy_sharing_modules
 from optexport.transformations import (
     CastPrecision,
     FoldNormAffine,
@@ -80,7 +80,7 @@ def _instead(layer: nn.Module, name: str, tensor: Any, *, buffer: bool) -> None:
 @pytest.mark.parametrize("rule", _PLACES, ids=_name)
 def test_rule_applies_in_each_program(rule: Rule) -> None:
     graph_module, _ = _graph(rule, lambda layer: None)
-    assert len(run(rule, sharing(graph_module))[1].changes) == 1
+    assert len(run(rule, copy_sharing_modules(graph_module))[1].changes) == 1
 
 
 @pytest.mark.sample(6)
@@ -241,7 +241,7 @@ def test_trained_and_frozen_tensors_are_not_combined(case: str, frozen: str) -> 
     rule, x, make, body, make_other = _TRAINED[case]
     program = Program(body, layer=make(), other=make_other()).eval()
     applied = symbolic_trace(program, example_inputs={"x": x})
-    assert len(run(rule, sharing(applied))[1].changes) == 1
+    assert len(run(rule, copy_sharing_modules(applied))[1].changes) == 1
     getattr(program, frozen).requires_grad_(False)
     graph_module = symbolic_trace(program, example_inputs={"x": x})
     check_refused(rule, graph_module, x, "differ in requires_grad")
@@ -268,7 +268,7 @@ def test_a_weight_keeps_its_strides(case: str) -> None:
         graph_module = symbolic_trace(Program(body, layer=layer, other=make_other()).eval(), example_inputs={"x": x})
         report = check_applied(rule, graph_module, x)
         assert report.changes
-        assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
+        assert rule(copy_sharing_modules(graph_module)).layer.weight.stride() == layer.weight.stride()
 
 
 def test_weight_keeps_its_stride_along_an_axis_of_one_element() -> None:

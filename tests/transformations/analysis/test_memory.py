@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from optexport import symbolic_trace
-from optexport.testing import assert_same, sharing
+from optexport.testing import assert_same, copy_sharing_modules
 from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule
 from optexport.transformations.analysis import effects, memory, modules
 from optexport.transformations.analysis.modules import operator_name
@@ -28,7 +28,7 @@ def _traced(how: str, model: nn.Module, x: torch.Tensor = X) -> GraphModule:
 
 
 def _reasons(rule: Rule, original: GraphModule) -> list[str]:
-    _, report = run(rule, sharing(original))
+    _, report = run(rule, copy_sharing_modules(original))
     assert not report.changes
     return [miss.reason for miss in report.near_misses]
 
@@ -67,7 +67,7 @@ def test_read_only_statistics_are_constants(trace: str) -> None:
         return F.batch_norm(x, m.own.mean, m.own.var) + (m.layer(x) + m.own.mean) + m.norm(x)
 
     model = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), own=_statistics()))
-    _, report = run(FuseBias(), sharing(_traced(trace, model)))
+    _, report = run(FuseBias(), copy_sharing_modules(_traced(trace, model)))
     assert len(report.changes) == 1
 
 

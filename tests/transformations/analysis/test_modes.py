@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_laws, check_refused, sharing
+from optexport.testing import check_applied, check_laws, check_refused, copy_sharing_modules
 from optexport.transformations import (
     CastPrecision,
     ChangeTrueDivToMulByInverse,
@@ -232,7 +232,7 @@ def test_torch_vmap_is_skipped(name: str) -> None:
     graph_module = by_export(ROWS, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     refused = []
     for rule in (*(rule for rule, *_ in CASES.values()), FuseBiasInLinear(), CastPrecision(), ReplaceActivation()):
-        _, report = run(rule, sharing(graph_module))
+        _, report = run(rule, copy_sharing_modules(graph_module))
         assert not report.changes
         refused += [near.reason for near in report.near_misses if "is batched by torch.vmap" in near.reason]
         if rule.preserves_computation:

@@ -1,7 +1,7 @@
 """Wraps ``transformers.exporters`` for ONNX; no other file calls it for this format.
 
 transformers calls that package experimental. Adapt to new versions here and in
-`optexport.tracing.transformers_exporter`.
+`optexport.tracing.dynamo_exporter`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 from optexport.exporters.onnx import replacements
 from optexport.exporters.onnx.erfinv import erfinv
 from optexport.exporters.onnx.translations import TRANSLATIONS, cast_to_int64, keep_float64, op
-from optexport.tracing.transformers_exporter import exporting, quiet
+from optexport.tracing.dynamo_exporter import exporting, quiet
 
 aten = torch.ops.aten
 

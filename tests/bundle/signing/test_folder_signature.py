@@ -22,7 +22,7 @@ from optexport._utils import atomic_dir
 from optexport.bench.artifact import open_artifacts
 from optexport.bundle import contents
 from optexport.bundle.layout import check_replaceable
-from optexport.bundle.signing.signature import check, sign
+from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError
 from tests._helpers import exports, signed
 from tests._helpers.cli import message

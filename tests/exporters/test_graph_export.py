@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from optexport.errors import ExportError
-from optexport.exporters import exported_program, pt2, torchscript
+from optexport.exporters import graph_export, pt2, torchscript
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
@@ -58,7 +58,7 @@ def test_flattening_does_not_change_the_graph() -> None:
     traced = trace(randomise(Several()), {"x": X}, BATCH)
     before, code = str(traced.graph_module.graph), traced.graph_module.code
     parameters = dict(traced.graph_module.named_parameters())
-    flat = exported_program.flatten(traced.graph_module, traced.signature)
+    flat = graph_export.flatten(traced.graph_module, traced.signature)
     assert (str(traced.graph_module.graph), traced.graph_module.code) == (before, code)
     assert all(value is parameters[name] for name, value in flat.named_parameters())
 
@@ -97,14 +97,14 @@ def test_input_changed_in_place_gives_the_outputs_of_the_model() -> None:
 @pytest.mark.slow
 def test_graph_that_fixes_a_declared_size_is_refused_with_a_hint() -> None:
     traced = trace(randomise(Program(lambda m, x: x * 2)), {"x": X}, BATCH)
-    flat = exported_program.flatten(traced.graph_module, traced.signature)
+    flat = graph_export.flatten(traced.graph_module, traced.signature)
     (node,) = [node for node in flat.graph.nodes if node.op == "call_function"]
     with flat.graph.inserting_after(node):
         reshaped = flat.graph.call_function(torch.reshape, (node, (3, 2, 2)))
     node.replace_all_uses_with(reshaped, delete_user_cb=lambda user: user is not reshaped)
     flat.recompile()
     with pytest.raises(ExportError, match="torch.export rejects the transformed graph") as caught:
-        exported_program.to_program(flat, traced.signature, {"x": X})
+        graph_export.to_program(flat, traced.signature, {"x": X})
     assert caught.value.exit_code == 5
     assert "--without RULE" in str(caught.value)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optexport.bundle.signing.signature import check, sign
+from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError
 from optexport.generation.export import check_output
 from tests._helpers import exports, signed

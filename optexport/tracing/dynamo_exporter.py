@@ -1,7 +1,7 @@
 """The only file that calls ``transformers.exporters`` to trace a model.
 
 Its authors call it experimental: adapt to a new version of transformers here and in
-`optexport.exporters.onnx.transformers_exporter`. It brings the patches that several hundred architectures need before
+`optexport.exporters.onnx.transformers_fixes`. It brings the patches that several hundred architectures need before
 ``torch.export`` takes them.
 """
 

@@ -17,7 +17,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
-from optexport.tracing import transformers_exporter
+from optexport.tracing import dynamo_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
 
 
@@ -101,8 +101,8 @@ _SOLVER_ERRORS = (
 def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    with transformers_exporter.exporting(), _math_attention_if_data_dependent(graph_module):
-        return transformers_exporter.export_module(graph_module, inputs, shapes)
+    with dynamo_exporter.exporting(), _math_attention_if_data_dependent(graph_module):
+        return dynamo_exporter.export_module(graph_module, inputs, shapes)
 
 
 def _math_attention_if_data_dependent(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport.parity import float64
+from optexport.parity import float64_model
 from optexport.parity.cases.case import Case
 from optexport.parity.reference_run import run_original, to_float64
 from tests._helpers import models
@@ -18,7 +18,7 @@ from tests.parity.network import call
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float64, "_LARGE_PARAMETER", 1)
+    monkeypatch.setattr(float64_model, "_LARGE_PARAMETER", 1)
     monkeypatch.setattr(memory, "LARGE_MODEL", 1)
 
 
@@ -30,7 +30,7 @@ def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) 
     with torch.no_grad():
         results = [
             _leaves(double(*inputs, **batch))
-            for double in (float64.copy_to_float64(model), float64.copy_upcasting_weights(model))
+            for double in (float64_model.copy_to_float64(model), float64_model.copy_upcasting_weights(model))
         ]
     assert results[0]
     for one, expected in zip(*results, strict=True):
@@ -61,7 +61,7 @@ def test_layers_checking_weight_types_match_a_float64_copy(layer: nn.Module) -> 
 
 def test_large_weights_share_memory_and_report_float64() -> None:
     model = models.model("llama")
-    double = float64.copy_upcasting_weights(model)
+    double = float64_model.copy_upcasting_weights(model)
     shared = dict(model.named_parameters())
     for name, weight in double.named_parameters():
         assert isinstance(weight, nn.Parameter)
@@ -71,7 +71,7 @@ def test_large_weights_share_memory_and_report_float64() -> None:
 
 
 def test_code_bypassing_torch_functions_reads_nan() -> None:
-    weight = next(float64.copy_upcasting_weights(models.model("bert")).parameters())
+    weight = next(float64_model.copy_upcasting_weights(models.model("bert")).parameters())
     with torch._C.DisableTorchFunctionSubclass():
         assert bool(weight.isnan().all())
 
@@ -79,7 +79,7 @@ def test_code_bypassing_torch_functions_reads_nan() -> None:
 def test_tied_weights_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    double = float64.copy_upcasting_weights(model)
+    double = float64_model.copy_upcasting_weights(model)
     assert double[0].weight is double[1].weight
 
 
@@ -104,10 +104,10 @@ class Refers(nn.Module):
 @pytest.mark.parametrize("way", ["list", "dict", "unregistered"])
 def test_every_reference_to_a_weight_is_upcast(way: str) -> None:
     model, x = models.randomise(Refers(way)), torch.randn(3, 8, dtype=torch.float64)
-    double = float64.copy_upcasting_weights(model)
+    double = float64_model.copy_upcasting_weights(model)
     assert double.others[0] is double.layer.weight
     assert double.layer.weight.stored.data_ptr() == model.layer.weight.data_ptr()
-    assert torch.equal(double(x), float64.copy_to_float64(model)(x))
+    assert torch.equal(double(x), float64_model.copy_to_float64(model)(x))
 
 
 class Writes(nn.Module):
@@ -163,7 +163,7 @@ def test_a_large_model_is_not_copied_for_its_reference(monkeypatch: pytest.Monke
     def refuse(model: nn.Module) -> nn.Module:
         raise AssertionError(f"{type(model).__name__} is copied")
 
-    monkeypatch.setattr(float64, "copy_to_float64", refuse)
+    monkeypatch.setattr(float64_model, "copy_to_float64", refuse)
     batch = models.inputs("bert")
     reference = run_original(
         lambda model, inputs: {"y": model(**inputs).last_hidden_state}, models.model("bert"), [Case("only", batch)]

@@ -16,7 +16,7 @@ from optexport.cli.main import cli
 from optexport.errors import ConfigError
 from optexport.inputs.random_inputs import program_inputs
 from optexport.runtime.untrusted.archives import load_pt2
-from optexport.signature.exported_program import constants, named_tensors, tensor_inputs
+from optexport.signature.program_arguments import constants, named_tensors, tensor_inputs
 from optexport.tracing.module_reconstruction import unlift
 from tests._helpers.models import randomise
 

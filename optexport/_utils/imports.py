@@ -1,0 +1,103 @@
+"""Imports of code that a config names, from the config's folder first. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from optexport.errors import ConfigError, did_you_mean
+
+# The modules that were imported from a config's folder, and that folder.
+_folders: dict[str, Path] = {}
+
+
+def import_from(import_path: str, folder: Path, location: str, is_candidate: Callable[[Any], bool] = callable) -> Any:
+    """Imports ``module:name``, first from the folder of the config.
+
+    Args:
+        import_path: ``module:name``.
+        folder: Folder of the config.
+        location: The position in the config, for error messages.
+        is_candidate: Selects the names that a hint may suggest.
+
+    Raises:
+        ConfigError: The module does not exist, fails to import, or has no such name.
+    """
+    module_name, _, name = import_path.partition(":")
+    top, resolved = module_name.partition(".")[0], folder.resolve()
+    if _folders.get(top, resolved) != resolved:  # a module of this name was imported from the folder of another config
+        del _folders[top]
+        for loaded in [loaded for loaded in sys.modules if loaded == top or loaded.startswith(f"{top}.")]:
+            del sys.modules[loaded]
+    if top not in sys.modules and ((resolved / f"{top}.py").is_file() or (resolved / top).is_dir()):
+        _folders[top] = resolved
+    importlib.invalidate_caches()
+    try:
+        with importing_beside(folder):
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # code of other modules may raise anything
+        raise ConfigError(
+            f"{module_name} cannot be imported: {type(error).__name__}: {error}",
+            location=location,
+            hint=_import_hint(module_name, error),
+        ) from error
+    if not hasattr(module, name):
+        candidates = [n for n, value in vars(module).items() if not n.startswith("_") and is_candidate(value)]
+        raise ConfigError(f"{module_name} has no {name}", location=location, hint=did_you_mean(name, candidates))
+    return getattr(module, name)
+
+
+@contextlib.contextmanager
+def importing_beside(folder: Path) -> Iterator[None]:
+    """Puts a folder first on the import path."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # imported code may have changed the path
+            sys.path.remove(str(folder))
+
+
+def _import_hint(module_name: str, error: BaseException) -> str:
+    top = module_name.partition(".")[0]
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing == top:
+        return f"Install it, or put {top}.py into the folder of the config."
+    if missing:
+        return f"Install {missing}."
+    return f"Fix the module. For the traceback, run python -c 'import {module_name}'."
+
+
+def check_makes(kind: type, factory: Any, import_path: str, location: str) -> None:
+    """Checks, without calling it, that a factory may return an instance of a class.
+
+    A call may do anything. So functions that are not written in Python, such as ``os.system``, are not called, nor are
+    classes that create only instances of themselves and are not subclasses.
+
+    Raises:
+        ConfigError: The factory cannot return such an instance.
+    """
+    if not callable(factory):
+        raise ConfigError(f"{import_path} is a {type(factory).__name__}, not a function or a class", location=location)
+    is_unrelated = isinstance(factory, type) and not issubclass(factory, kind)
+    plain = is_unrelated and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
+    if plain or inspect.isbuiltin(factory) or inspect.ismethoddescriptor(factory):
+        problem = f"not a subclass of {kind.__name__}" if plain else "not written in Python"
+        raise ConfigError(
+            f"{import_path} is {problem}, so it is not called",
+            location=location,
+            hint=f"Name a subclass of {kind.__name__}, or a Python function that returns one.",
+        )
+
+
+def parameters(function: Any) -> str:
+    """Returns the parameters of a function in brackets, or ``(...)`` if unknown."""
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(...)"
