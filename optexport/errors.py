@@ -129,6 +129,11 @@ class OptexportError(Exception):
         self.hint = None if hint is None else redact_error(hint)
         super().__init__(str(self))
 
+    def locate(self, location: str) -> None:
+        """Replaces the location."""
+        self.location = on_one_line(redact_error(location))
+        self.args = (str(self),)
+
     def __str__(self) -> str:
         return self._text(f"{self.location}: {self.message}" if self.location else self.message)
 

@@ -17,6 +17,7 @@ from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.derived import resolve_config
 from optexport.config.load import load_config
+from optexport.config.locations import naming_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
@@ -59,7 +60,7 @@ def run_generation(
     export.check_output(output)
     git = checkout(folder)
     text = read_redacted(path)
-    with signals.temporary_folder() as downloads, contextlib.ExitStack() as output_lock:
+    with naming_config(path), signals.temporary_folder() as downloads, contextlib.ExitStack() as output_lock:
         with progress.step("load"):
             loaded = steps.load_model(config, folder, downloads)
         with progress.step("inputs"):

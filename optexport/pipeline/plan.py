@@ -16,6 +16,7 @@ from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
 from optexport.config.derived import disable_measurements, resolve_config
 from optexport.config.load import load_config
+from optexport.config.locations import naming_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
@@ -96,15 +97,16 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
     if lock is not None:
         lockfile.check_environment(lock, config, path, versions())
         config = lockfile.pin_revision(config, lock, path.parent)
-    rules = load_rules(config, path.parent, options.without)
-    config = _apply_options(resolve_config(config, rules), options)
-    output = config.output_path(path.parent)
-    baseline = layout.sibling(output, "baseline") if options.baseline else None
-    if dump is not None:
-        layout.check_outside("--dump", dump, layout.output_folders(output), is_file=False)
-    if options.keep:
-        for folder in (output,) if baseline is None else (output, baseline):
-            contents.check_output(folder)
+    with naming_config(path):
+        rules = load_rules(config, path.parent, options.without)
+        config = _apply_options(resolve_config(config, rules), options)
+        output = config.output_path(path.parent)
+        baseline = layout.sibling(output, "baseline") if options.baseline else None
+        if dump is not None:
+            layout.check_outside("--dump", dump, layout.output_folders(output), is_file=False)
+        if options.keep:
+            for folder in (output,) if baseline is None else (output, baseline):
+                contents.check_output(folder)
     if dump is not None:
         dump = _make_dump_folder(dump)
     return RunPlan(

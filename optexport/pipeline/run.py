@@ -15,6 +15,7 @@ import torch
 from optexport._utils import atomic_dir, signals, torch_settings
 from optexport._utils.progress import Progress
 from optexport.bundle import layout
+from optexport.config.locations import naming_config
 from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
@@ -55,6 +56,7 @@ def run(  # noqa: PLR0913 - options of the public API
     progress = progress or Progress()
     plan = plan_run(path, RunOptions(without, tune, baseline, dump, locked, keep))
     with (
+        naming_config(plan.path),
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
         plan.start_tracking() as tracker,

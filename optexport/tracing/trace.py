@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport._utils.module_state import restoring_tensors
+from optexport._utils.user_code import describe_error, find_line
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.signature.signature import (
     Batch,
@@ -31,7 +32,6 @@ from optexport.tracing import dynamo_exporter
 from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_trace
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
-from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
@@ -184,7 +184,7 @@ def _fixed_dims_error(conditions: Mapping[str, str], sizes: Mapping[str, int]) -
 
 
 def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError:
-    line = line_of_model(error)
+    line = find_line(error)
     return UntraceableError(
         f"{error}{f', at {line}' if line else ''}; torch.export would not finish in a reasonable time",
         location=type(model).__name__,
@@ -319,7 +319,7 @@ def _explain(
             hint="Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
             " dimension to fix it.",
         )
-    line = line_of_model(error)
+    line = find_line(error)
     return UntraceableError(
         f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,
@@ -334,7 +334,7 @@ def _model_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: E
     """Returns the error for a model that fails on its inputs without being traced."""
     shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
     return TraceError(
-        f"the model itself fails on the inputs {shapes}: {type(error).__name__}: {first_line(error)}",
+        f"the model itself fails on the inputs {shapes}: {describe_error(error)}",
         location=type(model).__name__,
         hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
         if model._forward_pre_hooks or model._forward_hooks

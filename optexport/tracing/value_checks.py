@@ -20,7 +20,7 @@ from torch.export import _trace
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from optexport.tracing.model_lines import is_of_model
+from optexport._utils.user_code import is_user_code
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ _Span = tuple[int | None, int | None, int | None, int | None]
 def _passing_answer() -> bool | None:
     """Returns the passing value of the check in the model's innermost line, if it is a check."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_of_model(frame.f_code.co_filename):
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith("<"):  # the model's code has no source file
             return None
         frame = frame.f_back
@@ -82,7 +82,7 @@ def _is_caught(frame: FrameType | None) -> bool:
     """Returns True if the model may catch an exception, in a frame or in its callers."""
     while frame is not None and frame.f_code.co_filename != _TRACE_FILE:
         name = frame.f_code.co_filename
-        if is_of_model(name) and any(frame.f_lineno in lines for lines in _checks(name).caught):
+        if is_user_code(name) and any(frame.f_lineno in lines for lines in _checks(name).caught):
             return True
         frame = frame.f_back
     return False

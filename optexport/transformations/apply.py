@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from optexport.errors import GateError, OptexportError, TransformationError, first_line, printable
+from optexport._utils.user_code import describe_error
+from optexport.errors import GateError, OptexportError, TransformationError, printable
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation, registry
 from optexport.transformations.rule import Report, run
 
@@ -154,7 +155,7 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
         raise
     except (Exception, SystemExit) as error:  # code of plugins may raise anything
         raise TransformationError(
-            f"the rule raised {type(error).__name__}: {first_line(error)}",
+            f"the rule raised {describe_error(error)}",
             location=rule.name,
             hint=f"To exclude it, {rule.exclusion_hint}. For the traceback, run with --debug.",
         ) from error

@@ -94,8 +94,8 @@ MUTATIONS = (
     Mutation(
         "limit-twice-as-wide",
         "optexport/parity/noise_floor.py",
-        "return multiple * max(floor,",
-        "return 2 * multiple * max(floor,",
+        "return noise_multiple * max(floor,",
+        "return 2 * noise_multiple * max(floor,",
         ("tests/parity/test_checker.py", "tests/parity/test_parity_properties.py"),
     ),
     Mutation(
@@ -122,8 +122,8 @@ MUTATIONS = (
     Mutation(
         "raised-limit-unbounded",
         "optexport/parity/perturbation.py",
-        "limit = min(multiple / _WORST_IN_FLOORS",
-        "limit = max(multiple / _WORST_IN_FLOORS",
+        "limit = min(noise_multiple / _WORST_IN_FLOORS",
+        "limit = max(noise_multiple / _WORST_IN_FLOORS",
         ("tests/parity/test_perturbation.py",),
     ),
     # diagnosis

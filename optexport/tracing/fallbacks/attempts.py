@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from optexport._utils.user_code import find_line
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
 from optexport.signature.arguments import fix_inputs
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
-from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.shapes.size_expressions import LongSizeError
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def _trace_with_values(
             changing = values.changing  # the values read from these buffers were valid for one call only
         except ValuesAskedError as error:
             names = [n for n in inputs if as_argument(n) in error.inputs and _may_be_constant(n, inputs[n])]
-            line = line_of_model(error)
+            line = find_line(error)
             if not names or len(names) == len(inputs):
                 raise
             if is_declared:

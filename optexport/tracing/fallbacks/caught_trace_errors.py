@@ -15,8 +15,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from optexport._utils.user_code import is_user_code
 from optexport.errors import TraceError
-from optexport.tracing.model_lines import is_of_model
 
 _KINDS: tuple[type[Exception], ...] = (
     GuardOnDataDependentSymNode,
@@ -54,7 +54,7 @@ def refuse_caught_errors() -> Iterator[None]:
     for error in raised:
         # The outermost frame of a traceback is the one in which the error was caught.
         traceback = error.__traceback__
-        if traceback is not None and _is_of_model(name := traceback.tb_frame.f_code.co_filename):
+        if traceback is not None and _is_user_code(name := traceback.tb_frame.f_code.co_filename):
             line = linecache.getline(name, traceback.tb_lineno).strip()
             raise TraceError(
                 "the model reads a value that a trace does not know, and catches the error at "
@@ -64,9 +64,9 @@ def refuse_caught_errors() -> Iterator[None]:
             )
 
 
-def _is_of_model(filename: str) -> bool:
+def _is_user_code(filename: str) -> bool:
     """Returns True for a model's file, and for code typed or piped into Python."""
-    return is_of_model(filename) or filename in ("<string>", "<stdin>")
+    return is_user_code(filename) or filename in ("<string>", "<stdin>")
 
 
 def _recording_init(original_init: Callable[..., None], raised: list[Exception]) -> Callable[..., None]:

@@ -19,8 +19,8 @@ from torch.fx.experimental import sym_node
 from torch.fx.experimental.sym_node import SymNode
 from torch.overrides import TorchFunctionMode
 
+from optexport._utils.user_code import is_user_code
 from optexport.tracing import value_checks
-from optexport.tracing.model_lines import is_of_model
 
 _SQUEEZE_FUNCTIONS = ("squeeze", "squeeze_")
 _META_KEY = "optexport_sizes_of_one"
@@ -86,5 +86,5 @@ def _is_called_by_model(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in _FILES_BETWEEN:
         frame = frame.f_back
     return frame is not None and (
-        is_of_model(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(_NN_FOLDER)
+        is_user_code(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(_NN_FOLDER)
     )

@@ -1,0 +1,43 @@
+"""Finds the line of the user's code, such as a model or a rule, that an error came from."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import traceback
+from pathlib import Path
+
+import torch
+
+from optexport.errors import first_line
+
+# Found without an import: a bundle is verified without transformers.
+_transformers = importlib.util.find_spec("transformers")
+_EXPORTERS = [Path(_transformers.origin).parent / "exporters"] if _transformers and _transformers.origin else []
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], *_EXPORTERS)
+)
+_STANDARD_LIBRARY = tuple(
+    str(Path(contextlib.__file__).with_name(f"{name}.py")) for name in ("contextlib", "functools")
+)
+
+
+def is_user_code(filename: str) -> bool:
+    """Returns False for files of torch, the exporters and optexport, and for generated code."""
+    return not filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
+
+
+def find_line(error: BaseException) -> str | None:
+    """Returns the user's innermost line in a traceback: ``model.py:12: if x.max() > 3:``."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_user_code(frame.filename)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the class of an error, the first line of its message, and the user's line that raised it."""
+    line = find_line(error)
+    text = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    return text if line is None else f"{text} (at {line})"
