@@ -17,6 +17,7 @@ telemetry.disable()
 if TYPE_CHECKING:
     from optexport.api import export as export
     from optexport.api import symbolic_trace as symbolic_trace
+    from optexport.errors import BenchError as BenchError
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import DeviceError as DeviceError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from optexport.signature.signature import Dim as Dim
 
 _ERRORS = (
+    "BenchError",
     "BundleError",
     "ConfigError",
     "DeviceError",

@@ -83,6 +83,7 @@ def export(  # noqa: PLR0913 - options of the public API
         TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
         ParityError: The result differs from the original; ``output`` is not written.
         GateError: The result is within the tolerance, but a gate fails.
+        TransformationError: A rule raises, or returns something other than a graph.
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)

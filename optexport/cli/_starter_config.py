@@ -209,5 +209,7 @@ def _texts(config: dict[str, Any]) -> list[str]:
 
 
 def _rule(name: str) -> list[str]:
-    options = [f"# {key} = {json.dumps(o.default)}  # {o.summary}" for key, o in RULES[name].options.items()]
+    # The summary of a switch says what it does when it is on.
+    values = {key: True if option.default is False else option.default for key, option in RULES[name].options.items()}
+    options = [f"# {key} = {json.dumps(value)}  # {RULES[name].options[key].summary}" for key, value in values.items()]
     return ["[[transformations]]", f"use = {json.dumps(name)}  # {RULES[name].summary}", *options]

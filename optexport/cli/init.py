@@ -64,9 +64,12 @@ def init(source: str, output: Path, force: bool) -> None:
 
 
 def _check_output(output: Path, *, force: bool) -> None:
+    location = str(output)
     if output.exists() and not force:
-        raise click.UsageError(f"{output} exists. Choose another file with --output, or replace it with --force.")
+        raise ConfigError(
+            "the file exists", location=location, hint="Choose another file with --output, or replace it with --force."
+        )
     if not output.parent.is_dir():
-        raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
+        raise ConfigError(f"the folder {output.parent} does not exist", location=location)
     if output.exists() and not output.is_file():
-        raise click.UsageError(f"cannot replace {output}, because it is not a regular file.")
+        raise ConfigError("the path is not a regular file, and is not replaced", location=location)

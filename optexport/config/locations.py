@@ -32,5 +32,6 @@ def _starts_with_key(location: str) -> bool:
     if match is None or match[1] not in Config.model_fields:
         return False
     annotation = Config.model_fields[match[1]].annotation
-    tables = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Table)]
+    kinds = (annotation, *get_args(annotation))
+    tables = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Table)]
     return match[2] is None or not tables or any(match[2] in table.model_fields for table in tables)

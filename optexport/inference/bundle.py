@@ -84,6 +84,10 @@ class Bundle:
             raise BundleError(error.message, location=error.location) from error
         return cls(folder, manifest, artifact, run)
 
+    def __repr__(self) -> str:
+        names = [[spec.name for spec in specs] for specs in (self.manifest.inputs, self.manifest.outputs)]
+        return f"Bundle({str(self._folder)!r}, format={self.format!r}, inputs={names[0]}, outputs={names[1]})"
+
     @property
     def application(self) -> ApplicationRecord:
         """The use of the model; without a record, it has no task, labels or preprocessors."""

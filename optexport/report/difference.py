@@ -127,12 +127,10 @@ def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]
     unequal = sorted(name for name in common if digests_a[name] != digests_b[name])
     if common and not unequal:
         only_one = sorted(digests_a.keys() ^ digests_b.keys())
-        files = (
-            f"the files that both have are ({', '.join(only_one)} is only in one)"
-            if only_one
-            else "all model files are"
-        )
-        return "same", f"They compute the same: {files} equal to the byte.", ()
+        if not only_one:
+            return "same", "They compute the same: all model files are equal to the byte.", ()
+        shared, single = ", ".join(sorted(common)), ", ".join(only_one)
+        return "same", f"They compute the same: {shared} is equal to the byte. Only one of them has {single}.", ()
     # Models with equal weights may still differ in code or config.
     results = reference_comparison.compare(side_a.folder, a, side_b.folder, b)
     if results.difference is not None:
@@ -142,7 +140,7 @@ def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]
         return "not known", sentence, ("the traced graphs",)
     reasons = tuple(f"{name} differs" for name in unequal) or ("they have no format in common",)
     original = f"originals that agree on {results.shared} shared inputs" if results.shared else "the same traced graph"
-    sentence = f"They compute the same to rounding: both are verified against {original}; {', '.join(reasons)}."
+    sentence = f"They compute the same, to rounding: both are verified against {original}; {', '.join(reasons)}."
     return "same to rounding", sentence, reasons
 
 

@@ -20,8 +20,6 @@ from optexport.report.parity_text import case_names
 from optexport.result import Result
 
 _SHOWN_NEAR_MISSES = 3
-# From this console width on, the parity table has all figures.
-_WIDE = 120
 
 
 def show(result: Result, console: Console) -> None:
@@ -137,7 +135,7 @@ def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: C
         console.print(f"  {line}", soft_wrap=True, highlight=False)
     compared = [target for target in targets if target.target != ORIGINAL]
     console.print()
-    console.print(parity_table(compared, wide=console.width >= _WIDE))
+    console.print(parity_table(compared))
     if any(target.gate_results for target in compared):
         console.print()
         console.print(gate_table(compared))
@@ -169,32 +167,19 @@ def _parity_notes(manifest: Manifest) -> Iterator[str]:
             yield f"{artifact.format}: [bold]fixed shape[/], because {escape(artifact.fixed_shape)}"
 
 
-def parity_table(targets: Sequence[TargetParity], *, wide: bool) -> Table:
-    """Returns a table with the error and tolerance of every target's worst output.
-
-    Args:
-        targets: Targets to show.
-        wide: Adds the worst case, noise floor, change since the previous target, argmax agreement, and the ``atol``
-            that would pass.
-    """
+def parity_table(targets: Sequence[TargetParity]) -> Table:
+    """Returns a table with the error and tolerance of every target's worst output; the HTML report has all figures."""
     table = Table(box=None)
     table.add_column("target", no_wrap=True)
     table.add_column("worst output", overflow="fold")
     for heading in ("error", "tolerance", "used"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    if wide:
-        table.add_column("worst case", overflow="fold")
-        for heading in ("noise floor", "step", "argmax", "would pass with"):
-            table.add_column(heading, justify="right", no_wrap=True)
     for target in targets:
         output, case = max(_worst_cases(target), key=lambda pair: _used_share(pair[1]))
         share = _used_share(case)
         cells = [f"{case.distance:.1e}", _tolerance_text(target, output, case), _percent(share)]
         cells.append("ok" if target.passed else "FAILED")
-        if wide:
-            figures = [f"{output.floor:.1e}", f"{output.step:.1e}", f"{output.argmax_agreement:.2%}"]
-            cells += [escape(on_one_line(case.case)), *figures, f"atol={output.passing_atol:.2g}"]
         name = escape(on_one_line(output.output))
         table.add_row(target.title, name, *cells, style=None if target.passed else "red")
     return table

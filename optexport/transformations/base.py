@@ -152,8 +152,20 @@ def _call(
     transform: Callable[[GraphModule], GraphModule], graph_module: GraphModule, lint_and_recompile: bool
 ) -> GraphModule:
     with restored_on_failure(graph_module):
-        graph_module = transform(graph_module)
+        graph_module = _check_is_graph(transform, transform(graph_module))
         if lint_and_recompile:
             graph_module.graph.lint()
             graph_module.recompile()
     return graph_module
+
+
+def _check_is_graph(transform: Callable[..., Any], result: Any) -> GraphModule:
+    """Checks that a transformation returned a graph; a forgotten ``return`` gives None."""
+    if not isinstance(result, GraphModule):
+        method = transform.__name__
+        raise TransformationError(
+            f"{method} returned {type(result).__name__}, expected a GraphModule",
+            location=type(getattr(transform, "__self__", transform)).__name__,
+            hint=f"End {method} with: return graph_module",
+        )
+    return result

@@ -351,8 +351,8 @@ def test_python_and_pt2_sources_are_written_unchanged(tmp_path: Path) -> None:
 
 def test_options_of_every_rule_are_shown(tmp_path: Path) -> None:
     text = starter_config("org/name", tmp_path)
-    assert "# exact = false" in text
+    assert "# exact = true" in text
     (tmp_path / "shown.toml").write_text(text.replace("# exact", "exact").replace("# dtype", "dtype"), encoding="utf-8")
     config = load_config(tmp_path / "shown.toml")
     assert config.model.dtype == "float32"
-    assert {"exact": False} in [rule.options for rule in config.rules()]
+    assert {"exact": True} in [rule.options for rule in config.rules()]

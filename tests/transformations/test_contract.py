@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 
 from optexport.errors import TransformationError
 from optexport.testing import check_laws, graph_state, outputs
@@ -347,3 +347,16 @@ def test_a_composition_recompiles_once_and_only_if_asked_to() -> None:
     assert graph_module.code == code
     graph_module.recompile()
     assert "q_k_merged" in graph_module.code
+
+
+class Forgets(Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:  # type: ignore[empty-body]
+        """Has no return statement."""
+
+
+def test_transformation_without_a_result_is_named() -> None:
+    """The error was an AttributeError on None."""
+    with pytest.raises(
+        TransformationError, match=r"^Forgets: transform returned NoneType, expected a GraphModule\n"
+    ):
+        Forgets()(symbolic_trace(nn.ReLU()))
