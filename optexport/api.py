@@ -68,7 +68,7 @@ def export(  # noqa: PLR0913 - options of the public API
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.
         noise_multiple: The tolerance, as a multiple of the original's noise floor.
-        atol: With rtol, a fixed tolerance against the original instead.
+        atol: Replaces noise_multiple: ``abs(result - original) <= atol + rtol * abs(original)``; each is 0 by default.
         rtol: The relative part of the fixed tolerance.
         metrics: Gates as in ``[parity.metrics]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
             "logits"}}``. The module of a ``python:`` metric is searched in the working directory first.

@@ -104,7 +104,7 @@ class CaseMetricRecord(_Record):
 
 
 class GateResultRecord(_Record):
-    """Result of a metric at a target.
+    """Result of a gate on a metric, at a target.
 
     Attributes:
         measure: The name of the metric.
@@ -140,7 +140,7 @@ class TargetRecord(_Record):
         target: The name of the target.
         made_from: The name of the target that this one was made from.
         outputs: The result of each output.
-        gate_results: The result of each metric.
+        gate_results: The result of each gate.
         precision: The lower precision of the target, or null. Gates on metrics then replace limits on distances.
     """
 

@@ -11,7 +11,7 @@ import onnx
 from torch import fx
 
 from optexport.diagnosis.divergence import Comparison, compare, describe_divergence, describe_search_error
-from optexport.diagnosis.failure import find_comparison_problem, find_unnamed_case
+from optexport.diagnosis.failure import find_unmeasured_output, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract_onnx
@@ -75,7 +75,7 @@ def diagnose_artifacts(
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
         comparison = compare(original, _OBSERVERS[file_format](path, case.batch), exact, by_name=False)
-        divergence, problem = comparison.divergence, find_comparison_problem(target, case.name)
+        divergence, problem = comparison.divergence, find_unmeasured_output(target, case.name)
         lines.append(describe_divergence(divergence, find_unnamed_case(target, case.name), problem))
         if divergence is not None and divergence.in_target is not None:
             if file_format == "onnx":

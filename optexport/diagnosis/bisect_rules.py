@@ -17,7 +17,7 @@ from optexport.diagnosis.divergence import (
     describe_divergence,
     describe_search_error,
 )
-from optexport.diagnosis.failure import find_comparison_problem, find_unnamed_case
+from optexport.diagnosis.failure import find_unmeasured_output, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph
 from optexport.diagnosis.node_matching import align_names
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
@@ -141,7 +141,7 @@ def diagnose_rules(
         align_names(before, after, {name for change in failing for name in (*change.nodes, *change.replaced)})
         comparison, double = _compare_graphs(before, after, rerun.batch)
         target = checker.targets[-1]
-        unnamed, problem = find_unnamed_case(target, case), find_comparison_problem(target, case)
+        unnamed, problem = find_unnamed_case(target, case), find_unmeasured_output(target, case)
         lines.append(describe_divergence(comparison.divergence, unnamed, problem))
         if (agreeing := describe_agreeing_inputs(comparison.divergence)) is not None:
             lines.append(agreeing)

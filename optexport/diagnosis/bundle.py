@@ -63,7 +63,7 @@ def diagnose_bundle(folder: Path) -> str:
             note = f"The bundle is damaged, which may be the cause: {damage.location}: {damage.message}."
             return replace(finding, explanation=f"{note}\n{finding.explanation}")
 
-        raise failure.make_failure_error(checker, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
+        raise failure.diagnose_failure(checker, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
     if damage is not None:
         raise damage
     return failure.describe_margin(checker.targets)

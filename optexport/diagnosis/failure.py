@@ -12,14 +12,14 @@ from optexport.parity.checker import CaseParity, OutputParity, ParityChecker, Ta
 from optexport.parity.record import parity_record
 
 
-def make_failure_error(
+def diagnose_failure(
     checker: ParityChecker,
     folder: Path,
     config_text: str | None,
     find: Callable[[], Finding],
     find_smallest: Callable[[], str | None],
 ) -> OptexportError:
-    """Returns the error of a failed parity check, after the diagnosis and its folder.
+    """Diagnoses a failed parity check, writes its folder, and returns the error.
 
     Problems during the diagnosis become part of the message and never hide the failed check.
 
@@ -85,7 +85,7 @@ def find_unnamed_case(target: TargetParity, case: str) -> str | None:
     return None if any(named is not None and named.case == case for named in failing) else case
 
 
-def find_comparison_problem(target: TargetParity, case: str) -> str | None:
+def find_unmeasured_output(target: TargetParity, case: str) -> str | None:
     """Returns the reason why an output has no distance on a case, or None."""
     results = ((output.output, result) for output in target.outputs for result in output.cases if result.case == case)
     return next((f"{name}: {result.failure}" for name, result in results if result.distance == math.inf), None)

@@ -16,8 +16,8 @@ from optexport._utils.progress import Progress
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.derived import resolve_config
+from optexport.config.error_locations import naming_config
 from optexport.config.load import load_config
-from optexport.config.locations import naming_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from optexport._utils import imports
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
-from optexport._utils.user_code import describe_error
+from optexport._utils.user_lines import describe_error
 from optexport.config.schema import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_model_problem, source_kind
 from optexport.config.tasks import AUTO_CLASSES

@@ -15,8 +15,8 @@ from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
 from optexport.config.derived import disable_measurements, resolve_config
+from optexport.config.error_locations import naming_config
 from optexport.config.load import load_config
-from optexport.config.locations import naming_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted

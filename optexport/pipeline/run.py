@@ -1,6 +1,7 @@
 """Runs the export pipeline, from model source to verified bundle.
 
-This page has every step that the progress display shows, in the same order and with the same names.
+This module calls every step that the progress display shows, in the same order and with the same names. Comments name
+the steps that other modules announce.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from optexport._utils import atomic_dir, signals, torch_settings
 from optexport._utils.progress import Progress
 from optexport.bundle import layout
-from optexport.config.locations import naming_config
+from optexport.config.error_locations import naming_config
 from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
@@ -54,7 +55,8 @@ def run(  # noqa: PLR0913 - options of the public API
         OptexportError: The run fails; the subclass has the exit code.
     """
     progress = progress or Progress()
-    plan = plan_run(path, RunOptions(without, tune, baseline, dump, locked, keep))
+    options = RunOptions(without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
+    plan = plan_run(path, options)
     with (
         naming_config(plan.path),
         signals.temporary_folder() as workspace,

@@ -185,7 +185,7 @@ def run_reference(traced: TracedJob, more_sizes: Sequence[dict[str, int]] = ()) 
 
     Raises:
         ParityError: The original gives no usable results.
-        GateError: The original itself does not pass a gate.
+        ConfigError: The original itself does not pass a gate.
     """
     reference = _run_cases(traced, more_sizes)
     job, parity = traced.job, traced.job.config.parity

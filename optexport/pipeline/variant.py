@@ -70,7 +70,7 @@ class VariantExporter:
     def __init__(self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress) -> None:
         self._traced, self._job, self._checker = traced, traced.job, checker
         self._draft, self._progress = draft, progress
-        self._candidates = TargetChecker(
+        self._target_checker = TargetChecker(
             checker,
             traced.call,
             traced.job.loaded.model,
@@ -108,13 +108,13 @@ class VariantExporter:
             outcomes: The results of tuning.
         """
         hits = [f"export {name}" for name in self._exports_from_cache]
-        hits += [f"check {target}" for target in self._candidates.cache_hits]
+        hits += [f"check {target}" for target in self._target_checker.cache_hits]
         parity = parity_record(self._checker)
         return RunResults(self._traced, self._checker, parity, tuple(variants), tuple(outcomes), tuple(hits))
 
     def _check_graph(self, variant: Variant, graph_module: fx.GraphModule, target: str) -> None:
         runner = partial(graph_runner, graph_module, self._traced.call)
-        if not self._candidates.check(target, runner, content=exports.of_graph(graph_module)).passed:
+        if not self._target_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:
             job = self._job
             retrace = partial(trace_original, job)
             raise self._parity_error(partial(diagnose_rules, retrace, variant.rules, self._checker, job.loaded.model))
@@ -129,7 +129,7 @@ class VariantExporter:
             )
         with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
-            parity = self._candidates.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
+            parity = self._target_checker.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
             check_passed(parity, self._checker)
         return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), record
 
@@ -168,7 +168,7 @@ class VariantExporter:
         """Checks a file in each way that its runtime can open it."""
         job, outputs = self._job, self._traced.signature.output_names
         for target, opened in runners.list_openers(path, artifact.format, outputs, job.config.model.device):
-            parity = self._candidates.check(
+            parity = self._target_checker.check(
                 target.replace(ONNX, ONNX_FLOAT32, 1) if is_quantized else target,
                 opened,
                 content=content,
@@ -185,14 +185,14 @@ class VariantExporter:
             record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
         with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
-                parity = self._candidates.check(target, opened, precision=precision)
+                parity = self._target_checker.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
         return record
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
         """Returns the error of a failed check, after a diagnosis."""
-        return failure.make_failure_error(
-            self._checker, self._job.failure, self._job.config_text, find, self._candidates.find_smallest_failing
+        return failure.diagnose_failure(
+            self._checker, self._job.failure, self._job.config_text, find, self._target_checker.find_smallest_failing
         )
 
 

@@ -17,7 +17,7 @@ def list_outputs(parity: ParityRecord) -> Iterator[tuple[TargetRecord, OutputRec
 
 
 def list_gate_results(parity: ParityRecord) -> Iterator[tuple[TargetRecord, GateResultRecord]]:
-    """Yields every metric that has a gate with its target."""
+    """Yields the result of every gate, with its target."""
     return ((target, gate_result) for target in parity.targets for gate_result in target.gate_results)
 
 

@@ -68,7 +68,7 @@ def set_float32_precision(precisions: Sequence[str] = ("ieee", "ieee", "ieee")) 
     It applies to GPUs. torch's default is TF32 for convolutions and recurrent layers.
 
     Args:
-        wanted: Values of ``fp32_precision`` for these three, in this order.
+        precisions: Values of ``fp32_precision`` for these three, in this order.
 
     Returns:
         The previous values, in the same order.

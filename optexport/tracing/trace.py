@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport._utils.module_state import restoring_tensors
-from optexport._utils.user_code import describe_error, find_line
+from optexport._utils.user_lines import describe_error, find_line
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.signature.signature import (
     Batch,

@@ -20,7 +20,7 @@ from torch.export import _trace
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from optexport._utils.user_code import is_user_code
+from optexport._utils.user_lines import is_user_code
 
 
 @contextlib.contextmanager

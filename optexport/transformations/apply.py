@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from optexport._utils.user_code import describe_error
+from optexport._utils.user_lines import describe_error
 from optexport.errors import GateError, OptexportError, TransformationError, printable
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation, registry
 from optexport.transformations.rule import Report, run

@@ -1,6 +1,6 @@
-"""Measures the peak memory of every stage of a run, as multiples of the model's weights.
+"""Measures the peak memory of every step of a run, as multiples of the model's weights.
 
-    python -m tests.benchmarks.memory [--size 100M] [--dtype float32] [--formats onnx,torchscript,pt2] [--multiple 4]
+    python -m tests.benchmarks.memory [--size 100M] [--dtype float32] [--formats onnx,pt2] [--noise-multiple 4]
 
 A decoder like Llama with random weights is saved as safetensors. `optexport run` exports it in a separate process,
 without MLflow, with sequences of up to 32 tokens. Its resident memory is sampled every 10 ms. Anonymous memory belongs
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--formats", default="onnx,torchscript,pt2")
     parser.add_argument("--effort", choices=("quick", "standard"), default="quick")
-    parser.add_argument("--multiple", type=float, default=4.0, help="parity.noise_multiple")
+    parser.add_argument("--noise-multiple", type=float, default=4.0, help="parity.noise_multiple")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="where a folder for the model and the bundle is made for the time")
     arguments = parser.parse_args()
@@ -150,7 +150,7 @@ def main() -> None:
             "formats": json.dumps(arguments.formats.split(",")),
             "output": folder / "bundle",
             "effort": arguments.effort,
-            "multiple": arguments.multiple,
+            "multiple": arguments.noise_multiple,
         }
         (folder / "config.toml").write_text(CONFIG.format(**values), encoding="utf-8")
         watch = Watch([PROGRAM, "run", str(folder / "config.toml")], arguments.threads)

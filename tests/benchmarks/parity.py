@@ -18,15 +18,15 @@ import tempfile
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
-# The stages of a run that are only for verification.
+# The steps of a run that are only for verification.
 PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
 
 
 def run(folder: Path, effort: str, threads: int, *, is_cached: bool) -> dict[str, float]:
-    """Runs the example and returns the seconds of its stages.
+    """Runs the example and returns the seconds of its steps.
 
     Args:
-        kept: True if float64 results of an earlier run may be reused.
+        is_cached: True if float64 results of an earlier run may be reused.
     """
     text = EXAMPLE.read_text(encoding="utf-8").partition("[tracking]")[0]
     text = text.replace("build/minilm", str(folder / "bundle"))

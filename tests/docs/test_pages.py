@@ -77,6 +77,13 @@ def test_named_commands_exist(path: Path) -> None:
     assert names <= set(cli.commands)
 
 
+def test_modules_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = {name for name in re.findall(r"`([a-z_]+/[a-z_/0-9]+\.py)`", text) if not name.startswith("tests/")}
+    assert modules
+    assert [name for name in sorted(modules) if not (ROOT / "optexport" / name).is_file()] == []
+
+
 def test_readme_fits_on_200_lines() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 

@@ -104,8 +104,8 @@ def _checked(checker: ParityChecker, by: float) -> TargetParity:
     """Returns the result of a target with an offset at the badly conditioned case."""
     results = {id(case.batch): _off(checker, by, STEEP)[case.name] for case in checker.reference.cases}
     signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
-    candidate_checker = TargetChecker(checker, call, Norm(), signature, {}, ParityConfig())
-    return candidate_checker.check("onnx", lambda: lambda batch: results[id(batch)])
+    target_checker = TargetChecker(checker, call, Norm(), signature, {}, ParityConfig())
+    return target_checker.check("onnx", lambda: lambda batch: results[id(batch)])
 
 
 def test_a_run_passes_explained_errors_and_records_the_case(checker: ParityChecker) -> None:

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.exporters import exporter_dynamo
 from transformers.exporters import utils as exporter_utils
 
-from optexport._utils import user_code
+from optexport._utils import user_lines
 from optexport._utils.module_state import restoring_buffers
 from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, take_flat_tensors
@@ -438,8 +438,8 @@ def _child(name: str, off: str | None, sizes: list[dict[str, int]], seconds: int
         acted = Counter[str]()
         with contextlib.ExitStack() as stack:
             # These functions are called between a model's lines and torch, and must not count as the model's own code.
-            libraries = (*user_code._LIBRARIES, __file__, mock.__file__)
-            stack.enter_context(patch.object(user_code, "_LIBRARIES", libraries))
+            libraries = (*user_lines._LIBRARIES, __file__, mock.__file__)
+            stack.enter_context(patch.object(user_lines, "_LIBRARIES", libraries))
             if off is None:
                 for rescue_name, rescue in RESCUES.items():
                     stack.enter_context(rescue.watch(lambda key=rescue_name: acted.update([key])))  # type: ignore[misc]

@@ -177,8 +177,8 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
         model, signature = job.loaded.model, traced.signature
         return TargetChecker(checker, call, model, signature, traced.vocabularies, job.config.parity)
 
-    candidate_checker = outcome.run("reference", refer)
-    if candidate_checker is None:
+    target_checker = outcome.run("reference", refer)
+    if target_checker is None:
         return
     transformed = outcome.run("transformed", lambda: transform(traced.graph_module, job.variants[0].rules))
     if transformed is None:
@@ -187,7 +187,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     _check(
         outcome,
         "graph",
-        lambda: [candidate_checker.check("graph", lambda: graph_runner(transformed.graph_module, call))],
+        lambda: [target_checker.check("graph", lambda: graph_runner(transformed.graph_module, call))],
     )
     writer = GraphWriter(
         transformed.graph_module, traced.signature, job.example, job.loaded.weights_sha256, transformed.applied
@@ -199,7 +199,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             fixed = artifact.fixed_shape is not None
             checked = []
             for target, opened in runners.list_openers(folder / artifact.path, name, traced.signature.output_names):
-                checked.append(candidate_checker.check(target, opened, traced_shape_only=fixed))
+                checked.append(target_checker.check(target, opened, traced_shape_only=fixed))
             if fixed:
                 outcome.stages[name] = FIXED
                 outcome.reasons[name] = str(artifact.fixed_shape)

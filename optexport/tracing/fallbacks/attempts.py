@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optexport._utils.user_code import find_line
+from optexport._utils.user_lines import find_line
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
 from optexport.signature.arguments import fix_inputs
 from optexport.signature.signature import Batch, as_argument

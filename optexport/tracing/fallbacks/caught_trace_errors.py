@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from optexport._utils.user_code import is_user_code
+from optexport._utils.user_lines import is_user_code
 from optexport.errors import TraceError
 
 _KINDS: tuple[type[Exception], ...] = (

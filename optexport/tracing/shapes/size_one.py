@@ -19,7 +19,7 @@ from torch.fx.experimental import sym_node
 from torch.fx.experimental.sym_node import SymNode
 from torch.overrides import TorchFunctionMode
 
-from optexport._utils.user_code import is_user_code
+from optexport._utils.user_lines import is_user_code
 from optexport.tracing import value_checks
 
 _SQUEEZE_FUNCTIONS = ("squeeze", "squeeze_")

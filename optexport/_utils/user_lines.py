@@ -1,4 +1,4 @@
-"""Finds the line of the user's code, such as a model or a rule, that an error came from."""
+"""Finds the line of a model, a rule or another caller of torch that an error came from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_user_code(filename: str) -> bool:
 
 
 def find_line(error: BaseException) -> str | None:
-    """Returns the user's innermost line in a traceback: ``model.py:12: if x.max() > 3:``."""
+    """Returns the innermost line outside torch, the exporters and optexport: ``model.py:12: if x.max() > 3:``."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_user_code(frame.filename)
     ]
@@ -37,7 +37,7 @@ def find_line(error: BaseException) -> str | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the class of an error, the first line of its message, and the user's line that raised it."""
+    """Returns the class of an error, the first line of its message, and the line that `find_line` gives."""
     line = find_line(error)
     text = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
     return text if line is None else f"{text} (at {line})"

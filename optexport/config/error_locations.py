@@ -1,4 +1,4 @@
-"""Errors of a run name the config file, as those of the loader do."""
+"""Adds the path of the config to errors whose location is one of its keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optexport.config.schema import Config
 from optexport.config.validation import Table
 from optexport.errors import OptexportError
 
-_KEY = re.compile(r"([a-z_]+)(?:\.([a-z_0-9]+))?")
+_KEY = re.compile(r"([a-z_]+)(?:\.([a-z_0-9]+))?(?=[:.\[]|$)")
 
 
 @contextlib.contextmanager

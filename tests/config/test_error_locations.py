@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optexport.config.locations import naming_config
+from optexport.config.error_locations import naming_config
 from optexport.errors import SourceError
 
 
@@ -20,6 +20,8 @@ from optexport.errors import SourceError
         ("parity.metrics.argmax_agreement", True),
         ("model.onnx", False),
         ("export.toml: model.source", False),
+        ("inputs/data.npz", False),
+        ("model-a/config.json", False),
         ("Net", False),
         (None, False),
     ],
