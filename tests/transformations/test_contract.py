@@ -356,7 +356,5 @@ class Forgets(Transformation):
 
 def test_transformation_without_a_result_is_named() -> None:
     """The error was an AttributeError on None."""
-    with pytest.raises(
-        TransformationError, match=r"^Forgets: transform returned NoneType, expected a GraphModule\n"
-    ):
+    with pytest.raises(TransformationError, match=r"^Forgets: transform returned NoneType, expected a GraphModule\n"):
         Forgets()(symbolic_trace(nn.ReLU()))
