@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from optexport import export
 from optexport.errors import OptexportError, TraceError
 from optexport.runtime import runners
 from optexport.transformations import KeepOutputs
@@ -76,8 +78,83 @@ class CountingAside(Counting):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Counting, CountingAside])
 def test_state_that_results_depend_on_is_refused_by_name(make: type[nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"returns different results \(output\w* by 1\), because they depend on calls"):
+    with pytest.raises(TraceError, match=r"the output output\w* depends on the buffer calls, which each call changes"):
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+
+
+class Cache(nn.Module):
+    """Writes its input at positions, and sums what was written so far. The same batch gives the same cache again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(8, 4))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        self.keys[position] = x
+        return self.keys.cumsum(0)[position]
+
+
+class Peak(nn.Module):
+    """Divides by the largest value so far, which the inputs of an export need not exceed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", torch.tensor(100.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.peak = torch.maximum(self.peak, x.max())
+        return x / self.peak
+
+
+@pytest.mark.parametrize("options", [{}, {"effort": "quick"}, {"atol": 1e-3, "rtol": 1e-3}])
+@pytest.mark.parametrize(
+    ("make", "inputs", "buffer"),
+    [(Cache, {"x": X, "position": torch.arange(2, 2 + len(X))}, "keys"), (Peak, {"x": X}, "peak")],
+)
+def test_state_that_a_repeated_batch_hides_is_refused(
+    make: type[nn.Module], inputs: dict[str, torch.Tensor], buffer: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The files passed, and disagreed with the model on the second call."""
+    with pytest.raises(TraceError, match=f"depends on the buffer {buffer}, which each call changes"):
+        export(make().eval(), inputs, tmp_path / "bundle", formats=["pt2"], **options)
+
+
+class Position(nn.Module):
+    """Adds an embedding of the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(16, 4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.table[self.calls]
+        self.calls += 1
+        return y
+
+
+def test_state_of_a_whole_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="depends on the buffer calls, which each call changes"):
+        export(Position().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], effort="quick")
+
+
+class Overwriting(nn.Module):
+    """Writes a buffer in place before reading it, and counts calls that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums[:] = x.sum(0)
+        self.calls += 1
+        return x + self.sums
+
+
+def test_overwritten_buffer_and_unused_counter_are_no_state(tmp_path: Path) -> None:
+    result = quick(Overwriting().eval(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    assert torch.equal(run(result, x=X + 1)["output"], X + 1 + (X + 1).sum(0))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,30 +16,53 @@ def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> li
     return [tensor.clone() if _memory(tensor) in memories else tensor for tensor in outputs]
 
 
+@dataclass(frozen=True)
+class _SavedBuffer:
+    """A buffer of a model, and its value at the beginning."""
+
+    path: str
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor
+    value: torch.Tensor
+    version: int | None
+
+    @property
+    def is_written(self) -> bool:
+        """True if the model wrote to the buffer, also if the value is still the same."""
+        if self.module._buffers[self.name] is not self.buffer:
+            return True
+        return _version(self.buffer) != self.version or not _equal(self.buffer, self.value)
+
+    def restore(self) -> None:
+        if self.module._buffers[self.name] is not self.buffer:
+            self.module._buffers[self.name] = self.buffer
+        if not _equal(self.buffer, self.value):
+            self.buffer.copy_(self.value)
+
+
 @contextmanager
 def restoring_buffers(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Restores at the end the buffers that a model changes.
 
-    Yields a function that returns the names of the buffers that have changed so far.
+    Yields a function that returns the names of the buffers that the model has written to so far.
     """
     saved = [
-        (module, f"{path}.{name}".removeprefix("."), name, buffer, buffer.clone())
+        _SavedBuffer(f"{path}.{name}".removeprefix("."), module, name, buffer, buffer.clone(), _version(buffer))
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-
-    def changed() -> list[str]:
-        return [path for module, path, name, _, value in saved if not _equal(module._buffers[name], value)]
-
     try:
-        yield changed
+        yield lambda: [item.path for item in saved if item.is_written]
     finally:
-        for module, _, name, buffer, value in saved:
-            if module._buffers[name] is not buffer:
-                module._buffers[name] = buffer
-            if not _equal(buffer, value):
-                buffer.copy_(value)
+        for item in saved:
+            item.restore()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Returns the number of writes to a tensor; None for a tensor of inference mode, which does not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager

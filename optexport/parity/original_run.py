@@ -44,7 +44,7 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
                 case, results, notes = _run_with_less_padding(run, model, case)
                 skipped += notes
             else:
-                results = _run_twice(run, model, case.batch)
+                results = _run_repeatably(run, model, case.batch)
         except TraceError:
             raise
         except Exception as error:  # model code may raise anything
@@ -89,26 +89,76 @@ def _is_finite(outputs: Outputs) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
 
 
-def _run_twice(run: Call, model: nn.Module, batch: Batch) -> Outputs:
-    """Rejects a model whose repeated calls differ, as its noise floor would be randomness."""
-    with restoring_buffers(model) as changed:
+def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
+    """Runs a model, and rejects it if its next call returns other results: their noise floor would be meaningless."""
+    with restoring_buffers(model) as written:
         first = run(model, batch)
-        state = " and ".join(changed())
-    target = type(model).__name__
-    if difference := _find_difference(first, run(model, batch)):
+        buffers = written()
+    with restoring_buffers(model):
+        again = run(model, batch)
+    if difference := _find_difference(first, again):
         raise TraceError(
             f"the model returns different results for the same input ({difference})",
-            location=target,
+            location=type(model).__name__,
             hint="Remove random numbers and state between calls from the model, because neither can be checked.",
         )
-    if state and (difference := _find_difference(first, run(model, batch))):
-        raise TraceError(
-            f"the next call of the model returns different results ({difference}), because they depend on {state}",
-            location=target,
-            hint=f"Make {state} an input and its next value an output of the model, or remove the outputs that depend "
-            "on it (keep-outputs).",
-        )
+    if buffers:
+        check_stateless(run, model, batch, first, buffers)
     return first
+
+
+def check_stateless(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, written: Sequence[str]) -> None:
+    """Checks that no output depends on what an earlier call wrote to a buffer.
+
+    Two calls with one batch do not show such state: a cache gets the same values at the same positions again. So each
+    buffer that the model writes to is changed before the call, and no output may differ. A buffer that is overwritten
+    before it is read is no state.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        outputs: The results of the batch.
+        written: Names of the buffers that the model writes to.
+
+    Raises:
+        TraceError: An output differs.
+    """
+    for path in written:
+        for change in (_to_nan, _to_large, _to_small):
+            with restoring_buffers(model):
+                buffer = model.get_buffer(path)
+                buffer.copy_(change(buffer))
+                try:
+                    results = run(model, batch)
+                except Exception:  # noqa: S112 - the changed value may be no valid position
+                    continue
+            name = next((name for name, tensor in outputs.items() if _differs(tensor, results[name])), None)
+            if name is not None:
+                raise TraceError(
+                    f"the output {name} depends on the buffer {path}, which each call changes",
+                    location=type(model).__name__,
+                    hint=f"Make {path} an input and its next value an output of the model, remove the outputs that "
+                    "depend on it (keep-outputs), or export the cache of a generative model by [generation].",
+                )
+
+
+def _to_nan(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(buffer, torch.nan) if buffer.is_floating_point() else _to_large(buffer)
+
+
+def _to_large(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.dtype == torch.bool:
+        return ~buffer
+    return torch.full_like(buffer, 1e4) if buffer.is_floating_point() else buffer + 1
+
+
+def _to_small(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.dtype == torch.bool:
+        return ~buffer
+    return torch.full_like(buffer, -1e4) if buffer.is_floating_point() else buffer - 1
+
+
+def _differs(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return _find_difference({"": first}, {"": second}) is not None
 
 
 def _find_difference(first: Outputs, second: Outputs) -> str | None:
