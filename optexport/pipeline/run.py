@@ -58,10 +58,10 @@ def run(  # noqa: PLR0913 - options of the public API
     options = RunOptions(without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
     plan = plan_run(path, options)
     with (
-        naming_config(plan.path),
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
         plan.start_tracking() as tracker,
+        naming_config(plan.path),
     ):
         job = load_job(plan, workspace, progress)
         if plan.baseline is not None:

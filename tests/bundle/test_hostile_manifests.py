@@ -134,7 +134,6 @@ def test_model_file_without_a_manifest_entry_is_refused(small: Path, tmp_path: P
         verify(bundle)
 
 
-@pytest.mark.slow
 def test_false_fixed_shape_claim_is_refused(small: Path, tmp_path: Path) -> None:
     """With one changed line in the manifest, a file was compared at the traced size only."""
     bundle = Path(shutil.copytree(small, tmp_path / "bundle"))

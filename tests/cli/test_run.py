@@ -213,7 +213,6 @@ def test_rule_can_be_excluded_and_an_unknown_one_is_reported(call: Caller) -> No
     assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
 
 
-@pytest.mark.slow
 def test_excluded_rule_needs_no_tolerance(call: Caller) -> None:
     text = config(more='transformations = [{ use = "cast-precision" }]')
     assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)

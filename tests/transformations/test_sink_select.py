@@ -120,7 +120,6 @@ def test_input_changed_in_place_later_is_read_before() -> None:
     check_laws(SinkSelect(), by_export(X, body, up=nn.Linear(8, 16)), X)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive", "one row", "causal"])
 def test_queries_sink_and_keys_do_not(kind: str) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
