@@ -194,7 +194,7 @@ def test_unsupported_processing_is_refused(
     source = folders.save(make() if callable(make) else bundles.model(make), tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
         export(source, line)
-    assert str(caught.value).startswith("processing.")
+    assert str(caught.value.location).startswith(f"{tmp_path / 'model.toml'}: processing.")
     assert message in str(caught.value)
     assert not (tmp_path / "model-bundle").exists()
 
