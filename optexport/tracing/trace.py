@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -91,6 +92,9 @@ def trace(
     try:
         return _trace_module(model, example, dynamic)
     except UntraceableError as error:
+        if _declared_dims(dynamic):
+            with contextlib.suppress(UntraceableError):
+                return _trace_module(model, example, dynamic, has_ranges=False)
 
         def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
             result = _trace_module(model, example, dynamic, free)
@@ -112,9 +116,25 @@ def _check_names(model: nn.Module) -> None:
 
 
 def _trace_module(
-    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, free: Free | None = None
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    free: Free | None = None,
+    *,
+    has_ranges: bool = True,
 ) -> Traced:
-    program = _export(model, example, dynamic, free)
+    """Traces a module.
+
+    Args:
+        free: The axes that may be dynamic; all by default.
+        has_ranges: Whether ``torch.export`` gets the declared ranges. It cannot combine them with every size that a
+            model computes: padding to a multiple and cutting back fails with "Cannot create Dim with inconsistent
+            min=0, max=-10". The checks try the declared sizes in any case.
+    """
+    if has_ranges or dynamic is None:
+        program = _export(model, example, dynamic, free)
+    else:
+        program = _export(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
     program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)

@@ -60,6 +60,26 @@ def test_declared_range_refused_by_the_model_is_named() -> None:
         symbolic_trace(model, example_inputs={"x": x}, dynamic={"x": {0: batch, 1: Dim("sequence", 2, 512)}})
 
 
+class Chunks(nn.Module):
+    """Pads to a multiple of 4, and cuts back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        y = nn.functional.pad(x, (0, 0, 0, (-n) % 4))
+        return (y.view(y.shape[0], -1, 4, 3) * 2).flatten(1, 2)[:, :n]
+
+
+@pytest.mark.parametrize("low", [1, 5])
+def test_range_of_an_axis_that_is_padded_to_a_multiple(low: int) -> None:
+    """torch.export failed: "Cannot create Dim with inconsistent min=0, max=-10"."""
+    dynamic = {"x": {0: "batch", 1: Dim("length", low, 40)}}
+    traced = trace(Chunks(), {"x": torch.randn(2, 10, 3)}, dynamic)
+    assert traced.signature.dims["length"] == Dim("length", low, 40)
+    for size in (7, 12, 40):
+        x = torch.randn(3, size, 3)
+        assert torch.equal(outputs(traced.graph_module, x)[0], x * 2)
+
+
 def test_declared_dimensions_are_named_tied_and_bounded() -> None:
     x = {"first": torch.randn(3, 4), "second": torch.randn(3, 3)}
     rows = Dim("rows", 2, 64)

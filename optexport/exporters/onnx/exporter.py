@@ -27,6 +27,7 @@ from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transfor
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
+from optexport.transformations.analysis import effects, memory
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
@@ -129,6 +130,8 @@ def _convert(
     transformers_fixes.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = fourier.replace_with_matmuls(to_program(patched, signature, example))
+    if _writes_into_view(program.graph_module):
+        program = program.run_decompositions({})
     transformers_fixes.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,
@@ -158,6 +161,18 @@ def _convert(
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Node metadata contains paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _writes_into_view(graph_module: fx.GraphModule) -> bool:
+    """Returns True if a graph changes a tensor through a view.
+
+    The fixes for ONNX replace a write by its functional form and do not write the result back to the tensor viewed.
+    """
+    return any(
+        memory.aliased_inputs(graph_module, written)
+        for node in graph_module.graph.nodes
+        for written in effects.mutated_inputs(graph_module, node)
+    )
 
 
 @contextlib.contextmanager

@@ -106,6 +106,22 @@ def cumulative_extreme(
     return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
 
 
+def clamp(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - names of the operator
+    """Clamps by bounds of one type; ``torch.onnx`` finds no overload for a whole number and a fraction."""
+    return torch.clamp(x, *_of_one_type(min, max))
+
+
+def clamp_(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - names of the operator
+    """Clamps in place, as `clamp`."""
+    return torch.clamp_(x, *_of_one_type(min, max))
+
+
+def _of_one_type(*bounds: Any) -> tuple[Any, ...]:
+    if not any(isinstance(bound, float) for bound in bounds):
+        return bounds
+    return tuple(bound if bound is None else float(bound) for bound in bounds)
+
+
 def angle(x: torch.Tensor) -> torch.Tensor:
     """Computes the angle of complex numbers; ``torch.onnx`` gives -π for negative real ones."""
     return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)

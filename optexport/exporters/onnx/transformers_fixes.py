@@ -76,6 +76,8 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.trunc.default: lambda x: replacements.round_floats(aten.trunc.default, x),
     aten.round.default: lambda x: replacements.round_floats(aten.round.default, x),
     aten.angle.default: replacements.angle,
+    aten.clamp.default: replacements.clamp,
+    aten.clamp_.default: replacements.clamp_,
     aten.fft_fftshift.default: replacements.fftshift,
     aten.fft_ifftshift.default: lambda *a: replacements.fftshift(*a, back=True),
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),

@@ -33,6 +33,19 @@ def test_python_number_is_not_rounded_to_float32(tmp_path: Path) -> None:
     assert subject.passed
 
 
+def test_clamp_takes_bounds_of_two_types(tmp_path: Path) -> None:
+    """torch.onnx found no overload of aten.clamp."""
+
+    def clamped(m: nn.Module, x: torch.Tensor) -> Any:
+        n = (x * 3).long()
+        return x.clamp(0, 0.999), x.clamp(max=1), n.clamp(0, 3), n.clamp(0, 2.5), (x * 2).clamp_(-1, 0.5)
+
+    inputs = {"x": torch.tensor([-1.0, 0.5, 2.0])}
+    subject = files.prepare(Program(clamped), inputs, {})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", inputs)
+
+
 @pytest.mark.slow
 def test_float32_model_may_compute_in_float64(tmp_path: Path) -> None:
     def angles(m: nn.Module, x: torch.Tensor) -> torch.Tensor:

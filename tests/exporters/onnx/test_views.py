@@ -1,0 +1,46 @@
+"""Writes into views in ONNX files: the tensor that is viewed changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport import Dim
+from tests.exporters import files
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+WRITES: dict[str, Write] = {
+    "a number where a mask is true": lambda y, x, i: y.__setitem__((x[:, 0] > 0, 0), 1.5),
+    "values in one row": lambda y, x, i: y.__setitem__((0, i), x[:2, 1]),
+    "values where a mask is true": lambda y, x, i: y.__setitem__((x[:, 0] > 0, 1), x[x[:, 0] > 0, 1]),
+    "columns of a slice": lambda y, x, i: y.__setitem__((slice(1, None), i), 0.0),
+    "a transposed tensor": lambda y, x, i: y.T.__setitem__(i, 1.0),
+    "a method of a slice": lambda y, x, i: y[:3, 1:].triu_(),
+    "a flat view": lambda y, x, i: y.view(-1).__setitem__(i, 4.0),
+}
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self._write = write
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + 1
+        self._write(y, x, i)
+        return y
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", WRITES)
+def test_write_into_a_view_reaches_the_base(name: str, tmp_path: Path) -> None:
+    """The file returned the tensor as it was before the write."""
+    index = torch.tensor([2, 0])
+    inputs = {"x": torch.randn(6, 4), "i": index}
+    subject = files.prepare(Writes(WRITES[name]).eval(), inputs, {"x": {0: Dim("n", 4, 50)}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(n, 4), "i": index} for n in (6, 4, 9)))
