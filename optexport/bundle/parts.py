@@ -22,7 +22,7 @@ class _Tokens(BaseModel):
 
     version: Literal[1]
     start: _Token | None
-    turn: _Token | None = None
+    recompute_length: _Token | None = None
     eos: list[_Token]
     pad: _Token
 

@@ -29,5 +29,5 @@ class Once(Transformation):
 def test_error_during_diagnosis_does_not_hide_the_failure(tmp_path: Path) -> None:
     text = failing(tmp_path / "block", Once())
     assert "graph: hidden is off by " in text
-    assert re.search(r"\n  The diagnosis failed: .*:Once: .*LookupError: only once\.\n", text)
+    assert re.search(r"\n  The diagnosis failed: .*:Once: .*LookupError: only once( \(at .*)?\.\n", text)
     assert (tmp_path / "block-failure" / "parity.json").is_file()
