@@ -54,10 +54,12 @@ def run_generation(
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")
     check_extras(config, path)
-    rules, new_tokens = load_rules(config, folder, without), config.generation.new_tokens
-    config = resolve_config(config, rules)
-    output = config.output_path(folder)
-    export.check_output(output)
+    new_tokens = config.generation.new_tokens
+    with naming_config(path):
+        rules = load_rules(config, folder, without)
+        config = resolve_config(config, rules)
+        output = config.output_path(folder)
+        export.check_output(output)
     git = checkout(folder)
     text = read_redacted(path)
     with naming_config(path), signals.temporary_folder() as downloads, contextlib.ExitStack() as output_lock:

@@ -123,42 +123,28 @@ def check_stateless(run: Call, model: nn.Module, batch: Batch, outputs: Outputs,
         TraceError: An output differs.
     """
     for path in written:
-        for change in (_to_nan, _to_large, _to_small):
+        for value in (torch.nan, 1e4, -1e4):
             with restoring_buffers(model):
                 buffer = model.get_buffer(path)
-                buffer.copy_(change(buffer))
+                buffer.copy_(_changed(buffer, value))
                 try:
-                    results = run(model, batch)
-                except Exception:  # noqa: S112 - the changed value may be no valid position
-                    continue
-            name = next((name for name, tensor in outputs.items() if _differs(tensor, results[name])), None)
-            if name is not None:
+                    difference = _find_difference(outputs, run(model, batch))
+                except Exception as error:  # for example for a value that is no valid position
+                    difference = f"{type(error).__name__}: {first_line(error)}"
+            if difference is not None:
                 raise TraceError(
-                    f"the output {name} depends on the buffer {path}, which each call changes",
+                    f"the outputs depend on the buffer {path}, which each call changes ({difference})",
                     location=type(model).__name__,
                     hint=f"Make {path} an input and its next value an output of the model, remove the outputs that "
                     "depend on it (keep-outputs), or export the cache of a generative model by [generation].",
                 )
 
 
-def _to_nan(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(buffer, torch.nan) if buffer.is_floating_point() else _to_large(buffer)
-
-
-def _to_large(buffer: torch.Tensor) -> torch.Tensor:
-    if buffer.dtype == torch.bool:
-        return ~buffer
-    return torch.full_like(buffer, 1e4) if buffer.is_floating_point() else buffer + 1
-
-
-def _to_small(buffer: torch.Tensor) -> torch.Tensor:
-    if buffer.dtype == torch.bool:
-        return ~buffer
-    return torch.full_like(buffer, -1e4) if buffer.is_floating_point() else buffer - 1
-
-
-def _differs(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return _find_difference({"": first}, {"": second}) is not None
+def _changed(buffer: torch.Tensor, value: float) -> torch.Tensor:
+    """Returns a buffer full of a value; whole numbers, which may be positions, move by one, and booleans flip."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return torch.full_like(buffer, value)
+    return ~buffer if buffer.dtype == torch.bool else buffer + (-1 if value < 0 else 1)
 
 
 def _find_difference(first: Outputs, second: Outputs) -> str | None:

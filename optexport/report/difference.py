@@ -130,7 +130,7 @@ def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]
         if not only_one:
             return "same", "They compute the same: all model files are equal to the byte.", ()
         shared, single = ", ".join(sorted(common)), ", ".join(only_one)
-        return "same", f"They compute the same: {shared} is equal to the byte. Only one of them has {single}.", ()
+        return "same", f"They compute the same: equal to the byte in {shared}. Only one of them has {single}.", ()
     # Models with equal weights may still differ in code or config.
     results = reference_comparison.compare(side_a.folder, a, side_b.folder, b)
     if results.difference is not None:

@@ -93,7 +93,7 @@ def trace(
         return _trace_module(model, example, dynamic)
     except UntraceableError as error:
         if _declared_dims(dynamic):
-            with contextlib.suppress(UntraceableError):
+            with contextlib.suppress(TraceError):  # the first error says more
                 return _trace_module(model, example, dynamic, has_ranges=False)
 
         def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:

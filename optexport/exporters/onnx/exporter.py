@@ -27,7 +27,7 @@ from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transfor
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
-from optexport.transformations.analysis import effects, memory
+from optexport.transformations.analysis import effects
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
@@ -168,10 +168,13 @@ def _writes_into_view(graph_module: fx.GraphModule) -> bool:
 
     The fixes for ONNX replace a write by its functional form and do not write the result back to the tensor viewed.
     """
+    written = {target for node in graph_module.graph.nodes for target in effects.mutated_inputs(graph_module, node)}
     return any(
-        memory.aliased_inputs(graph_module, written)
-        for node in graph_module.graph.nodes
-        for written in effects.mutated_inputs(graph_module, node)
+        torch._C._is_alias_of(node.meta["val"], source.meta["val"])  # type: ignore[attr-defined]  # its stubs lack it
+        for node in written
+        if not effects.mutated_inputs(graph_module, node)  # an in-place call returns its argument, whole
+        for source in node.all_input_nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source.meta.get("val"), torch.Tensor)
     )
 
 

@@ -117,9 +117,7 @@ def clamp_(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:  
 
 
 def _of_one_type(*bounds: Any) -> tuple[Any, ...]:
-    if not any(isinstance(bound, float) for bound in bounds):
-        return bounds
-    return tuple(bound if bound is None else float(bound) for bound in bounds)
+    return tuple(None if bound is None else float(bound) for bound in bounds) if _has_float(*bounds) else bounds
 
 
 def angle(x: torch.Tensor) -> torch.Tensor:

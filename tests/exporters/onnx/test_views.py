@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optexport import Dim
+from optexport.exporters.onnx.exporter import _writes_into_view
 from tests.exporters import files
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -38,9 +39,24 @@ class Writes(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_write_into_a_view_reaches_the_base(name: str, tmp_path: Path) -> None:
-    """The file returned the tensor as it was before the write."""
+    """The file returned the tensor without the write."""
     index = torch.tensor([2, 0])
     inputs = {"x": torch.randn(6, 4), "i": index}
     subject = files.prepare(Writes(WRITES[name]).eval(), inputs, {"x": {0: Dim("n", 4, 50)}})
     files.save_onnx(subject, tmp_path / "model.onnx")
     files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(n, 4), "i": index} for n in (6, 4, 9)))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.norm(x), inplace=True).add_(1)
+
+
+def test_write_into_a_whole_result_is_no_write_into_a_view() -> None:
+    """Layers would be decomposed, although the usual fixes suffice."""
+    program = files.prepare(InPlace().eval(), {"x": torch.randn(3, 4)}, {}).program
+    assert not _writes_into_view(program.graph_module)
