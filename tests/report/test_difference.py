@@ -59,6 +59,13 @@ def test_bundle_equals_itself_to_the_byte(one: Path) -> None:
     assert {title for title, section in differences["sections"].items() if section["rows"]} == {"Latency"}
 
 
+def test_bundle_with_a_format_more_is_the_same(plain: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dynamic": exports.DYNAMIC, "effort": "quick", "formats": ["pt2", "torchscript"]}
+    both = exports.quick(exports.block(), exports.batch(), tmp_path / "both", **options).output
+    sentence = "They compute the same: equal to the byte in pt2. Only one of them has torchscript."
+    assert sentence in diff(plain, both).stdout.splitlines()
+
+
 def test_other_graph_of_a_model_is_the_same_to_rounding(one: Path, plain: Path) -> None:
     differences = document(one, plain)
     assert differences["computes"] == "same to rounding"
