@@ -78,7 +78,7 @@ class CountingAside(Counting):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Counting, CountingAside])
 def test_state_that_results_depend_on_is_refused_by_name(make: type[nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"outputs depend on the buffer calls, which each call changes \(output"):
+    with pytest.raises(TraceError, match=r"outputs depend on what earlier calls wrote to calls \(output"):
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
 
 
@@ -106,16 +106,90 @@ class Peak(nn.Module):
         return x / self.peak
 
 
+class CacheInParameter(Cache):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.keys
+        self.keys = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+
+
+class CacheInAttribute(Cache):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.keys
+        self.keys = torch.zeros(8, 4)
+
+
+class CacheInDict(Cache):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [{"keys": torch.zeros(8, 4)}]
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        keys = self.layers[0]["keys"]
+        keys[position] = x
+        return keys.cumsum(0)[position]
+
+
+class Memory(nn.Module):
+    """Returns the larger of this input and the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x if self.last is None else torch.maximum(x, self.last)
+        self.last = x
+        return y
+
+
+class Calls(nn.Module):
+    """Adds the number of calls, which is a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Means(nn.Module):
+    """Adds the means of all inputs so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.means.append(x.mean())
+        return x + sum(self.means)
+
+
+_WRITTEN = {"x": X, "position": torch.arange(2, 2 + len(X))}
+
+
 @pytest.mark.parametrize("options", [{}, {"effort": "quick"}, {"atol": 1e-3, "rtol": 1e-3}])
 @pytest.mark.parametrize(
-    ("make", "inputs", "buffer"),
-    [(Cache, {"x": X, "position": torch.arange(2, 2 + len(X))}, "keys"), (Peak, {"x": X}, "peak")],
+    ("make", "inputs", "place"),
+    [
+        (Cache, _WRITTEN, "keys"),
+        (CacheInParameter, _WRITTEN, "keys"),
+        (CacheInAttribute, _WRITTEN, "keys"),
+        (CacheInDict, _WRITTEN, "layers.0.keys"),
+        (Peak, {"x": X}, "peak"),
+        (Memory, {"x": X}, "last"),
+        (Calls, {"x": X}, "calls"),
+        (Means, {"x": X}, "means"),
+    ],
 )
 def test_state_that_a_repeated_batch_hides_is_refused(
-    make: type[nn.Module], inputs: dict[str, torch.Tensor], buffer: str, options: dict[str, Any], tmp_path: Path
+    make: type[nn.Module], inputs: dict[str, torch.Tensor], place: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The files passed, and disagreed with the model on the second call."""
-    with pytest.raises(TraceError, match=f"depend on the buffer {buffer}, which each call changes"):
+    with pytest.raises(TraceError, match=f"depend on what earlier calls wrote to {place} "):
         export(make().eval(), inputs, tmp_path / "bundle", formats=["pt2"], **options)
 
 
@@ -134,7 +208,7 @@ class Position(nn.Module):
 
 
 def test_state_of_a_whole_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"depend on the buffer calls, which each call changes \(output by "):
+    with pytest.raises(TraceError, match=r"depend on what earlier calls wrote to calls \(output by "):
         export(Position().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], effort="quick")
 
 
@@ -152,7 +226,7 @@ class Once(Position):
 
 
 def test_state_with_which_the_next_call_raises_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"depend on the buffer calls, which each call changes \(\w*Error: "):
+    with pytest.raises(TraceError, match=r"depend on what earlier calls wrote to calls \(\w*Error: "):
         export(Once().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], effort="quick")
 
 
@@ -200,3 +274,39 @@ def test_model_without_any_verifiable_output_is_refused(make: type[nn.Module], t
         quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
     assert caught.value.exit_code in (3, 4)
     assert list(tmp_path.iterdir()) == []
+
+
+class Growing(nn.Module):
+    """Multiplies by a table of positions, and computes a longer one if a sequence needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compute(2)
+
+    def _compute(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("table", torch.arange(length, dtype=torch.float32).cos(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.length:
+            self._compute(x.shape[0])
+        return x * self.table[: x.shape[0], None]
+
+
+class Lazy(Growing):
+    """Computes its table in the first call."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.length = 0
+        self.register_buffer("table", None, persistent=False)
+
+
+@pytest.mark.parametrize("make", [Growing, Lazy])
+def test_table_that_grows_is_no_state(make: type[Growing], tmp_path: Path) -> None:
+    """The trace left the new length beside the old table, and the graph wrote the new table into the old one."""
+    model = make().eval()
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    assert model.length == make().length, "the caller's model was changed"
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(run(result, x=x)["output"], x * torch.arange(7.0).cos()[:, None])

@@ -1,13 +1,19 @@
-"""Protects outputs and buffers from a model that writes to its own memory."""
+"""Protects outputs and attributes from a model that writes to its own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_Container = dict[Any, Any] | list[Any]
 
 
 def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -17,47 +23,129 @@ def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> li
 
 
 @dataclass(frozen=True)
-class _SavedBuffer:
-    """A buffer of a model, and its value at the beginning."""
+class _SavedTensor:
+    """A tensor of a model, and its value at the beginning."""
 
     path: str
-    module: nn.Module
-    name: str
-    buffer: torch.Tensor
-    value: torch.Tensor
+    container: _Container
+    key: Any
+    tensor: torch.Tensor
+    value: torch.Tensor | None  # None for a parameter, because a copy of all weights might not fit into memory
     version: int | None
 
     @property
     def is_written(self) -> bool:
-        """True if the model wrote to the buffer, also if the value is still the same."""
-        if self.module._buffers[self.name] is not self.buffer:
+        """True if the model wrote to the tensor, also if the value is still the same."""
+        if _find(self.container, self.key) is not self.tensor or _version(self.tensor) != self.version:
             return True
-        return _version(self.buffer) != self.version or not _equal(self.buffer, self.value)
+        return self.value is not None and not _equal(self.tensor, self.value)
 
     def restore(self) -> None:
-        if self.module._buffers[self.name] is not self.buffer:
-            self.module._buffers[self.name] = self.buffer
-        if not _equal(self.buffer, self.value):
-            self.buffer.copy_(self.value)
+        if self.value is not None and not _equal(self.tensor, self.value):
+            self.tensor.copy_(self.value)
+
+
+class State:
+    """What a model keeps between calls, as it was at the beginning.
+
+    That is every tensor, number and other value in the attributes of its modules, also within dicts, lists and objects.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers = [
+            (path, container, container.copy()) for path, container in _walk("", vars(model), set(), hops=2)
+        ]
+        self._tensors = [
+            _SavedTensor(
+                _join(path, key),
+                container,
+                key,
+                value,
+                None if isinstance(value, nn.Parameter) or _has_no_data(value) else value.clone(),
+                _version(value),
+            )
+            for path, container, _ in self._containers
+            for key, value in _items(container)
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def written_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the model wrote to or replaced so far, by path; parameters are among them."""
+        return {saved.path: saved.tensor for saved in self._tensors if saved.is_written}
+
+    def changed_attributes(self) -> list[str]:
+        """Returns the paths of other values that the model replaced or added so far, and of lists that it changed."""
+        tensors = {saved.path for saved in self._tensors}
+        changed = (
+            path if isinstance(container, list) and len(container) != len(saved) else _join(path, key)
+            for path, container, saved in self._containers
+            for key, value in _items(container)
+            if value is not _find(saved, key)
+        )
+        return [path for path in dict.fromkeys(changed) if path not in tensors]
+
+    def restore(self) -> None:
+        """Restores all values, except those of parameters that were written to in place."""
+        for _, container, saved in self._containers:
+            if len(container) == len(saved) and all(_find(container, key) is value for key, value in _items(saved)):
+                continue
+            container.clear()
+            container.update(saved) if isinstance(container, dict) else container.extend(saved)
+        with torch.no_grad():
+            for tensor in self._tensors:
+                tensor.restore()
 
 
 @contextmanager
-def restoring_buffers(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Restores at the end the buffers that a model changes.
-
-    Yields a function that returns the names of the buffers that the model has written to so far.
-    """
-    saved = [
-        _SavedBuffer(f"{path}.{name}".removeprefix("."), module, name, buffer, buffer.clone(), _version(buffer))
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+def restoring_state(model: nn.Module) -> Iterator[State]:
+    """Restores at the end what a model changes in its attributes."""
+    state = State(model)
     try:
-        yield lambda: [item.path for item in saved if item.is_written]
+        yield state
     finally:
-        for item in saved:
-            item.restore()
+        state.restore()
+
+
+# Containers of a module that are no state, and whose names no path contains.
+_INTERNAL = ("_parameters", "_buffers", "_modules")
+_NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Tensor, fx.Graph, fx.Node)
+
+
+def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[str, _Container]]:
+    """Yields the dicts and lists that hold values of a module, with their paths.
+
+    Args:
+        path: Path of the value, such as ``encoder.layers.0``.
+        seen: Identities of the containers that were yielded.
+        hops: How many objects that are no modules may lie within each other.
+    """
+    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and hops and not isinstance(value, _NO_STATE)):
+        hops -= not isinstance(value, nn.Module)
+        value = vars(value)
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _walk(_join(path, index), item, seen, hops)
+    if type(value) not in (dict, list, OrderedDict) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield path, value
+    for key, item in _items(value):
+        yield from _walk(_join(path, key), item, seen, hops)
+
+
+def _join(path: str, key: Any) -> str:
+    return path if key in _INTERNAL else f"{path}.{key}".removeprefix(".")
+
+
+def _items(container: _Container) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _find(container: _Container, key: Any) -> Any:
+    """Returns a value of a container, or None."""
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if key < len(container) else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -65,23 +153,8 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-@contextmanager
-def restoring_tensors(model: nn.Module) -> Iterator[None]:
-    """Restores the tensor attributes of a model at the end, if it replaces or adds any."""
-
-    def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-
-    saved = [(module, dict(module._buffers), tensor_attributes(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, buffers, attributes in saved:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for name in tensor_attributes(module).keys() - attributes.keys():
-                delattr(module, name)
-            vars(module).update(attributes)
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from optexport._utils import signals
-from optexport._utils.module_state import restoring_buffers
+from optexport._utils.module_state import restoring_state
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.padding import is_padding_mask, with_padding
@@ -143,7 +143,7 @@ def make_measure(
             double = copy.deepcopy(model).double()
 
     def measure(case: Case) -> tuple[Reference, dict[str, Tolerance]] | None:
-        with torch.no_grad(), restoring_buffers(model):
+        with torch.no_grad(), restoring_state(model):
             try:
                 outputs = run(model, case.batch)
                 exact = outputs if double is None else run(double, to_float64(case.batch))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from optexport._utils.module_state import restoring_buffers
+from optexport._utils.module_state import State, restoring_state
 from optexport.errors import TraceError, first_line
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
@@ -35,6 +35,7 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
     checked: list[Case] = []
     outputs: list[Outputs] = []
     skipped: list[str] = []
+    state = State(model)
     data_bytes = 0
     for case in cases:
         if case.data and data_bytes > _DATA_BYTES:
@@ -64,6 +65,7 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
         data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
         checked.append(case)
         outputs.append(store_results(case, results))
+    _check_unaffected(run, model, checked[0].batch, outputs[0], state)
     return Reference(tuple(checked), tuple(outputs), tuple(outputs), skipped=tuple(skipped))
 
 
@@ -91,53 +93,85 @@ def _is_finite(outputs: Outputs) -> bool:
 
 def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Runs a model, and rejects it if its next call returns other results: their noise floor would be meaningless."""
-    with restoring_buffers(model) as written:
+    with restoring_state(model) as state:
         first = run(model, batch)
-        buffers = written()
-    with restoring_buffers(model):
+        written = state.written_tensors()
+    with restoring_state(model):
         again = run(model, batch)
     if difference := _find_difference(first, again):
+        if parameters := [path for path, tensor in written.items() if isinstance(tensor, nn.Parameter)]:
+            raise _state_error(model, " and ".join(parameters), difference)  # only parameters keep what a call writes
         raise TraceError(
             f"the model returns different results for the same input ({difference})",
             location=type(model).__name__,
-            hint="Remove random numbers and state between calls from the model, because neither can be checked.",
+            hint="Remove random numbers from the model, because their results cannot be checked.",
         )
-    if buffers:
-        check_stateless(run, model, batch, first, buffers)
+    _check_written_tensors(run, model, batch, first, written)
     return first
 
 
-def check_stateless(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, written: Sequence[str]) -> None:
-    """Checks that no output depends on what an earlier call wrote to a buffer.
+def _check_written_tensors(
+    run: Call, model: nn.Module, batch: Batch, outputs: Outputs, written: Mapping[str, torch.Tensor]
+) -> None:
+    """Checks that no output depends on what an earlier call wrote to a tensor of the model.
 
     Two calls with one batch do not show such state: a cache gets the same values at the same positions again. So each
-    buffer that the model writes to is changed before the call, and no output may differ. A buffer that is overwritten
+    tensor that the model writes to is changed before the call, and no output may differ. A tensor that is overwritten
     before it is read is no state.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         outputs: The results of the batch.
-        written: Names of the buffers that the model writes to.
+        written: The tensors that the model writes to, by path.
 
     Raises:
         TraceError: An output differs.
     """
-    for path in written:
+    for path, tensor in written.items():
+        before = tensor.clone()
         for value in (torch.nan, 1e4, -1e4):
-            with restoring_buffers(model):
-                buffer = model.get_buffer(path)
-                buffer.copy_(_changed(buffer, value))
-                try:
+            try:
+                with restoring_state(model):
+                    tensor.copy_(_changed(before, value))
                     difference = _find_difference(outputs, run(model, batch))
-                except Exception as error:  # for example for a value that is no valid position
-                    difference = f"{type(error).__name__}: {first_line(error)}"
+            except Exception as error:  # for example for a value that is no valid position
+                difference = f"{type(error).__name__}: {first_line(error)}"
+            finally:
+                tensor.copy_(before)
             if difference is not None:
-                raise TraceError(
-                    f"the outputs depend on the buffer {path}, which each call changes ({difference})",
-                    location=type(model).__name__,
-                    hint=f"Make {path} an input and its next value an output of the model, remove the outputs that "
-                    "depend on it (keep-outputs), or export the cache of a generative model by [generation].",
-                )
+                raise _state_error(model, path, difference)
+
+
+def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, state: State) -> None:
+    """Checks that the calls with the other batches do not change the results of the first one.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        batch: The first batch.
+        outputs: The results of the first batch.
+        state: What the model kept before the first call.
+
+    Raises:
+        TraceError: An output differs, and the model changed attributes.
+    """
+    changed = state.changed_attributes()
+    if not changed:
+        return
+    try:
+        difference = _find_difference(outputs, run(model, batch))
+    except Exception as error:  # model code may raise anything
+        difference = f"{type(error).__name__}: {first_line(error)}"
+    if difference is not None:
+        raise _state_error(model, " and ".join(changed[:3]), difference)
+
+
+def _state_error(model: nn.Module, path: str, difference: str) -> TraceError:
+    return TraceError(
+        f"the outputs depend on what earlier calls wrote to {path} ({difference})",
+        location=type(model).__name__,
+        hint=f"Make {path} an input and its next value an output of the model, remove the outputs that depend on it "
+        "(keep-outputs), or export the cache of a generative model by [generation].",
+    )
 
 
 def _changed(buffer: torch.Tensor, value: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from optexport._utils.module_state import restoring_buffers
+from optexport._utils.module_state import restoring_state
 from optexport._utils.tensors import bytes_of
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
@@ -147,7 +147,7 @@ def graph_runner(graph_module: nn.Module, call: Call) -> Run:
     """
 
     def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with restoring_buffers(graph_module):
+        with restoring_state(graph_module):
             return call(graph_module, dict(batch))
 
     return run

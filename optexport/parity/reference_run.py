@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport._utils.module_state import restoring_buffers
+from optexport._utils.module_state import restoring_state
 from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
 from optexport.errors import TraceError, first_line
@@ -62,7 +62,7 @@ def run_original(
     Raises:
         TraceError: The original fails on a declared case or on the device.
     """
-    with torch.no_grad(), restoring_buffers(model):
+    with torch.no_grad(), restoring_state(model):
         versions_before = float64_model.weight_versions(model)
         own = run_in_own_precision(run, model, cases, declared=declared)
         writes_weights = versions_before is None or versions_before != float64_model.weight_versions(model)

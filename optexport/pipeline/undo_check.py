@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from optexport._utils.module_state import copy_shared_outputs, restoring_buffers
+from optexport._utils.module_state import copy_shared_outputs, restoring_state
 from optexport._utils.tensors import bytes_of
 from optexport.errors import TransformationError
 from optexport.signature.signature import as_arguments, flatten_outputs
@@ -70,7 +70,7 @@ def _find_difference(
 
 def _run(graph_module: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Runs a graph without changing its buffers, which it may share with another graph."""
-    with torch.no_grad(), restoring_buffers(graph_module):
+    with torch.no_grad(), restoring_state(graph_module):
         outputs = flatten_outputs(graph_module(**copy.deepcopy(as_arguments(example))))
         return copy_shared_outputs(graph_module, outputs.values())
 

@@ -11,13 +11,14 @@ import operator
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from optexport._utils import aten_ops
@@ -73,6 +74,7 @@ def reconstruct_modules(program: ExportedProgram) -> fx.GraphModule:
     """Reconstructs the modules of a program, which share its parameters."""
     graph_module = unlift(program)
     graph = _copy_graph(graph_module)
+    _erase_replacements(graph, graph_module)
     _erase_unused_attributes(graph)
     attributes = {n.target: _attribute(graph_module, n.target) for n in graph.nodes if n.op == "get_attr"}
     root: dict[str, Any] = {**attributes, **_call_modules(graph, attributes)}
@@ -95,6 +97,27 @@ def _copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
     for node in graph.nodes:  # graph_copy shares the meta dictionaries
         node.meta = dict(node.meta)
     return graph
+
+
+def _erase_replacements(graph: fx.Graph, graph_module: fx.GraphModule) -> None:
+    """Erases writes to buffers that the model replaces by a tensor of another shape.
+
+    A table of positions may grow with the sequence: the graph computes it in every call. ``torch.export`` writes the
+    new table back to the buffer of the old size, or to an input if the buffer was None, which no call can do.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = node.args[:2]
+        if node.users or "val" not in value.meta:
+            continue
+        written = _attribute(graph_module, target.target) if target.op == "get_attr" else target.meta.get("val")
+        if written is not None and not _fits(value.meta["val"].shape, written.shape):
+            graph.erase_node(node)
+
+
+def _fits(shape: Sequence[Any], target: Sequence[Any]) -> bool:
+    """Returns True if a tensor of one shape can be written to a tensor of another one, at every size."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(statically_known_true(a == b) or a == 1 for a, b in pairs)
 
 
 def _erase_unused_attributes(graph: fx.Graph) -> None:

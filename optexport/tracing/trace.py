@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from optexport._utils.module_state import restoring_tensors
+from optexport._utils.module_state import restoring_state
 from optexport._utils.user_lines import describe_error, find_line
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.signature.signature import (
@@ -254,7 +254,7 @@ def _export(
     shapes = as_arguments(hints)
     try:
         with (
-            restoring_tensors(model),  # a trace would leave fake tensors in attributes that the model assigns
+            restoring_state(model),  # a trace would leave fake tensors in attributes that the model assigns
             dynamo_exporter.exporting(),
             dynamo_exporter.one_pass(model),
             LongSizeDetector(),

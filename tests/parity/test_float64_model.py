@@ -122,7 +122,7 @@ class Writes(nn.Module):
             case "in place":
                 self.weight.zero_().add_(x.abs().amax())
             case "by a view":
-                self.weight.view(2, 2)[0].fill_(float(x.sum()))
+                self.weight.view(2, 2).fill_(float(x.sum()))
             case "by data":
                 self.weight.data.fill_(float(x.sum()))
             case "unseen":

@@ -34,7 +34,7 @@ from transformers.exporters import exporter_dynamo
 from transformers.exporters import utils as exporter_utils
 
 from optexport._utils import user_lines
-from optexport._utils.module_state import restoring_buffers
+from optexport._utils.module_state import restoring_state
 from optexport.errors import OptexportError, UntraceableError
 from optexport.signature.arguments import flat_inputs, take_flat_tensors
 from optexport.signature.resizing import resize
@@ -398,7 +398,7 @@ def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.T
     want = outcome(model, inputs)
     if isinstance(want, Exception):
         return "the model fails"
-    with restoring_buffers(result.graph_module):
+    with restoring_state(result.graph_module):
         got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
     if isinstance(got, Exception):
         return "the graph fails"

@@ -153,7 +153,9 @@ class ScalarTracker(TorchFunctionMode):
         if name in _READING and (value := self._find_value(args[0])) is not None and value.denominator == 1:
             return bool(value.numerator) if name == "__bool__" else value.numerator
         if name in _SIZED:
-            args, kwargs = tuple(map(self._as_size, args)), {key: self._as_size(value) for key, value in kwargs.items()}
+            own = args[: name != "arange"]  # the tensor that is reshaped, which may be a known number itself
+            args = (*own, *map(self._as_size, args[len(own) :]))
+            kwargs = {key: self._as_size(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         for tensor in overwritten(func, args, kwargs):
             self._values[tensor] = (None, tensor._version)
