@@ -19,6 +19,7 @@ from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
+from optexport.inputs.preparation import check_values
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.parity.gates import load_metrics
@@ -27,7 +28,7 @@ from optexport.pipeline.api_arguments import as_list, check_arguments, name_rule
 from optexport.result import Result
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
-from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
+from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs
 from optexport.tracing import dynamo_exporter
 from optexport.tracing.trace import copy_graph_module, trace
 from optexport.transformations import Transformation
@@ -45,6 +46,7 @@ def export(  # noqa: PLR0913 - options of the public API
     transformations: Transformation | Iterable[Transformation] | None = None,
     formats: Sequence[str] = FORMATS,
     dynamic: Dynamic | None = None,
+    values: Mapping[str, Any] | None = None,
     noise_multiple: float = 4.0,
     atol: float | None = None,
     rtol: float | None = None,
@@ -67,6 +69,8 @@ def export(  # noqa: PLR0913 - options of the public API
         formats: Any of "torchscript", "onnx" and "pt2".
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.
+        values: Inputs of whole numbers that index an axis, as in ``[inputs.values]``: ``{"lengths": {"indexes":
+            "time"}}``. By default, they are found by trying.
         noise_multiple: The tolerance, as a multiple of the original's noise floor.
         atol: Replaces noise_multiple: ``abs(result - original) <= atol + rtol * abs(original)``; each is 0 by default.
         rtol: The relative part of the fixed tolerance.
@@ -86,7 +90,7 @@ def export(  # noqa: PLR0913 - options of the public API
         TransformationError: A rule raises, or returns something other than a graph.
         ExportError: A file cannot be written in its format.
     """
-    check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
+    check_arguments(model, dynamic=dynamic, values=values, metrics=metrics, precision=precision)
     rules = name_rules(transformations)
     output = as_path(output, "output").resolve()
     contents.check_output(output)
@@ -108,6 +112,7 @@ def export(  # noqa: PLR0913 - options of the public API
     config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
+            "inputs": {"values": dict(values or {})},
             "parity": {
                 "noise_multiple": noise_multiple,
                 "atol": atol,
@@ -123,9 +128,9 @@ def export(  # noqa: PLR0913 - options of the public API
     check_formats(config, "export")
     check_precision(config, "export")
     custom_metrics = load_metrics(config.parity.metrics, Path())
-    example = (
-        resizing.repeat_single_row(batches[0]) if dynamic is None else resizing.make_traceable(batches[0], dynamic)
-    )
+    indexes = {name: value.indexes for name, value in config.inputs.values.items()}
+    check_values(indexes, batches[0], _axis_names(batches[0], dynamic or {}), "values: ")
+    example = batches[0] if dynamic is None else resizing.make_traceable(batches[0], dynamic, indexes)
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
     return run.export_bundle(job, progress or Progress())
@@ -194,6 +199,13 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                     location=f"dynamic: {name}",
                     hint=f"Pass inputs of size {dim.min}, or change the range.",
                 )
+
+
+def _axis_names(batch: Batch, dynamic: Dynamic) -> set[str]:
+    """Returns the declared names of axes, and those that axes have otherwise."""
+    declared = [dim.name if isinstance(dim, Dim) else dim for axes in dynamic.values() for dim in axes.values()]
+    usual = [conventional_axes(name, tensor.dim()) for name, tensor in batch.items()]
+    return {part for name in declared for part in name.split(" + ")}.union(*usual)
 
 
 def _without_fixed(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:

@@ -100,6 +100,7 @@ def from_bundle(
     """
     from optexport.bundle.contents import read_traced_inputs
     from optexport.bundle.layout import REFERENCE
+    from optexport.signature.index_values import IndexValues
     from optexport.signature.signature import Dim, Signature, TensorSpec
 
     batch = read_traced_inputs(bundle / REFERENCE, [spec.name for spec in manifest.inputs])
@@ -116,7 +117,10 @@ def from_bundle(
                     f"the input {spec.name} {shape} of the bundle is missing", location=f"--inputs {inputs}"
                 )
         batch = {spec.name: tensors[spec.name] for spec in specs}
-    signature = Signature(specs, (), dims)
+    indexes = {
+        name: IndexValues(tuple(values.indexes), values.low, values.high) for name, values in manifest.values.items()
+    }
+    signature = Signature(specs, (), dims, indexes)
     for name, size in signature.sizes(batch).items():
         _check_range(name, size, dims[name], f"--inputs {inputs}")
     return from_signature(batch, signature, shapes, folder, "--shape")

@@ -58,6 +58,20 @@ class TensorRecord(_Record):
     shape: list[Count | str]
 
 
+class ValuesRecord(_Record):
+    """Values of an input that index dynamic dimensions, from `low` to the smallest size plus `high`.
+
+    Attributes:
+        indexes: The names of the dimensions.
+        low: 0 for positions, 1 for lengths.
+        high: -1 for positions, 0 for lengths and for the ends of segments.
+    """
+
+    indexes: list[str]
+    low: int
+    high: int
+
+
 class ChangeRecord(_Record):
     """A change of the graph by a rule.
 
@@ -233,6 +247,7 @@ class Manifest(_Record):
         constants: The arguments that the files do not take, with their values in the trace.
         outputs: The outputs.
         dims: The dynamic dimensions.
+        values: The inputs whose values fit the size of a dimension wherever the checks change it.
         fixed_axes: The axes of inputs that the model fixes to one size, although the config does not.
         nodes_before: The number of nodes after the trace.
         nodes_after: The number of nodes in the graph of the first artifact.
@@ -256,6 +271,7 @@ class Manifest(_Record):
     constants: dict[str, bool | int | float | str | list[Any]] = {}
     outputs: list[TensorRecord]
     dims: dict[str, DimRecord]
+    values: dict[str, ValuesRecord] = {}
     fixed_axes: list[str]
     nodes_before: Count
     nodes_after: Count

@@ -190,6 +190,29 @@ class TensorConfig(Table):
         return self
 
 
+def _dimensions(names: Any) -> list[str]:
+    """Returns the names of one dimension or several as a list."""
+    if isinstance(names, str):
+        names = [names]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise InvalidValueError(
+            f"expected the name of a dimension, found {show_value(names)}",
+            'Write its name in quotes, such as "sequence".',
+        )
+    return [dimension_name(name) for name in names]
+
+
+class ValuesConfig(Table):
+    """``[inputs.values]``: the values of an input of whole numbers, as ``lengths = { indexes = "time" }``.
+
+    Attributes:
+        indexes: The dimension, or the dimensions, that the values are positions or lengths in. They are scaled with its
+            size wherever the checks try another size.
+    """
+
+    indexes: Annotated[list[str], PlainValidator(_dimensions, json_schema_input_type=str | list[str])]
+
+
 _Range = Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
 
 
@@ -210,6 +233,7 @@ class InputsConfig(Table):
         constants: Arguments that are the same in every call, and not inputs of the files; lists are tensors.
         max_length: The most tokens of a text; longer texts are cut.
         axes: Names of an input's axes, instead of the usual names.
+        values: Inputs of whole numbers that index an axis, such as lengths. By default, they are found by trying.
         dynamic: The smallest and the largest size of each dynamic dimension, as ``batch = [1, 64]``. All others are
             fixed. By default, the model decides.
     """
@@ -221,6 +245,7 @@ class InputsConfig(Table):
     constants: dict[str, _Constant] = {}
     max_length: int | None = Field(default=None, ge=1)
     axes: dict[str, list[Annotated[str, AfterValidator(dimension_name)]]] = {}
+    values: dict[str, ValuesConfig] = {}
     dynamic: dict[str, _Range] | None = None
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,16 +10,18 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport.config.schema import InputsConfig
+from optexport.config.schema import InputsConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.random_inputs import inputs_from_specs, program_inputs
 from optexport.inputs.user_data import read_data
 from optexport.loading.loader import Pretrained
 from optexport.loading.processing import check_images, convert_to_uint8
+from optexport.signature.index_values import is_whole
 from optexport.signature.program_arguments import check_ranks, input_names
 from optexport.signature.resizing import make_traceable, repeat_single_row, split_batch
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
+from optexport.tracing.shapes.path_probe import outcome
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,59 @@ def prepare(
         ConfigError: The data cannot be read or do not fit the model, or no input has a declared dimension.
     """
     user_batches = read_data(config, folder, model, pretrained)
-    example = user_batches[0] if user_batches else _make_example(config, model, seed, program)
+    values = {name: value.indexes for name, value in config.values.items()}
+    example = user_batches[0] if user_batches else _make_example(config, values, model, seed, program)
     for batch in user_batches or (example,):
         check_images(model, batch)
     _check_example(example, config, model, program)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
+    check_values(values, example, {axis for names in axes.values() for axis in names}, "inputs.values.")
     user_batches, rows = _cut_into_batches(user_batches, axes, config, model)
     example = user_batches[0] if user_batches else example
     if config.dynamic is None:
         if program is not None and not config.axes:  # not traced again, and may require a batch of one
             return Inputs(example, user_batches, None, rows)
-        return replace(_without_declared_axes(example, user_batches, config), rows=rows)
+        return replace(_without_declared_axes(example, user_batches, config, values), rows=rows)
     declared = _declared_axes(config.dynamic, axes)
     for batch in user_batches:
         _check_sizes(batch, declared)
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
     dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in declared.items()}
-    return Inputs(make_traceable(example, declared), user_batches, dynamic, rows)
+    return Inputs(make_traceable(example, declared, values), user_batches, dynamic, rows)
 
 
-def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: ExportedProgram | None) -> Batch:
+def check_values(values: Mapping[str, Sequence[str]], example: Batch, axes: Collection[str], location: str) -> None:
+    """Checks that the values that index an axis belong to an input of whole numbers, and that the axis exists.
+
+    Args:
+        values: Names of the axes that the values of an input index, by input.
+        axes: Names of all axes.
+        location: Beginning of the location of an error; the name of the input follows.
+
+    Raises:
+        ConfigError: An input or an axis does not exist, or the input has no whole numbers.
+    """
+    whole = [name for name, tensor in example.items() if is_whole(tensor) and tensor.numel()]
+    for name, indexed in values.items():
+        if name not in whole:
+            problem = "the model has no input of this name" if name not in example else "the input has no whole numbers"
+            raise ConfigError(problem, location=f"{location}{name}", hint=did_you_mean(name, whole))
+        for axis in indexed:
+            if axis not in axes:
+                hint = f"{did_you_mean(axis, sorted(axes))} Name the axes of an input with [inputs.axes]."
+                raise ConfigError(f"no input has an axis {axis!r}", location=f"{location}{name}", hint=hint)
+
+
+def _make_example(
+    config: InputsConfig,
+    values: Mapping[str, Sequence[str]],
+    model: nn.Module,
+    seed: int,
+    program: ExportedProgram | None,
+) -> Batch:
     """Makes inputs from the config's specifications, a program or a transformers config."""
     if config.tensors is not None:
-        return inputs_from_specs(config.tensors, config.dynamic or {}, seed)
+        return _make_from_specs(config.tensors, config.dynamic or {}, seed, values, model)
     if program is not None:
         return program_inputs(program, seed)
     if hasattr(model, "main_input_name"):
@@ -92,6 +124,28 @@ def _make_example(config: InputsConfig, model: nn.Module, seed: int, program: Ex
         location="inputs",
         hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
     )
+
+
+def _make_from_specs(
+    specs: Mapping[str, TensorConfig],
+    dynamic: Mapping[str, list[int]],
+    seed: int,
+    values: Mapping[str, Sequence[str]],
+    model: nn.Module,
+) -> Batch:
+    """Makes inputs from specifications; if the model rejects them, with values that index an axis."""
+    used = {name: indexed for name, indexed in values.items() if name in specs}
+    example = inputs_from_specs(specs, dynamic, seed, used)
+    names = [name for name, tensor in example.items() if is_whole(tensor) and name not in used]
+    if not names or not isinstance(outcome(model, example), Exception):
+        return example
+    axes = dict.fromkeys(size for spec in specs.values() for size in spec.shape if isinstance(size, str))
+    for indexing in [[name] for name in names] + [names] * (len(names) > 1):
+        for axis in axes:
+            fitted = inputs_from_specs(specs, dynamic, seed, used | {name: [axis] for name in indexing})
+            if not isinstance(outcome(model, fitted), Exception):
+                return fitted
+    return example
 
 
 def _check_example(example: Batch, config: InputsConfig, model: nn.Module, program: ExportedProgram | None) -> None:
@@ -149,7 +203,18 @@ def _cut_into_batches(
         return user_batches, 0
     inputs = [name for name, names in axes.items() if names and names[0] == head]
     cut = split_batch(user_batches[0], inputs, dim, declared=config.dynamic is not None)
+    if len(cut) > 1 and _may_index_rows(user_batches[0], cut):
+        whole, part = outcome(model, user_batches[0]), outcome(model, cut[-1])
+        if isinstance(part, Exception) and not isinstance(whole, Exception):
+            return user_batches, 0
     return cut, user_batches[0][inputs[0]].shape[0] if len(cut) > 1 else 0
+
+
+def _may_index_rows(batch: Batch, cut: Sequence[Batch]) -> bool:
+    """Returns True if whole numbers may be positions of rows that another part has, as in edges of a graph."""
+    name = next(name for name, tensor in batch.items() if cut[0][name] is not tensor)
+    rows, fewest = batch[name].shape[0], min(part[name].shape[0] for part in cut)
+    return any(is_whole(tensor) and tensor.numel() and fewest <= int(tensor.max()) < rows for tensor in batch.values())
 
 
 def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None:
@@ -173,15 +238,19 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
                 )
 
 
-def _without_declared_axes(example: Batch, user_batches: tuple[Batch, ...], config: InputsConfig) -> Inputs:
+def _without_declared_axes(
+    example: Batch, user_batches: tuple[Batch, ...], config: InputsConfig, values: Mapping[str, Sequence[str]]
+) -> Inputs:
     """Leaves dynamic dimensions to detection, except for axes that the user named."""
     named: dict[str, dict[int, str | Dim]] = {
         name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
         for name, spec in (config.tensors or {}).items()
     } or {name: dict(enumerate(names)) for name, names in config.axes.items()}
     if any(named.values()):
-        return Inputs(make_traceable(example, named), user_batches, named)
-    return Inputs(repeat_single_row(example), user_batches, None)
+        return Inputs(make_traceable(example, named, values), user_batches, named)
+    if config.texts is not None or config.images is not None:  # the first axis is the batch
+        example = repeat_single_row(example)
+    return Inputs(example, user_batches, None)
 
 
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:

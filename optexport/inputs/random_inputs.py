@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from optexport.config.schema import TensorConfig
 from optexport.errors import ConfigError, TraceError, first_line
 from optexport.parity.cases.vocabulary import vocabularies
 from optexport.signature.program_arguments import tensor_inputs
-from optexport.signature.signature import Batch
+from optexport.signature.signature import Batch, numbered_axis
 from optexport.tracing.trace import trace
 
 
@@ -65,13 +66,19 @@ def _random(like: torch.Tensor, ids: int | None, generator: torch.Generator) -> 
     return integers.to(like.dtype)
 
 
-def inputs_from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:
+def inputs_from_specs(
+    specs: Mapping[str, TensorConfig],
+    dynamic: Mapping[str, list[int]],
+    seed: int,
+    values: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Batch:
     """Returns random inputs of the shapes and dtypes in a config.
 
     Args:
         specs: The specification of each input, by name.
         dynamic: Range of each declared dimension, by name.
         seed: Seed of the random numbers.
+        values: Names of the axes that the values of an input index, by input.
 
     Raises:
         ConfigError: A range of values does not fit the dtype, or memory does not suffice.
@@ -81,10 +88,28 @@ def inputs_from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, l
     sizes = {name: 2 if name == "batch" else 16 + i for i, name in enumerate(sorted(free))}
     # Well above the minimum, at which a model may reduce an axis to size 1, and tracing would fix that size.
     sizes |= {name: min(2 * low + 1 + i, high) for i, (name, (low, high)) in enumerate(dynamic.items())}
+    for name, indexed in values.items():
+        specs = {**specs, name: _within(specs[name], indexed, _axis_sizes(specs, sizes))}
     try:
         return {name: _random_of_spec(name, spec, sizes, generator) for name, spec in specs.items()}
     except RuntimeError as error:  # out of memory
         raise ConfigError(f"the tensors cannot be created: {first_line(error)}", location="inputs.tensors") from error
+
+
+def _axis_sizes(specs: Mapping[str, TensorConfig], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the size of every axis, by its name."""
+    return dict(sizes) | {
+        numbered_axis(name, axis): size
+        for name, spec in specs.items()
+        for axis, size in enumerate(spec.shape)
+        if isinstance(size, int)
+    }
+
+
+def _within(spec: TensorConfig, indexed: Sequence[str], sizes: Mapping[str, int]) -> TensorConfig:
+    """Returns a specification whose values index some axes: positions from 0, or lengths if `low` is 1 or more."""
+    end = min(sizes[name] for name in indexed) + ((spec.low or 0) >= 1)
+    return spec.model_copy(update={"high": float(end if spec.high is None else min(end, spec.high))})
 
 
 def _random_of_spec(

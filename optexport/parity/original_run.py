@@ -13,6 +13,7 @@ from optexport.errors import TraceError, first_line
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
 from optexport.parity.reference import Call, Outputs, Reference, store_results
+from optexport.signature.index_values import suggest_values
 from optexport.signature.signature import Batch
 
 # Cases of user data stop once their results exceed this many bytes, because every target stores as many.
@@ -52,10 +53,14 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
             if checked and (case.optional or not declared):
                 skipped.append(f"{case.name}: the original model fails, {type(error).__name__}: {first_line(error)}")
                 continue
+            is_resized = bool(checked) and not case.data
+            suggestion = suggest_values(case.batch) if is_resized else None
             raise TraceError(
                 f"the original model fails on case {case.name}: {type(error).__name__}: {first_line(error)}",
                 location=type(model).__name__,
-                hint="Declare in inputs.dynamic only sizes that the model accepts."
+                hint=f"{suggestion} Otherwise, declare in inputs.dynamic only sizes that the model accepts."
+                if suggestion
+                else "Declare in inputs.dynamic only sizes that the model accepts."
                 if checked
                 else "Use inputs with dtypes, values and sizes that the model accepts.",
             ) from error

@@ -16,6 +16,7 @@ from optexport.transformations.apply import NamedRule
 # Examples of mappings, for hints.
 _EXAMPLES = {
     "dynamic": '{"x": {0: "batch"}}',
+    "values": '{"lengths": {"indexes": "time"}}',
     "metrics": '{"cosine": 0.999}',
     "precision": '{"onnx": "int8"}',
 }

@@ -28,6 +28,7 @@ from optexport.bundle.manifest import (
     NearMissRecord,
     TensorRecord,
     TransformationRecord,
+    ValuesRecord,
 )
 from optexport.bundle.outcomes import Outcome
 from optexport.bundle.parity_records import ParityRecord
@@ -160,6 +161,10 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         constants={name: _constant(value) for name, value in loaded.constants.items()},
         outputs=[_tensor(spec) for spec in signature.outputs],
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in signature.dims.items()},
+        values={
+            name: ValuesRecord(indexes=list(index.dims), low=index.low, high=index.high)
+            for name, index in signature.indexes.items()
+        },
         fixed_axes=list(traced.trace.fixed),
         nodes_before=traced.nodes,
         nodes_after=applied[-1].nodes_after if applied else traced.nodes,

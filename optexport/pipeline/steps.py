@@ -157,7 +157,8 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     Returns:
         The trace, with only the outputs that the rules keep, and a function that runs the model or a graph for these.
     """
-    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    values = {name: value.indexes for name, value in job.config.inputs.values.items()}
+    traced = trace(job.loaded.to_trace, job.example, job.dynamic, values)
     check_writable(traced.graph_module.graph)
     outputs_by_rule = [
         set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)

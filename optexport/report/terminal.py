@@ -52,6 +52,8 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
         console.print(f"[bold]{title}[/] {escape(on_one_line(text))}", soft_wrap=True, highlight=False)
     axes = ", ".join(f"{name} {dim.min}..{dim.max or 'any'}" for name, dim in manifest.dims.items())
     console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
+    for name, values in manifest.values.items():
+        _print(console, f"  values of {name} index {' and '.join(values.indexes)}")
     for axis in manifest.fixed_axes:
         _print(console, f"  fixed by the model: {axis}")
 

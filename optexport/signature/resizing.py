@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from optexport.errors import ConfigError
+from optexport.signature.index_values import is_whole, list_ranges
 from optexport.signature.signature import Batch, Dim, Dynamic, Signature
 
 # Limits of a batch in rows and in elements: 32 texts of 512 tokens, or 6 images of 224 by 224.
@@ -19,13 +21,36 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
     """Cuts or repeats the dynamic axes of a batch to other sizes.
 
     Repeated rows are rolled along their other dynamic axes, or scaled if there are none. Repeats along other axes are
-    scaled. No two repeats of floats are equal. Integers are not scaled.
+    scaled. No two repeats of floats are equal. Integers are not scaled, unless they index a dimension that changes. A
+    vector of sorted integers stays sorted. Every row of a mask keeps a shown position.
 
     Args:
         sizes: New size of each dynamic dimension, by name.
     """
-    axes = signature.sizes_at(sizes)
-    return {name: resize_tensor(tensor, axes.get(name, {})) for name, tensor in batch.items()}
+    axes, sizes_before = signature.sizes_at(sizes), signature.sizes(batch)
+    resized = {name: resize_tensor(tensor, axes.get(name, {})) for name, tensor in batch.items()}
+    for name, tensor in batch.items():
+        if name in signature.indexes:
+            resized[name] = signature.indexes[name].fit(resized[name], sizes_before, sizes)
+        elif tensor.dtype is torch.bool or "mask" in name:
+            resized[name] = _keep_both_values(name, resized[name], tensor)
+    return resized
+
+
+def _keep_both_values(name: str, mask: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Returns a shortened mask in which every row still has a position that it shows, and one that it hides.
+
+    Applies only to values that every row of the original mask has.
+    """
+    is_cut = mask.dim() > 0 and 0 < mask.shape[-1] < original.shape[-1]
+    if not is_cut or not bool(((original == 0) | (original == 1)).all()):
+        return mask
+    shown, positions = 0 if "pad" in name else 1, torch.arange(mask.shape[-1])
+    for value, position in ((1 - shown, len(positions) - 1), (shown, 0)):
+        if bool((original == value).any(-1).all()):
+            is_lost = ~(mask == value).any(-1, keepdim=True)
+            mask = torch.where(is_lost & (positions == position), torch.full_like(mask, value), mask)
+    return mask
 
 
 def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
@@ -41,11 +66,21 @@ def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tenso
     fractions = tensor.is_floating_point() and not bool((tensor == tensor.round()).all())
     for axis, size in sizes.items():
         turn, position = torch.arange(size) // tensor.shape[axis], torch.arange(size) % tensor.shape[axis]
+        if _is_sorted(tensor):
+            position = torch.arange(size) * (tensor.shape[0] - 1) // max(size - 1, 1)
         tensor = tensor.index_select(axis, position)
         if fractions and bool(turn.any()):
             factors = 1 - turn * _GOLDEN % 1 / 2  # all different, and all above 1/2
             tensor = tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.dim() - axis - 1))
     return tensor
+
+
+def _is_sorted(tensor: torch.Tensor) -> bool:
+    """Returns True for a vector of integers in order, such as segment ids, offsets or lengths of packed sequences."""
+    if tensor.dim() != 1 or not is_whole(tensor):
+        return False
+    steps = tensor.long().diff()
+    return bool((steps >= 0).all() or (steps <= 0).all())
 
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -58,13 +93,17 @@ def repeat_single_row(batch: Batch) -> Batch:
     return make_traceable(batch, {name: {0: "batch"} for name in batch})
 
 
-def make_traceable(batch: Batch, dynamic: Dynamic) -> Batch:
+def make_traceable(batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Batch:
     """Returns a batch whose dynamic axes have at least size 2 and a size in range.
+
+    Args:
+        values: Dimensions that the values of an input index, by input.
 
     Raises:
         ConfigError: A declared axis has size 0 and cannot be repeated.
     """
     sizes: dict[str, int] = {}
+    sizes_before: dict[str, int] = {}
     for name, axes in dynamic.items():
         for axis, declared in axes.items():
             if batch[name].shape[axis] == 0:
@@ -76,13 +115,19 @@ def make_traceable(batch: Batch, dynamic: Dynamic) -> Batch:
             dim = declared if isinstance(declared, Dim) else Dim(declared)
             size = max(batch[name].shape[axis], dim.min, 2)
             sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
-    return {
+            sizes_before.setdefault(dim.name, batch[name].shape[axis])
+    resized = {
         name: resize_tensor(
             tensor,
             {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
         )
         for name, tensor in batch.items()
     }
+    for name, dims in values.items():
+        if resizable := [dim for dim in dims if dim in sizes]:
+            index = next(list_ranges(batch[name], resizable, sizes_before))
+            resized[name] = index.fit(resized[name], sizes_before, sizes)
+    return resized
 
 
 def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:

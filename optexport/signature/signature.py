@@ -6,7 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError, SourceError
+from optexport.signature.index_values import IndexValues
 
 T = TypeVar("T")
 
@@ -58,11 +59,13 @@ class Signature:
 
     Attributes:
         dims: Dynamic dimensions by name, with their ranges.
+        indexes: Inputs whose values index a dynamic dimension.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: Mapping[str, Dim]
+    indexes: Mapping[str, IndexValues] = field(default_factory=dict)
 
     @property
     def batched(self) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ class Signature:
     def select_outputs(self, outputs: Collection[str]) -> Signature:
         """Returns the signature with only these outputs, or with all if the collection is empty."""
         selected = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
-        return Signature(self.inputs, selected, self.dims)
+        return replace(self, outputs=selected)
 
     def at(self, inputs: Mapping[str, torch.Tensor]) -> Signature:
         """Returns the signature with these inputs' sizes fixed, for a file of fixed shape."""

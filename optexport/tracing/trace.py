@@ -10,6 +10,7 @@ import keyword
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_tra
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.module_reconstruction import reconstruct_modules
+from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
@@ -73,11 +75,17 @@ class Traced:
 
 
 def trace(
-    model: nn.Module | ExportedProgram, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None = None
+    model: nn.Module | ExportedProgram,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None = None,
+    values: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Traced:
     """Traces a model with example inputs; see `symbolic_trace`.
 
     ``torch.export`` fixes every axis of size 0 or 1: a dynamic axis needs a size of at least 2 in the example.
+
+    Args:
+        values: Dimensions that the values of an input index, by input. Others are found.
     """
     # torch.export would make one input of two that share a tensor.
     example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
@@ -86,18 +94,20 @@ def trace(
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = read_signature(model, dynamic, example)
         signature = _narrow_undeclared(signature, model, symbols, dynamic, signature.sizes(example))
+        indexes = find_indexes(model.module(check_guards=False), example, signature, values)
+        signature = replace(signature, indexes=indexes)
         suspects = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     try:
-        return _trace_module(model, example, dynamic)
+        return _trace_module(model, example, dynamic, values=values)
     except UntraceableError as error:
         if _declared_dims(dynamic):
             with contextlib.suppress(TraceError):  # the first error says more
-                return _trace_module(model, example, dynamic, has_ranges=False)
+                return _trace_module(model, example, dynamic, has_ranges=False, values=values)
 
         def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
-            result = _trace_module(model, example, dynamic, free)
+            result = _trace_module(model, example, dynamic, free, values=values)
             return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
         result, constants, notes = retry_trace(model, example, error, trace_with, is_declared=dynamic is not None)
@@ -122,6 +132,7 @@ def _trace_module(
     free: Free | None = None,
     *,
     has_ranges: bool = True,
+    values: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Traced:
     """Traces a module.
 
@@ -135,7 +146,7 @@ def _trace_module(
         program = _export(model, example, dynamic, free)
     else:
         program = _export(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
-    program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program)
+    program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # parameters are real tensors
@@ -153,13 +164,18 @@ def _make_traced(
 
 
 def _resolve_branches(
-    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, program: ExportedProgram
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    program: ExportedProgram,
+    values: Mapping[str, Sequence[str]],
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
         signature = _narrow_undeclared(full_signature, program, symbols, dynamic, sizes)
+        signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
         suspects = find_suspect_sizes(program, symbols, signature.dims, sizes)
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
         probed = probe_paths(model, dict(example), program, signature, suspects, export_again)

@@ -172,10 +172,10 @@ class _Probe:
             is_exclusion: Whether the assertions that fail exclude single sizes. The graph is not compared then; the
                 parity check does that.
         """
-        elements = sum(tensor.numel() for tensor in self.example.values())
-        growth = _growth(sizes, self.signature.sizes(self.example))
-        is_small = growth <= _max_growth(elements)
-        if not (is_small or (is_exclusion and growth * elements <= _MAX_TRACED_ELEMENTS)):
+        traced = self.signature.sizes(self.example)
+        is_small = is_affordable(self.example, sizes, traced)
+        elements = _growth(sizes, traced) * _count_elements(self.example)
+        if not (is_small or (is_exclusion and elements <= _MAX_TRACED_ELEMENTS)):
             return _ProbeOutcome()
         batch = resize(self.example, self.signature, sizes)
         expected = outcome(self.model, batch) if is_small else None
@@ -210,10 +210,10 @@ def drop_needless_assertions(
     ]
     if not suspects:
         return
-    unasserted, elements = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
+    unasserted = _without_assertions(program)
 
     def is_same(sizes: dict[str, int]) -> bool:
-        if _growth(sizes, traced) > _max_growth(elements):
+        if not is_affordable(example, sizes, traced):
             return False
         batch = resize(example, signature, sizes)
         expected = outcome(graph_module, batch)
@@ -237,8 +237,13 @@ def _growth(sizes: Mapping[str, int], traced: Mapping[str, int]) -> float:
     return math.prod(max(size / traced[name], 1) for name, size in sizes.items())
 
 
-def _max_growth(elements: int) -> float:
-    return max(_MAX_GROWTH, _MAX_ELEMENTS / max(1, elements))
+def is_affordable(example: Batch, sizes: Mapping[str, int], traced: Mapping[str, int]) -> bool:
+    """Returns True if a batch of these sizes is small enough to run the model on it only to find out how it behaves."""
+    return _growth(sizes, traced) <= max(_MAX_GROWTH, _MAX_ELEMENTS / max(1, _count_elements(example)))
+
+
+def _count_elements(example: Batch) -> int:
+    return sum(tensor.numel() for tensor in example.values())
 
 
 def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
