@@ -189,11 +189,13 @@ def _as_array(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]
     """Converts JSON to an array of an input's dtype; rejects values that would change."""
     import numpy as np
 
+    from optexport.inference.arrays import numpy_dtype
+
     try:
         array = np.asarray(value)
-        if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
+        if array.dtype.kind in ("biu" if numpy_dtype(spec).kind in "biu" else "biuf"):
             with np.errstate(over="ignore"):
-                converted = array.astype(spec.dtype)
+                converted = array.astype(numpy_dtype(spec))
             # Numbers outside the range of the dtype would wrap around or become infinite.
             is_float = converted.dtype.kind == "f"
             is_same = np.isfinite(converted) | ~np.isfinite(array) if is_float else converted == array

@@ -186,7 +186,10 @@ class Generator:
                 raise ConfigError("the model has no input of this name", location=f"generate: {name}", hint=hint)
         if missing := [name for name in specs if name not in arrays]:
             raise ConfigError(f"inputs are missing: {', '.join(missing)}", location="generate", hint=hint)
-        tensors = {name: torch.from_numpy(as_input(spec, arrays[name])) for name, spec in specs.items()}
+        tensors = {
+            name: torch.from_numpy(as_input(spec, arrays[name])).to(getattr(torch, spec.dtype))
+            for name, spec in specs.items()
+        }
         for name, tensor in tensors.items():
             if not tensor.numel():
                 raise ConfigError(f"the input is empty (shape {list(tensor.shape)})", location=f"generate: {name}")

@@ -12,14 +12,8 @@ from optexport.errors import ConfigError
 
 
 def numpy_dtype(spec: TensorRecord) -> np.dtype[Any]:
-    """Returns the numpy dtype of an input.
-
-    Raises:
-        ConfigError: numpy does not support the dtype.
-    """
-    if spec.dtype == "bfloat16":
-        raise ConfigError("the input is bfloat16, which numpy does not support", location=spec.name)
-    return np.dtype(spec.dtype)
+    """Returns the numpy dtype of an input; float32 for bfloat16, which numpy lacks and float32 represents exactly."""
+    return np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
 
 
 def is_constant(constant: Any, value: Any) -> bool:

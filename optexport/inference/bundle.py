@@ -75,9 +75,8 @@ class Bundle:
         if artifact is None:
             hint = f"Use one of the formats {', '.join(artifacts)}."
             raise ConfigError(f"the bundle has no {file_format} file", location=str(folder), hint=hint)
-        outputs = [output.name for output in manifest.outputs]
         try:
-            run = (_open_onnx if file_format == "onnx" else _open_torch)(folder, artifact, outputs)
+            run = (_open_onnx if file_format == "onnx" else _open_torch)(folder, artifact, manifest)
         except DeviceError:
             raise
         except OptexportError as error:
@@ -100,7 +99,8 @@ class Bundle:
 
         Args:
             inputs: numpy arrays or torch tensors by the names of the manifest's inputs. Integers and floating point
-                numbers with fewer bits than the model's are converted.
+                numbers with fewer bits than the model's are converted. For bfloat16, which numpy lacks, float32 arrays
+                are rounded.
 
         Returns:
             The outputs by name; bfloat16 outputs as float32.
@@ -310,7 +310,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
         raise ConfigError(f"the tokenizer rejects the texts: {first_line(error)}", location="texts") from error
 
 
-def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
+def _open_onnx(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> Run:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it on import; keeps the user's own setting
     import onnxruntime
 
@@ -323,25 +323,26 @@ def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -
     except Exception as error:  # the runtime's exceptions have no common base class
         location = str(folder / artifact.path)
         raise BundleError(f"ONNX Runtime cannot load the file: {first_line(error)}", location=location) from error
-    names = [node.name for node in session.get_inputs()]
+    names, outputs = [node.name for node in session.get_inputs()], [output.name for output in manifest.outputs]
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        results = session.run(list(outputs), {name: inputs[name] for name in names})
+        results = onnx_session.run_session(session, outputs, {name: inputs[name] for name in names})
         return {name: np.asarray(result) for name, result in zip(outputs, results, strict=True)}
 
     return run
 
 
-def _open_torch(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
+def _open_torch(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> Run:
     import torch
 
     from optexport.runtime import runners
 
     open_file = runners.open_torchscript if artifact.format == "torchscript" else runners.open_pt2
-    opened = open_file(folder / artifact.path, outputs, artifact.device)
+    opened = open_file(folder / artifact.path, [output.name for output in manifest.outputs], artifact.device)
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in manifest.inputs}
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        results = opened({name: torch.from_numpy(array) for name, array in inputs.items()})
+        results = opened({name: torch.from_numpy(array).to(dtypes[name]) for name, array in inputs.items()})
         return {
             name: (result.float() if result.dtype == torch.bfloat16 else result).numpy()
             for name, result in results.items()

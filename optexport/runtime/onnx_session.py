@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from optexport.errors import DeviceError
 from optexport.runtime.devices import CUDA_PROVIDER, Device, check_onnx_runtime
+
+# TensorProto.BFLOAT16 in onnx.proto; onnx itself need not be installed to run a file.
+_ONNX_BFLOAT16 = 16
 
 # Providers in the order in which ONNX Runtime tries them for each operator. By default it computes float32 on a GPU in
 # TF32, which has 10 instead of 23 fraction bits.
@@ -42,6 +50,39 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
     session.disable_fallback()  # no switch to the CPU after a failed run
     check_providers(session.get_providers(), device, path.name)
     return session
+
+
+def run_session(session: Any, outputs: Sequence[str], inputs: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
+    """Runs a session. Inputs and outputs in bfloat16, which numpy lacks, are float32 arrays here."""
+    halves = {node.name for node in (*session.get_inputs(), *session.get_outputs()) if node.type == "tensor(bfloat16)"}
+    if not halves:
+        return list(session.run(list(outputs), inputs))
+    from onnxruntime import OrtValue
+
+    def to_value(name: str, array: npt.NDArray[Any]) -> Any:
+        if name not in halves:
+            return OrtValue.ortvalue_from_numpy(array)
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(_to_bfloat16(array), _ONNX_BFLOAT16)
+
+    values = {name: to_value(name, array) for name, array in inputs.items()}
+    results = session.run_with_ort_values(list(outputs), values)
+    return [
+        _from_bfloat16(value) if name in halves else value.numpy() for name, value in zip(outputs, results, strict=True)
+    ]
+
+
+def _to_bfloat16(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns the bits of float32 numbers in bfloat16, rounded to the nearest even."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(array.shape)
+
+
+def _from_bfloat16(value: Any) -> npt.NDArray[Any]:
+    """Copies a result in bfloat16 to a float32 array; ONNX Runtime offers only its address."""
+    shape, size = value.shape(), math.prod(value.shape())
+    bits = (ctypes.c_uint16 * size).from_address(value._ortvalue.data_ptr()) if size else []
+    return (np.array(bits, np.uint32) << 16).view(np.float32).reshape(shape)
 
 
 def check_providers(providers: Sequence[str], device: Device, location: str) -> None:

@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ from optexport._utils.torch_settings import as_in_a_new_process
 from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
-from optexport.runtime.onnx_session import open_session
+from optexport.runtime.onnx_session import open_session, run_session
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments
 
@@ -112,13 +114,20 @@ def open_onnx(
             hint='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
         ) from error
     input_names = [node.name for node in session.get_inputs()]
+    halves = {node.name for node in session.get_outputs() if node.type == "tensor(bfloat16)"}
 
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results = session.run(list(outputs), {name: inputs[name].numpy() for name in input_names})
-        return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
+        results = run_session(session, outputs, {name: _as_array(inputs[name]) for name in input_names})
+        tensors = {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
+        return {name: tensor.bfloat16() if name in halves else tensor for name, tensor in tensors.items()}
 
     return run
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
 
 
 @as_in_a_new_process()
