@@ -13,16 +13,27 @@ from optexport.errors import ConfigError, ParityError, TraceError
 from optexport.parity.verify import verify
 from optexport.signature.signature import Dim
 from tests._helpers import exports
-from tests._helpers.exports import X, quick
+from tests._helpers.exports import X, quick, run
 from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 
 
 @pytest.mark.slow
-def test_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:
+def test_batch_of_one_stays_one_unless_its_axis_is_declared(tmp_path: Path) -> None:
     model = randomise(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     result = quick(model, X[:1], tmp_path / "bundle")
-    assert result.manifest.inputs[0].shape == ["batch", 4]
+    assert result.manifest.inputs[0].shape == [1, 4]
+    assert "the example has one row" in result.manifest.fixed_axes[0]
+    declared = quick(model, X[:1], tmp_path / "declared", dynamic={"input": {0: "batch"}})
+    assert declared.manifest.inputs[0].shape == ["batch", 4]
+
+
+@pytest.mark.slow
+def test_model_of_a_single_row_is_exported_without_declared_axes(tmp_path: Path) -> None:
+    """The model rejects two rows."""
+    model = randomise(Program(lambda m, x: m.linear(x.view(4)), linear=nn.Linear(4, 2)))
+    result = quick(model, {"x": X[:1]}, tmp_path / "bundle")
+    torch.testing.assert_close(run(result, x=X[1:2])["output"], model(X[1:2]))
 
 
 @pytest.mark.slow

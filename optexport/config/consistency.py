@@ -41,11 +41,11 @@ def check_inputs(inputs: InputsConfig, *, is_program: bool, location: str) -> No
                 hint="Set inputs.data to a file with the inputs, or describe them in [inputs.tensors].",
             )
     if inputs.tensors is not None:
-        for name in inputs.axes:
+        for key, name in [("axes", name) for name in inputs.axes] + [("values", name) for name in inputs.values]:
             if name not in inputs.tensors:
                 raise ConfigError(
                     f'[inputs.tensors] has no input "{name}"',
-                    location=f"{location}: inputs.axes.{name}",
+                    location=f"{location}: inputs.{key}.{name}",
                     hint=did_you_mean(name, list(inputs.tensors)),
                 )
         axes = {
@@ -58,17 +58,23 @@ def check_inputs(inputs: InputsConfig, *, is_program: bool, location: str) -> No
     elif inputs.texts is not None:
         named = _TEXT_AXES | {name for names in inputs.axes.values() for name in names}
         # A tokenizer may return inputs that this package does not know; their axes are numbered.
-        axes = named | {name for name in inputs.dynamic or () if name.rpartition("_")[2].isdecimal()}
+        axes = named | {name for name, _ in _named_dimensions(inputs) if name.rpartition("_")[2].isdecimal()}
         hint = "Name the axes of an input with [inputs.axes]."
     else:
         return  # only the data or the model defines the inputs
-    for name in inputs.dynamic or ():
+    for name, key in _named_dimensions(inputs):
         if name not in axes:
             raise ConfigError(
                 f'no input has a dimension "{name}"',
-                location=f"{location}: inputs.dynamic.{name}",
+                location=f"{location}: inputs.{key}",
                 hint=f"{did_you_mean(name, sorted(named))} {hint}",
             )
+
+
+def _named_dimensions(inputs: InputsConfig) -> list[tuple[str, str]]:
+    """Returns the names of dimensions in ``[inputs]``, each with its key."""
+    indexed = [(dim, f"values.{name}") for name, values in inputs.values.items() for dim in values.indexes]
+    return [(name, f"dynamic.{name}") for name in inputs.dynamic or ()] + indexed
 
 
 def check_formats(config: Config, location: str) -> None:
@@ -180,6 +186,7 @@ def check_generation(config: Config, location: str) -> None:
         "inputs.images": inputs.images is not None,
         "inputs.tensors": inputs.tensors is not None,
         "inputs.axes": bool(inputs.axes),
+        "inputs.values": bool(inputs.values),
         "inputs.dynamic": inputs.dynamic is not None,
     }
     for key in [key for key, is_used in unsupported.items() if is_used]:

@@ -108,7 +108,10 @@ def _axis_sizes(specs: Mapping[str, TensorConfig], sizes: Mapping[str, int]) -> 
 
 def _within(spec: TensorConfig, indexed: Sequence[str], sizes: Mapping[str, int]) -> TensorConfig:
     """Returns a specification whose values index some axes: positions from 0, or lengths if `low` is 1 or more."""
-    end = min(sizes[name] for name in indexed) + ((spec.low or 0) >= 1)
+    known = [sizes[name] for name in indexed if name in sizes]  # other names are refused later, with a suggestion
+    if not known:
+        return spec
+    end = min(known) + ((spec.low or 0) >= 1)
     return spec.model_copy(update={"high": float(end if spec.high is None else min(end, spec.high))})
 
 

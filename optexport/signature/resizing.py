@@ -87,7 +87,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def repeat_single_row(batch: Batch) -> Batch:
-    """Repeats a batch of one to two rows, because tracing specializes on size 1."""
+    """Repeats a batch of one row to two, because ``torch.export`` fixes each axis of size 1."""
     if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
         return batch
     return make_traceable(batch, {name: {0: "batch"} for name in batch})

@@ -49,6 +49,9 @@ from optexport.tracing.shapes.size_guards import (
 from optexport.tracing.shapes.size_one import SizeOneRecorder
 from optexport.tracing.value_checks import skip_value_checks
 
+# torch.export fixes each axis of size 1.
+_ONE_ROW = "the example has one row; declare the axis to allow more"
+
 # Maps each input to the axes that may be dynamic.
 Free = Mapping[str, Sequence[int]]
 
@@ -147,6 +150,7 @@ def _trace_module(
     else:
         program = _export(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
     program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
+    fixed = tuple(f"{axis}; {_ONE_ROW}" if axis.endswith("[0] = 1") else axis for axis in fixed)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # parameters are real tensors

@@ -227,6 +227,21 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "inputs.axes.y",
         '[inputs.tensors] has no input "y"\nHint: Choose one of: x.',
     ),
+    "values of no tensor": (
+        table("inputs", "tensors.x.shape = [1]", 'values.y = { indexes = "batch" }'),
+        "inputs.values.y",
+        '[inputs.tensors] has no input "y"\nHint: Choose one of: x.',
+    ),
+    "values of no dimension": (
+        table("inputs", 'tensors.x.shape = ["batch", 4]', 'values.x = { indexes = ["bach"] }'),
+        "inputs.values.x",
+        'no input has a dimension "bach"\nHint: Did you mean "batch"?',
+    ),
+    "values without quotes": (
+        table("inputs", 'tensors.x.shape = ["batch", 4]', "values.x = { indexes = 3 }"),
+        "inputs.values.x.indexes",
+        "expected the name of a dimension, found 3",
+    ),
     # rules
     "activation that changes the numbers": (
         rule('use = "replace-activation"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-from optexport import Bundle, verify
+from optexport import Bundle, export, verify
 from optexport.bundle import layout
+from optexport.cli.predict import read_file
 from optexport.errors import BundleError, ConfigError, ExportError
 from tests._helpers import exports
 from tests._helpers.folders import TEXTS
@@ -74,6 +77,38 @@ def test_arrays_and_tensors_of_fewer_bits_give_the_same(moved: Path, file_format
         input_ids=torch.tensor([[2, 5, 6, 3], [2, 9, 11, 3]], dtype=torch.int32), attention_mask=np.ones((2, 4), bool)
     )
     np.testing.assert_array_equal(bundle(**arrays)["logits"], expected)
+
+
+class Half(nn.Module):
+    """Takes numbers in bfloat16, computes in float32, and returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x.float())
+        return y, y.bfloat16()
+
+
+@pytest.mark.slow
+def test_inputs_in_bfloat16_are_tensors_or_rounded_arrays(tmp_path: Path) -> None:
+    model = Half().eval()
+    dynamic = {"x": {0: "batch"}}
+    export(model, {"x": torch.randn(5, 4).bfloat16()}, tmp_path / "bundle", effort="quick", dynamic=dynamic)
+    x = torch.randn(2, 4)
+    expected, rounded = model(x.bfloat16())
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"x": x[0].tolist()}))
+    for name in FORMATS:
+        bundle = Bundle.load(tmp_path / "bundle", format=name)
+        for value in (x.bfloat16(), x.numpy()):
+            outputs = bundle(x=value)
+            np.testing.assert_allclose(outputs["output_0"], expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(outputs["output_1"], rounded.float().detach().numpy(), rtol=1e-2)
+        (query,) = read_file(bundle, tmp_path / "rows.jsonl")
+        assert query.arrays is not None
+        np.testing.assert_allclose(bundle(**query.arrays)["output_0"], expected[:1].detach().numpy(), atol=1e-6)
+    assert all(target.passed for target in verify(tmp_path / "bundle").targets)
 
 
 def test_an_onnx_file_is_run_without_torch_or_transformers(moved: Path) -> None:

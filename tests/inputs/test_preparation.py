@@ -216,6 +216,12 @@ def test_a_single_row_is_traced_as_two(maker: Maker) -> None:
     assert inputs.example["input_ids"].shape[0] == 2
 
 
+def test_a_single_row_of_tensors_stays_one(maker: Maker) -> None:
+    np.savez(maker.folder / "rows.npz", x=np.ones((1, 4), "float32"))
+    assert shapes(maker(Rows(), data="rows.npz")) == {"x": [1, 4]}
+    assert shapes(maker(Rows(), data="rows.npz", dynamic={"batch": [1, 4]})) == {"x": [2, 4]}
+
+
 def test_unknown_input_is_refused_with_a_suggestion(maker: Maker) -> None:
     message = maker.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
     assert message.startswith("inputs")
@@ -290,6 +296,44 @@ def test_only_models_of_transformers_need_no_inputs(maker: Maker) -> None:
 def test_inputs_that_do_not_fit_are_refused_with_numbers(table: dict[str, Any], message: str, maker: Maker) -> None:
     np.savez(maker.folder / "rows.npz", x=np.ones((3, 4), "float32"), y=np.ones((3, 5), "float32"))
     assert maker.refusal(Rows(), **table).startswith(message)
+
+
+class Messages(nn.Module):
+    """Sums the rows of each node's neighbours."""
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+
+
+@pytest.mark.parametrize("values", [{}, {"edges": {"indexes": "nodes"}}], ids=["found", "declared"])
+def test_random_edges_point_to_nodes(values: dict[str, Any], maker: Maker) -> None:
+    edges = {"shape": [2, "edges"], "dtype": "int64", "low": 0, "high": 60}
+    tensors = {"x": {"shape": ["nodes", 4]}, "edges": edges}
+    batch = maker(Messages(), tensors=tensors, values=values, dynamic={"nodes": [2, 60], "edges": [1, 90]}).example
+    assert 1 < int(batch["edges"].max()) < batch["x"].shape[0]
+
+
+def test_random_lengths_reach_the_longest(maker: Maker) -> None:
+    lengths = {"shape": [200], "dtype": "int64", "low": 1}
+    tensors = {"x": {"shape": ["time"]}, "y": lengths}
+    batch = maker(Rows(), tensors=tensors, values={"y": {"indexes": "time"}}).example
+    assert (int(batch["y"].min()), int(batch["y"].max())) == (1, batch["x"].shape[0])
+
+
+def test_nodes_of_a_graph_are_not_split_into_batches(maker: Maker) -> None:
+    edges = np.arange(120).reshape(2, 60) % 50
+    np.savez(maker.folder / "graph.npz", x=np.ones((50, 4), "float32"), edges=edges)
+    axes, dynamic = {"x": ["nodes", "features"], "edges": ["ends", "edges"]}, {"nodes": [2, 60], "edges": [1, 90]}
+    (batch,) = maker(Messages(), data="graph.npz", axes=axes, dynamic=dynamic).user_batches
+    assert batch["x"].shape == (50, 4)
+
+
+def test_values_that_fit_no_input_are_refused_with_a_suggestion(maker: Maker) -> None:
+    np.savez(maker.folder / "rows.npz", x=np.ones((3, 4), "float32"), y=np.ones(3, "int64"))
+    message = maker.refusal(Rows(), data="rows.npz", values={"yy": {"indexes": "batch"}})
+    assert message.startswith('inputs.values.yy: the model has no input of this name\nHint: Did you mean "y"?')
+    message = maker.refusal(Rows(), data="rows.npz", values={"y": {"indexes": "bach"}})
+    assert message.startswith("inputs.values.y: no input has an axis 'bach'\nHint: Did you mean \"batch\"?")
 
 
 def test_largest_numbers_of_a_dtype_are_accepted(maker: Maker) -> None:
