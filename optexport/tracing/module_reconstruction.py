@@ -25,10 +25,10 @@ from optexport._utils import aten_ops
 from optexport.errors import TraceError
 from optexport.signature.program_arguments import take_tensors
 from optexport.tracing.module_builders import KINDS, Kind
+from optexport.tracing.regions import inline_regions
 
 aten = torch.ops.aten
 
-_SWITCH = torch.ops.higher_order.wrap_with_set_grad_enabled
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: operator.add,
     aten.sub.Tensor: operator.sub,
@@ -93,7 +93,7 @@ def _copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
     output = graph.graph_copy(graph_module.graph, {})
     graph.output(output)
     graph.set_codegen(graph_module.graph._codegen)
-    inline_switches(graph, graph_module)
+    inline_regions(graph, graph_module)
     for node in graph.nodes:  # graph_copy shares the meta dictionaries
         node.meta = dict(node.meta)
     return graph
@@ -251,29 +251,3 @@ def _assemble(root: dict[str, Any], graph: fx.Graph, program: ExportedProgram) -
             setattr(parent, name, value)
     graph_module.graph = graph
     return graph_module.eval()
-
-
-def inline_switches(graph: fx.Graph, owner: fx.GraphModule) -> None:
-    """Inlines, in place, every subgraph that changes whether gradients are computed.
-
-    The ONNX exporter does not support such subgraphs.
-
-    Args:
-        owner: The module whose submodules are the subgraphs.
-    """
-    while switches := graph.find_nodes(op="call_function", target=_SWITCH):  # they may be nested
-        for switch in switches:
-            subgraph, *arguments = switch.args[1:]
-            assert isinstance(subgraph, fx.Node)
-            body: Any = owner.get_submodule(str(subgraph.target))
-            placeholders = body.graph.find_nodes(op="placeholder")
-            copies: dict[fx.Node, Any] = dict(zip(placeholders, arguments, strict=True))
-            with graph.inserting_before(switch):
-                results: Any = graph.graph_copy(body.graph, copies)
-            for node in body.graph.find_nodes(op="get_attr"):
-                copies[node].target = f"{subgraph.target}.{node.target}"
-            for user in [*switch.users]:
-                assert user.target is operator.getitem
-                user.replace_all_uses_with(results[user.args[1]])
-                graph.erase_node(user)
-            graph.erase_node(switch)

@@ -232,7 +232,7 @@ def _watch_swallowed(note: Note) -> Manager:
 
 
 def _watch_switches(note: Note) -> Manager:
-    function = module_reconstruction.inline_switches
+    function = module_reconstruction.inline_regions
 
     def watched(graph: Any, owner: Any) -> None:
         before = len(graph.nodes)
@@ -240,7 +240,7 @@ def _watch_switches(note: Note) -> Manager:
         if len(graph.nodes) != before:
             note()
 
-    return patch.object(module_reconstruction, "inline_switches", watched)
+    return patch.object(module_reconstruction, "inline_regions", watched)
 
 
 def _untraceable(*_: Any, **__: Any) -> Any:
@@ -271,7 +271,7 @@ RESCUES: dict[str, Rescue] = {
         _replaced(graph_checks, "check_deterministic", lambda *_: None),
     ),
     "expert_loops": Rescue(_watch_experts, _replaced(dynamo_exporter, "_expert_patches", lambda _: [])),
-    "gradient_switches": Rescue(_watch_switches, _replaced(module_reconstruction, "inline_switches", lambda *_: None)),
+    "gradient_switches": Rescue(_watch_switches, _replaced(module_reconstruction, "inline_regions", lambda *_: None)),
     "known_values": Rescue(
         _when(attempts, "_trace_with_values", bool), _replaced(attempts, "_trace_with_values", _untraceable)
     ),

@@ -16,13 +16,36 @@ from torch.nn import functional
 aten = torch.ops.aten
 
 
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kw: Any,
+) -> torch.Tensor:
+    """Calls the operator with four axes, because ``torch.onnx`` supports no other number."""
+    if query.dim() == 4:
+        return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, *args, **kw
+        )
+
+    def with_four_axes(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, *[1] * (3 - x.dim()), *x.shape[-3:])
+
+    if attn_mask is not None and query.dim() > 4:
+        attn_mask = with_four_axes(attn_mask.expand(*query.shape[:-1], key.shape[-2]))
+    result = _attend(*map(with_four_axes, (query, key, value)), attn_mask, *args, **kw)
+    return result.reshape(*query.shape[:-1], value.shape[-1])
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     *args: Any,
-    attend: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default,
+    attend: Callable[..., torch.Tensor] = _attend,
     **kw: Any,
 ) -> torch.Tensor:
     """Computes attention with zeros for rows that mask every key, as torch does.
@@ -74,9 +97,7 @@ def _attend_by_products(  # noqa: PLR0913 - the parameters of scaled_dot_product
     the keys to three dimensions before it transposes them. This costs a copy of the keys and a dozen shape nodes.
     """
     if is_causal or enable_gqa or dropout_p or isinstance(scale, torch.SymFloat):
-        return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(query, key.transpose(-1, -2)) * factor
     if attn_mask is not None:
