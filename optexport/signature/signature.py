@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError, SourceError
 from optexport.signature.index_values import IndexValues
+from optexport.signature.outputs import named_leaves
 
 T = TypeVar("T")
 
@@ -219,7 +219,7 @@ def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     Examples are ``last_hidden_state``, ``hidden_states.0`` and ``output``.
 
     Args:
-        outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is ignored.
+        outputs: A tensor, or any nesting of containers and objects with tensors as fields. Other values are ignored.
     """
     return named_outputs(outputs, (), torch.Tensor)
 
@@ -228,17 +228,15 @@ def named_outputs(outputs: Any, inputs: Iterable[str], kind: type[T]) -> dict[st
     """Names the outputs of one type as `flatten_outputs` does, but never like an input.
 
     Args:
-        outputs: Any nesting of dicts, dataclasses, lists and tuples.
+        outputs: Any nesting of containers and objects.
         inputs: Names of the inputs.
         kind: Type of the leaves to name.
     """
-    leaves, _ = pytree.tree_flatten_with_path(outputs)
     named: dict[str, T] = {}
-    for path, leaf in leaves:
-        if isinstance(leaf, kind):
-            name = path_name(path)
-            name = name if name and not name[0].isdigit() else f"output_{name}" if name else "output"
-            named[unused(name, named)] = leaf
+    for path, leaf in named_leaves(outputs, kind):
+        name = path_name(path)
+        name = name if name and not name[0].isdigit() else f"output_{name}" if name else "output"
+        named[unused(name, named)] = leaf
     taken = [*named]
     arguments = {as_argument(name) for name in inputs}
     for name in [name for name in named if as_argument(name) in arguments]:

@@ -31,7 +31,7 @@ from optexport.signature.signature import (
     as_arguments,
 )
 from optexport.tracing import dynamo_exporter
-from optexport.tracing.fallbacks.attempts import register_dataclasses, retry_trace
+from optexport.tracing.fallbacks.attempts import retry_trace, returning_containers, returns_own_classes
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.module_reconstruction import reconstruct_modules
@@ -293,8 +293,9 @@ def _export(
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many types, and the model's code any other
-        if register_dataclasses(model, as_arguments(example)):
-            return _export(model, example, dynamic, free, changing)
+        if returns_own_classes(model, as_arguments(example)):
+            with returning_containers(model):
+                return _export(model, example, dynamic, free, changing)
         raise _explain(model, example, error, dynamic) from error
     ones.store(program)
     if written := numbers.used_buffers & _find_written_buffers(program):

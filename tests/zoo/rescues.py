@@ -263,8 +263,8 @@ def _watch_exclusive(note: Note) -> Any:
 
 
 RESCUES: dict[str, Rescue] = {
-    "dataclass_outputs": Rescue(
-        _when(trace, "register_dataclasses", bool), _replaced(trace, "register_dataclasses", lambda *_: False)
+    "own_output_classes": Rescue(
+        _when(trace, "returns_own_classes", bool), _replaced(trace, "returns_own_classes", lambda *_: False)
     ),
     "draws": Rescue(
         _when_raised(graph_checks, "check_deterministic"),

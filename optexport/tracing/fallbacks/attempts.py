@@ -1,4 +1,4 @@
-"""Traces a model again after a failure, with fewer dynamic axes, known values or registered outputs.
+"""Traces a model again after a failure, with fewer dynamic axes, known values or other outputs.
 
 ``tests/zoo/rescues.py`` counts the models that need this. VideoLlama3's vision model is one
 (tests/tracing/fallbacks/test_attempts.py).
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from optexport._utils.user_lines import find_line
 from optexport.errors import TraceError, UntraceableError, ValuesAskedError
 from optexport.signature.arguments import fix_inputs
+from optexport.signature.outputs import as_containers, has_own_classes
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
 from optexport.tracing.shapes.size_expressions import LongSizeError
@@ -113,32 +112,22 @@ def _format(name: str, example: Batch) -> str:
     return f"{name} = {f'{values[:_MAX_SHOWN_CHARACTERS]} ...' if is_long else values}"
 
 
-def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
-    """Registers the dataclasses in a model's outputs with torch.
-
-    A class that the model creates again in every call is not registered, since it would never be recognized. One of
-    50 hand-written models and none of 11 zoo models need this (tests/zoo/rescues.py).
-
-    Returns:
-        True if a class was registered. False if there is none, or if the model fails.
-    """
+def returns_own_classes(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
+    """Returns True if a model returns objects that ``torch.export`` does not know; False if the model fails."""
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
     try:
-        unknown = set(_returned_dataclasses(model, arguments)) & set(_returned_dataclasses(model, arguments))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            returned = torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments)))
     except Exception:  # the model's code may raise anything; the caller reports its error
         return False
-    for cls in unknown:
-        torch.export.register_dataclass(cls)
-    return bool(unknown)
+    return has_own_classes(returned)
 
 
-def _returned_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> Iterator[type[Any]]:
-    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return _find_dataclasses(torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments))))
-
-
-def _find_dataclasses(value: Any) -> Iterator[type[Any]]:
-    for leaf in pytree.tree_leaves(value):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield type(leaf)
-            yield from _find_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+@contextlib.contextmanager
+def returning_containers(model: nn.Module) -> Iterator[None]:
+    """Makes a model return dicts in place of objects that ``torch.export`` does not know."""
+    hook = model.register_forward_hook(lambda _, __, outputs: as_containers(outputs))
+    try:
+        yield
+    finally:
+        hook.remove()
