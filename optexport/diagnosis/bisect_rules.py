@@ -22,7 +22,7 @@ from optexport.diagnosis.intermediates import Observed, observe_graph
 from optexport.diagnosis.node_matching import align_names
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract
-from optexport.exporters import graph_export, pt2, torchscript
+from optexport.exporters import graph_export, pt2, scriptable
 from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
@@ -283,7 +283,7 @@ def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path
     """Writes a graph as .pt2, or as TorchScript for the suffix .pt, used if it raises."""
     with torch.no_grad(), quiet():
         if path.suffix == ".pt":
-            torch.jit.script(torchscript.make_scriptable(graph_module)).save(str(path))
+            torch.jit.script(scriptable.make_scriptable(graph_module)).save(str(path))
         else:
             arguments = {name: tensor.clone() for name, tensor in inputs.items()}
             pt2.save(torch.export.export(graph_module, (), arguments, strict=False), path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,35 +17,14 @@ from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
 from optexport.exporters.format import Format
-from optexport.signature.signature import Signature, as_argument, as_arguments
+from optexport.exporters.scriptable import SCALARS, make_scriptable
+from optexport.signature.signature import Signature, as_arguments
 from optexport.tracing import dynamo_exporter
 
 aten = torch.ops.aten
 
-# Assertions of an exported graph about its inputs. TorchScript has no schema for them; results do not depend on them.
-_ASSERTIONS = (
-    aten._assert_tensor_metadata.default,
-    aten._assert_scalar.default,
-    aten.sym_constrain_range.default,
-    aten.sym_constrain_range_for_size.default,
-)
-
-# Operators that read a tensor's single value. TorchScript needs the type of the number.
-_SCALARS = (aten.item.default, aten._local_scalar_dense.default)
-_NUMBER_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Operators that turn tensor values into Python numbers or sizes.
-_VALUE_READERS = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
-
-# Computations with sizes, and TorchScript's functions for them.
-_SIZES: dict[Any, Callable[..., Any]] = {
-    aten.sym_size.int: aten.size,
-    torch.sym_float: float,
-    torch.sym_int: int,
-    torch.sym_max: max,
-    torch.sym_min: min,
-    torch.sym_not: operator.not_,
-    torch.sym_sum: sum,
-}
+_VALUE_READERS = (*SCALARS, aten.nonzero.default, aten.masked_select.default)
 
 
 class TorchScriptFormat(Format):
@@ -105,34 +83,6 @@ def save(
         check_disk_space(path, program)
         torch.jit.save(module, str(path))
     return reason
-
-
-def make_scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
-    """Returns the graph in a form that TorchScript compiles.
-
-    It has no overload names and no assertions, and returns a flat tuple.
-
-    Args:
-        signature: Names the inputs; by default they keep their names.
-    """
-    graph = fx.Graph()
-    output = graph.graph_copy(graph_module.graph, {})
-    graph.output(tuple(torch.utils._pytree.tree_leaves(output)))
-    if signature is not None:
-        for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
-            placeholder.target = as_argument(spec.name)
-    for node in list(graph.nodes):
-        if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
-            graph.erase_node(node)
-    graph.eliminate_dead_code()  # before the overloads go, because only they mark in-place changes
-    for node in graph.nodes:
-        if node.target in _SIZES:
-            node.target = _SIZES[node.target]
-        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBER_TYPES:
-            node.target = _NUMBER_TYPES[type(node.meta["val"])]
-        elif isinstance(node.target, torch._ops.OpOverload):
-            node.target = node.target.overloadpacket
-    return fx.GraphModule(graph_module, graph)
 
 
 def _trace(
