@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -30,9 +31,12 @@ def is_user_code(filename: str) -> bool:
 
 def find_line(error: BaseException) -> str | None:
     """Returns the innermost line outside torch, the exporters and optexport: ``model.py:12: if x.max() > 3:``."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_user_code(frame.filename)
-    ]
+    return find_innermost_line(traceback.extract_tb(error.__traceback__))
+
+
+def find_innermost_line(stack: Iterable[traceback.FrameSummary]) -> str | None:
+    """Returns the innermost line of a stack outside torch, the exporters and optexport."""
+    frames = [frame for frame in stack if frame.line and is_user_code(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 

@@ -35,6 +35,12 @@ from optexport.tracing.fallbacks.attempts import retry_trace, returning_containe
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.module_reconstruction import reconstruct_modules
+from optexport.tracing.shapes.fixed_sizes import (
+    choose_hint,
+    describe_fixing_line,
+    recording_fixed_sizes,
+    store_fixing_lines,
+)
 from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
@@ -282,6 +288,7 @@ def _export(
             refuse_caught_errors(),
             ScalarTracker(model, changing) as numbers,
             SizeOneRecorder() as ones,
+            recording_fixed_sizes() as fixing_lines,
         ):
             if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)
@@ -296,8 +303,9 @@ def _export(
         if returns_own_classes(model, as_arguments(example)):
             with returning_containers(model):
                 return _export(model, example, dynamic, free, changing)
-        raise _explain(model, example, error, dynamic) from error
+        raise _explain(model, example, error, dynamic, fixing_lines) from error
     ones.store(program)
+    store_fixing_lines(program, fixing_lines)
     if written := numbers.used_buffers & _find_written_buffers(program):
         return _export(model, example, dynamic, free, {*changing, *written})
     return program
@@ -338,13 +346,12 @@ def _dynamic_shape(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> 
     }
 
 
-def _describe_recurrent(model: nn.Module) -> str:
-    names = {type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)}
-    return f" (torch.export fixes the number of steps of {' and '.join(sorted(names))})" if names else ""
-
-
 def _explain(
-    model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    error: Exception,
+    dynamic: Dynamic | None,
+    fixing_lines: Mapping[int, str],
 ) -> TraceError:
     name = type(model).__name__
     if isinstance(own_error := outcome(model, example), Exception):
@@ -353,12 +360,17 @@ def _explain(
     if suggestion and dynamic:
         conditions = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
+        fixed_size = re.fullmatch(r"\w+ = (\d+)", conditions)
+        fixing_line = fixing_lines.get(int(fixed_size.group(1))) if fixed_size else None
         return TraceError(
             f"the trace at {shapes} is not valid for all declared sizes: it requires {conditions}"
-            f"{_describe_recurrent(model)}",
+            f"{describe_fixing_line(fixing_line)}",
             location="inputs.dynamic",
-            hint="Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
-            " dimension to fix it.",
+            hint=choose_hint(
+                fixing_line,
+                "Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
+                " dimension to fix it.",
+            ),
         )
     line = find_line(error)
     return UntraceableError(

@@ -23,6 +23,7 @@ from optexport.signature.signature import (
     named_outputs,
     numbered_axis,
 )
+from optexport.tracing.shapes.fixed_sizes import choose_hint, describe_fixing_line, find_fixing_line
 
 
 def read_signature(
@@ -99,11 +100,11 @@ class _SignatureReader:
 
     def _fix(self, name: str, axis: int, hint: int, declared: Mapping[int, str | Dim]) -> int:
         if axis in declared:
-            dim = declared[axis]
+            dim, line = declared[axis], find_fixing_line(self._program, hint)
             raise TraceError(
-                f"the model fixes {dim.name if isinstance(dim, Dim) else dim} to {hint}",
+                f"the model fixes {dim.name if isinstance(dim, Dim) else dim} to {hint}{describe_fixing_line(line)}",
                 location=f"input {name}, axis {axis}",
-                hint="Remove the dimension from inputs.dynamic, or trace with another size.",
+                hint=choose_hint(line, "Remove the dimension from inputs.dynamic, or trace with another size."),
             )
         if self._dynamic is None:
             self.fixed.append(f"{name}[{axis}] = {hint}")
