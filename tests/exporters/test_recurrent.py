@@ -220,4 +220,4 @@ def test_loop_over_a_dynamic_number_of_steps_is_refused() -> None:
         trace(_Cells().eval(), sequences((2, 7))[0], SEQUENCES)
     message = str(raised.value)
     assert "for step in range(x.shape[1]):" in message
-    assert "nn.GRU" in message
+    assert "nn.LSTM for nn.LSTMCell" in message

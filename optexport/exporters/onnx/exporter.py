@@ -23,7 +23,7 @@ from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.exporters.format import FlatGraph, Format
 from optexport.exporters.graph_export import to_program
-from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_fixes
+from optexport.exporters.onnx import fourier, int64, max_pool, recurrent, sigmoid, transformers_fixes
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
@@ -150,7 +150,7 @@ def _convert(
     )
     assert converted is not None
     transposed = _transposed_weights(converted.model.graph)
-    onnxscript.optimizer.fold_constants(converted.model)
+    onnxscript.optimizer.fold_constants(converted.model, should_fold=recurrent.should_fold)
     _name_transposed(converted.model.graph, transposed)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_fixes.fix_onnx_model(converted)

@@ -18,7 +18,7 @@ from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters import onnxruntime_fusions
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 
-from optexport.exporters.onnx import replacements
+from optexport.exporters.onnx import recurrent, replacements
 from optexport.exporters.onnx.erfinv import erfinv
 from optexport.exporters.onnx.translations import TRANSLATIONS, cast_to_int64, keep_float64, op
 from optexport.tracing.dynamo_exporter import exporting, quiet
@@ -124,7 +124,7 @@ def onnx_translations() -> dict[Any, Any]:
         aten._unsafe_index_put.default: _index_put,
         aten.masked_fill.Scalar: keep_float64(_onnx._aten_masked_fill),
     }
-    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **additions}
+    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **recurrent.TRANSLATIONS, **additions}
 
 
 def _index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:

@@ -56,7 +56,7 @@ _SUMS = {
 # ... but after these, hardly any result is an integer or another number where a later operation jumps.
 _MIXES = {
     *("softmax", "logsoftmax", "logsumexp", "layernorm", "groupnorm", "instancenorm", "rmsnorm"),
-    *("scaleddotproductattention", "multiheadattention", "lstm", "gru"),
+    *("scaleddotproductattention", "multiheadattention", "lstm", "gru", "rnntanh", "rnnrelu"),
 }
 _STABLE = _SMOOTH | _SUMS | _MIXES
 
