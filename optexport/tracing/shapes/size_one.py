@@ -64,8 +64,11 @@ class SizeOneRecorder(TorchFunctionMode):
 
     def _evaluate(self, expression: Any, answer: bool, shape_env: Any) -> None:
         for symbol in expression.free_symbols:
-            at_one = expression.xreplace({**shape_env.backed_var_to_val, symbol: sympy.Integer(1)})
-            if at_one == (sympy.false if answer else sympy.true):
+            try:
+                at_one = expression.xreplace({**shape_env.backed_var_to_val, symbol: sympy.Integer(1)})
+            except ZeroDivisionError:
+                at_one = None  # the model may fail at this size, which a run will show
+            if at_one in (None, sympy.false if answer else sympy.true):
                 self._symbols[symbol] = shape_env
 
     def store(self, program: ExportedProgram) -> None:

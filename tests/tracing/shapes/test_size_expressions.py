@@ -8,6 +8,7 @@ from torch import nn
 
 from optexport.errors import TraceError
 from optexport.signature.signature import Dim
+from optexport.tracing.shapes import size_expressions
 from optexport.tracing.trace import trace
 
 EXAMPLE = {"x": torch.zeros(3, 2, 40)}
@@ -22,6 +23,11 @@ class Windows(nn.Module):
             x = nn.functional.pad(x, (0, (window - length % window) % window))
             x = x.reshape(x.shape[0], x.shape[1], -1, window).flip(-1).flatten(-2)[..., : length + length // window]
         return x
+
+
+@pytest.fixture(autouse=True)
+def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size_expressions, "MAX_SECONDS", 0.0)
 
 
 @pytest.mark.slow
