@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import operator
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from torch.utils import _pytree as pytree
 from optexport._utils import aten_ops
 from optexport.errors import TraceError
 from optexport.signature.program_arguments import take_tensors
-from optexport.tracing.module_builders import KINDS, Kind
 from optexport.tracing.regions import inline_regions
+from optexport.transformations.analysis.module_builders import KINDS, Kind, find_owner
 
 aten = torch.ops.aten
 
@@ -169,7 +167,7 @@ def _candidates(nodes: Iterable[fx.Node]) -> dict[str, tuple[Kind, list[_Call]]]
     calls_by_path: dict[str, list[_Call]] = defaultdict(list)
     for node in nodes:
         kind = KINDS.get(node.target) if node.op == "call_function" else None
-        path = _owner(node, kind.module) if kind else None
+        path = find_owner(node, kind.module) if kind else None
         if path:
             calls_by_path[path].append(_Call.of(node))
     return {
@@ -177,27 +175,6 @@ def _candidates(nodes: Iterable[fx.Node]) -> dict[str, tuple[Kind, list[_Call]]]
         for path, calls in calls_by_path.items()
         if len({call.node.target for call in calls}) == 1
     }
-
-
-def _owner(node: fx.Node, module_type: type[nn.Module] | tuple[type[nn.Module], ...]) -> str | None:
-    """Returns the path of the innermost module of a call, if it has the expected type.
-
-    The weight's name does not identify the module: a tied weight has the name of only one of its owners.
-    """
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    if not stack:
-        return None
-    path, type_name = stack[-1]
-    if not isinstance(type_name, str):
-        cls = type_name
-    else:
-        module_name, _, class_name = type_name.rpartition(".")
-        cls = getattr(sys.modules.get(module_name), class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, module_type)):
-        return None
-    # Repeated calls of a module are named "path@1", "path@2", ...; saved programs have "L['self']." before the path.
-    path = re.sub(r"@\d+", "", path).removeprefix("L['self'].")
-    return path or None
 
 
 def _build(kind: Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Module | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optexport.transformations.composition import DeepCopy as DeepCopy
     from optexport.transformations.composition import LintAndRecompile as LintAndRecompile
     from optexport.transformations.composition import compose as compose
+    from optexport.transformations.fold_constants import FoldConstants as FoldConstants
     from optexport.transformations.fold_norm_affine import FoldNormAffine as FoldNormAffine
     from optexport.transformations.fold_scale import FoldScale as FoldScale
     from optexport.transformations.fuse_attention import FuseAttention as FuseAttention
@@ -50,6 +51,7 @@ _HOMES = {
     "CastPrecision": "cast_precision",
     "ChangeTrueDivToMulByInverse": "change_true_div_to_mul_by_inverse",
     "DeepCopy": "composition",
+    "FoldConstants": "fold_constants",
     "FoldNormAffine": "fold_norm_affine",
     "FoldScale": "fold_scale",
     "FuseAttention": "fuse_attention",
@@ -81,6 +83,7 @@ __all__ = [
     "CastPrecision",
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
+    "FoldConstants",
     "FoldNormAffine",
     "FoldScale",
     "FuseAttention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from optexport.transformations.analysis import batch_norm, folding, memory, modules
+from optexport.transformations.analysis import axes, batch_norm, folding, memory, modules
 from optexport.transformations.remove_no_ops import find_local_no_op
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -42,15 +43,15 @@ class FuseBatchNorm(Rule):
 
     BatchNorm(Layer(x))  ->  Layer'(x)        Layer(BatchNorm(x))  ->  Layer'(x)
 
-    For linears, convolutions and transposed convolutions in one to three dimensions. ``nn.Identity`` and inactive
-    dropouts may lie between, and a flatten before a linear.
+    For linears, convolutions and transposed convolutions in one to three dimensions. ``nn.Identity``, inactive dropouts
+    and changes of the shape that keep the axis of the channels whole may lie between, and a flatten before a linear.
 
-    Skips:   a first module whose result has other users; a norm in train mode or without running statistics; a module
-             that is shared, tied, hooked, parametrized, of a subclass or called more than once; mixed dtypes, devices
-             or requires_grad; an input of unknown rank, or where the channels of the norm are not the features of the
-             linear; a norm with a shift before a transposed convolution, or one that pads with zeros; a norm with a
-             mean of more than 16 standard deviations before a layer; an input that is changed in place between them;
-             weights that would overflow or become subnormal.
+    Skips:   a first module whose result has other users, except for its shape; a norm in train mode or without running
+             statistics; a module that is shared, tied, hooked, parametrized, of a subclass or called more than once;
+             mixed dtypes, devices or requires_grad; an input of unknown rank, or where the channels of the norm are not
+             the features of the linear; a norm with a shift before a transposed convolution, or one that pads with
+             zeros; a norm with a mean of more than 16 standard deviations before a layer; an input that is changed in
+             place between them; weights that would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the statistics of the norm are not kept.
     """
@@ -63,22 +64,18 @@ class FuseBatchNorm(Rule):
         second = modules.called_module(graph_module, node)
         if not isinstance(second, (*self.norms, *self.layers)):
             return None
-        start, between = _find_source(graph_module, node)
-        if start is None:
-            return None
-        first = modules.called_module(graph_module, start)
-        flattened = any(_flattens(graph_module, n) for n in between)
-        if isinstance(first, self.layers) and isinstance(second, self.norms) and not flattened:
-            norm_call, layer_call = node, start
+        path = _find_path(graph_module, node)
+        first = modules.called_module(graph_module, path.nodes[0])
+        if isinstance(first, self.layers) and isinstance(second, self.norms) and not path.flattened:
+            norm_call, layer_call = node, path.nodes[0]
         elif self.before and isinstance(first, self.norms) and isinstance(second, self.layers):
-            norm_call, layer_call = start, node
+            norm_call, layer_call = path.nodes[0], node
         else:
             return None
-        chain = [start, *reversed(between), node]
-        if reason := _find_problem(graph_module, norm_call, layer_call, chain, flattened):
+        if reason := _find_problem(graph_module, norm_call, layer_call, path):
             return Skip(reason)
         space = 1
-        if flattened and isinstance(first, _BatchNorm) and isinstance(second, nn.Linear):
+        if path.flattened and isinstance(first, _BatchNorm) and isinstance(second, nn.Linear):
             space = second.in_features // first.num_features
         fold = Fold((layer_call, norm_call), norm_call, layer_call, space)
         reason = folding.find_range_problem(layer_call.target, *_fold(graph_module, fold))
@@ -105,18 +102,47 @@ def _fold(graph_module: GraphModule, fold: Fold) -> tuple[nn.Module, torch.Tenso
     return layer, weight * _over_inputs(layer, scale), bias + _apply_to_constant(layer, weight, shift)
 
 
-def _find_source(graph_module: GraphModule, node: Node) -> tuple[Node | None, list[Node]]:
-    """Returns the source of a module's input, and the no-ops and flattens after it."""
-    between: list[Node] = []
-    x = modules.sole_input(node)
+@dataclass(frozen=True)
+class _Path:
+    """The nodes from one module call to the next.
+
+    Attributes:
+        nodes: Both calls, and the no-ops and changes of the shape between them.
+        axis: The axis of the first result that becomes the channels of the second module; None if unknown.
+        flattened: True if a flatten joins the channels with other axes.
+    """
+
+    nodes: list[Node]
+    axis: int | None
+    flattened: bool
+
+
+def _find_path(graph_module: GraphModule, node: Node) -> _Path:
+    """Returns the path to a module call from the closest node that is neither a no-op nor changes the shape."""
+    nodes, flattened, x = [node], False, modules.sole_input(node)
+    axis = None if x is None else _channel_axis(modules.called_module(graph_module, node), modules.dims(x))
     while x is not None:
-        if _flattens(graph_module, x) and isinstance(source := x.args[0], Node):
-            between, x = [*between, x], source
-        elif (no_op := find_local_no_op(graph_module, x)) is not None:
-            between, x = [*between, *reversed(no_op.nodes)], no_op.source
+        nodes.append(x)
+        source = x.args[0] if x.args else None
+        if (no_op := find_local_no_op(graph_module, x)) is not None:
+            nodes += no_op.nodes[-2::-1]
+            x = no_op.source
+        elif isinstance(source, Node) and (source_axis := axes.find_source_axis(x, axis)) is not None:
+            axis, x = source_axis, source
+        elif isinstance(source, Node) and _flattens(graph_module, x):
+            axis, flattened, x = None, True, source
         else:
             break
-    return x, between
+    return _Path(nodes[::-1], axis, flattened)
+
+
+def _channel_axis(module: nn.Module | None, rank: int | None) -> int | None:
+    """Returns the axis of a module's channels in its input and its result; None if unknown."""
+    if isinstance(module, nn.Linear):
+        return None if rank is None else rank - 1
+    if isinstance(module, _ConvNd):
+        return 1 if rank == module.weight.dim() else None
+    return 1
 
 
 def _flattens(graph_module: GraphModule, node: Node) -> bool:
@@ -128,12 +154,10 @@ def _flattens(graph_module: GraphModule, node: Node) -> bool:
     return modules.operator_name(node) == "flatten" and node.args[1:] in ((1,), (1, -1)) and not node.kwargs
 
 
-def _find_problem(
-    graph_module: GraphModule, norm_call: Node, layer_call: Node, chain: list[Node], flattened: bool
-) -> str | None:
-    first, second = chain[0], chain[-1]
-    for node in chain[:-1]:
-        if len(node.users) > 1:
+def _find_problem(graph_module: GraphModule, norm_call: Node, layer_call: Node, path: _Path) -> str | None:
+    first, second = path.nodes[0], path.nodes[-1]
+    for node, reader in itertools.pairwise(path.nodes):
+        if any(user is not reader and not axes.reads_shape(user, node) for user in node.users):
             return f"the result of {node.target} has other users"
     norm, layer = (modules.called_module(graph_module, call) for call in (norm_call, layer_call))
     assert isinstance(norm, _BatchNorm) and isinstance(layer, nn.Linear | _ConvNd)
@@ -145,17 +169,30 @@ def _find_problem(
         x = modules.sole_input(first)
         if x is not None and (change := memory.find_change_between(graph_module, x, first, second)):
             return f"{x.name} is changed in place by {change.name} between {first.name} and {second.name}"
-    if flattened:
+    if path.flattened:
         return None if isinstance(layer, nn.Linear) else f"{layer_call.target} follows a flatten and is not a linear"
-    rank = _RANKS.get(type(norm)) or modules.dims(first)
-    if rank != 2 + len(layer.weight.shape[2:]):
-        actual = "of unknown rank (trace with example inputs)" if rank is None else f"{rank}-dimensional"
-        return f"the result of {first.target} is {actual}"
+    first_module = norm if first is norm_call else layer
+    if reason := _find_axis_problem(first_module, norm, layer, path):
+        return reason
     if first is norm_call and isinstance(layer, _ConvNd) and bool(batch_norm.scale_and_shift(norm)[1].any()):
         zeros = layer.padding_mode == "zeros" and layer.padding != "valid" and set(layer.padding) != {0}
         if zeros or isinstance(layer, _ConvTransposeNd):
             return f"{layer_call.target} pads with zeros, to which the shift of {norm_call.target} does not apply"
     return None
+
+
+def _find_axis_problem(first: nn.Module, norm: _BatchNorm, layer: nn.Linear | _ConvNd, path: _Path) -> str | None:
+    """Returns why the channels of the norm are not the features of the layer, or None."""
+    call = path.nodes[0]
+    rank, expected = modules.dims(call), 2 + len(layer.weight.shape[2:])
+    if rank is None:  # nothing but no-ops lies between
+        rank = _RANKS.get(type(norm))
+        matches = rank == expected
+    else:
+        matches = path.axis is not None and path.axis == _channel_axis(first, rank)
+    actual = "of unknown rank (trace with example inputs)" if rank is None else f"{rank}-dimensional"
+    problem = f"the result of {call.target} is {actual}, and the channels of the norm may be another axis"
+    return None if matches else problem
 
 
 def _over_outputs(layer: nn.Linear | _ConvNd, factor: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,13 @@ RULES: Mapping[str, RuleInfo] = {
         in_preset=False,
         options={"weights": Option(bool, False, "also store equal weights once, tied under all of their names")},
     ),
+    "fold-constants": RuleInfo(
+        f"{_PACKAGE}.fold_constants:FoldConstants",
+        "computes once what depends only on weights and numbers",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=True,
+    ),
     "sink-select": RuleInfo(
         f"{_PACKAGE}.sink_select:SinkSelect",
         "computes only the position of a sequence that is used",

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport._utils import aten_ops
-from optexport.transformations.analysis import bounds, folding, memory, modes, modules, usage
+from optexport.transformations.analysis import axes, bounds, folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -28,7 +28,6 @@ _COPIES = (aten._to_copy.default, aten.clone.default)
 # Views with all elements of their input in the same order. They are no-ops if the shape stays the same.
 _SAME_ORDER = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim)
 _SAME_SHAPE = (*_SAME_ORDER, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.alias.default)
-_PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _CONJUNCTIONS = ("__and__", "bitwise_and", "logical_and")
 _CONTIGUOUS = (torch.contiguous_format, 0)  # a schema stores the default as a number
@@ -121,7 +120,7 @@ def _find_no_op(graph_module: GraphModule, node: Node) -> NoOp | Skip | None:
     value, before = node.meta.get("val"), source.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
         return None
-    if node.target in _PERMUTATIONS or node.target in _SAME_SHAPE:
+    if node.target in axes.PERMUTATIONS or node.target in _SAME_SHAPE:
         return _match_view(graph_module, node, source)
     kind, kind_before = ((tensor.dtype, tensor.device, tensor.layout) for tensor in (value, before))
     if kind != kind_before or arguments.get("pin_memory"):
@@ -216,10 +215,10 @@ def _may_squeeze(node: Node) -> bool:
 
     The trace assumes unknown sizes to be 2 or more.
     """
-    x, *axes = cast(tuple[Node, int | list[int]], node.args)
+    x, *removed = cast(tuple[Node, int | list[int]], node.args)
     value = x.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    squeezed = range(len(sizes)) if not axes else [axes[0]] if isinstance(axes[0], int) else axes[0]
+    squeezed = range(len(sizes)) if not removed else [removed[0]] if isinstance(removed[0], int) else removed[0]
     return any(not modules.is_fixed(sizes[axis]) for axis in squeezed if sizes)
 
 
@@ -227,14 +226,14 @@ def _changes_nothing(graph_module: GraphModule, node: Node, source: Node) -> boo
     is_mask = node.target is aten.expand.default and source.meta["val"].dtype == torch.bool
     if is_mask and _broadcasts_alike(node, source):
         return _same_shape(node, source) or _only_masks_attention(graph_module, node)
-    if order := _permutation(node):
+    if order := axes.permutation(node):
         return order == sorted(order)
     return node.target in _SAME_SHAPE and _same_shape(node, source)
 
 
 def _cancels(node: Node, source: Node, before: Node) -> bool:
     """Returns True if a view of a view equals the original value."""
-    if (order := _permutation(node)) and (order_before := _permutation(source)):
+    if (order := axes.permutation(node)) and (order_before := axes.permutation(source)):
         return [order_before[axis] for axis in order] == sorted(order)
     return node.target in _SAME_ORDER and source.target in _SAME_ORDER and _same_shape(node, before)
 
@@ -263,20 +262,6 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
     if node.target is aten.contiguous.default:
         return aten_ops.arguments(node).get("memory_format") in _CONTIGUOUS
     return node.target in (*_SAME_ORDER, aten.dropout.default) and _is_contiguous(graph_module, node.args[0])
-
-
-def _permutation(node: Node) -> list[int]:
-    """Returns the order of axes of a permutation; empty for other nodes."""
-    value, args = node.meta.get("val"), list[Any](node.args)
-    if node.target not in _PERMUTATIONS or not isinstance(value, torch.Tensor) or node.kwargs or not value.dim():
-        return []
-    rank = value.dim()
-    if node.target is aten.permute.default:
-        return [axis % rank for axis in args[1]]
-    a, b = (axis % rank for axis in args[1:] or (0, -1))
-    axes = list(range(rank))
-    axes[a], axes[b] = axes[b], axes[a]
-    return axes
 
 
 def _same_shape(a: Node, b: Node) -> bool:

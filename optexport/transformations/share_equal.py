@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,20 +12,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport._utils import aten_ops
 from optexport._utils.tensors import bytes_of
-from optexport.transformations.analysis import folding, memory, modes, modules
+from optexport.transformations.analysis import constants, folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
-_OPERATORS = {
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
-    *(operator.neg, operator.matmul, operator.getitem, operator.and_, operator.or_, operator.not_),
-    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-}
-_LAYERS = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.LayerNorm, nn.Embedding),
-)
 _PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -81,7 +70,7 @@ class ShareEqual(Rule):
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         if node.op == "output":
             return _match_weights(graph_module) if self.weights else None
-        if not node.users or not _is_pure(graph_module, node):
+        if not node.users or not constants.is_pure(graph_module, node):
             return None
         first = next((earlier for earlier in _candidates(graph_module, node) if _is_equal(node, earlier)), None)
         if first is None:
@@ -98,33 +87,6 @@ class ShareEqual(Rule):
         match.nodes[0].replace_all_uses_with(match.first)
         graph_module.graph.erase_node(match.nodes[0])
         return []
-
-
-def _is_pure(graph_module: GraphModule, node: Node) -> bool:
-    """Returns True if a node returns the same for the same inputs."""
-    if node.op == "get_attr":
-        return True
-    if node.op == "call_module":
-        return _is_pure_module(modules.called_module(graph_module, node))
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_function" and node.target in _OPERATORS
-    schema = node.target._schema
-    arguments = aten_ops.arguments(node)
-    return (
-        schema.name.startswith("aten::")
-        and "empty" not in schema.name
-        and not schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in node.target.tags
-        and not any(arguments.get(name) for name in ("train", "training", "use_input_stats"))  # may change statistics
-    )
-
-
-def _is_pure_module(module: nn.Module | None) -> bool:
-    assert module is not None
-    updates_statistics = module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
-    renormalizes = isinstance(module, nn.Embedding) and module.max_norm is not None
-    plain = type(module) in _LAYERS and folding.find_plain_problem(module, type(module)) is None
-    return plain and not updates_statistics and not renormalizes
 
 
 def _candidates(graph_module: GraphModule, node: Node) -> list[Node]:
@@ -227,7 +189,7 @@ def _weights_of(graph_module: GraphModule, node: Node) -> dict[str, torch.Tensor
     target = str(node.target)
     if node.op == "get_attr":
         return {target: memory.find_constant(graph_module, node)}
-    if node.op == "call_module" and _is_pure(graph_module, node):
+    if node.op == "call_module" and constants.is_pure(graph_module, node):
         module = graph_module.get_submodule(target)
         if folding.find_sharing_problem(graph_module, target, module) is None:
             tensors = (*module._parameters.items(), *module._buffers.items())

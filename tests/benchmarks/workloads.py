@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, ViTConfig, ViTModel, W
 
 from optexport import Dim
 from optexport.transformations import (
+    FoldConstants,
     FoldNormAffine,
     FoldScale,
     FuseAttention,
@@ -137,6 +138,43 @@ class _Images(nn.Module):
         return self.layers(x)
 
 
+class _StandardizedConv(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True, unbiased=False)
+        weight = (self.weight - mean) * torch.rsqrt(variance + 1e-6)
+        return nn.functional.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class _StandardizedBlock(nn.Module):
+    """A pre-activation block of a ResNet with standardized weights and group norms (as BiT)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(8, size) for size in (channels, width // 4, width // 4))
+        self.convs = nn.ModuleList(
+            [
+                _StandardizedConv(channels, width // 4, 1, bias=False),
+                _StandardizedConv(width // 4, width // 4, 3, stride, 1, bias=False),
+                _StandardizedConv(width // 4, width, 1, bias=False),
+            ]
+        )
+        self.shortcut = _StandardizedConv(channels, width, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            y = conv(norm(y).relu())
+        return y + self.shortcut(x)
+
+
+def _standardized_resnet() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [_StandardizedConv(3, 64, 7, 4, 3, bias=False)]
+    sizes = ((64, 256, 1), (256, 256, 1), (256, 512, 2), (512, 512, 1), (512, 1024, 2), (1024, 1024, 1))
+    layers += [_StandardizedBlock(*size) for size in sizes]
+    return randomise(_Images(nn.Sequential(*layers)))
+
+
 def _albert() -> nn.Module:
     folder = _folder("rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k")
     return AutoModelForMaskedLM.from_pretrained(folder).eval()
@@ -199,6 +237,15 @@ PAIRS = (
     ),
     Pair("remove-no-ops, MiniLM", _minilm, _text, _TEXT, _LENGTHS, (), (RemoveNoOps(),)),
     Pair("share-equal, MiniLM", _minilm, _text, _TEXT, _LENGTHS, (), (ShareEqual(),)),
+    Pair(
+        "fold-constants, ResNet with standardized weights (random)",
+        _standardized_resnet,
+        _image,
+        {"x": {0: Dim("batch", 1, 16)}},
+        ((2,), (1,), (8,)),
+        (),
+        (FoldConstants(),),
+    ),
     Pair("fuse-attention, MiniLM (eager)", _eager_minilm, _text, _TEXT, _LENGTHS, (), (FuseAttention(),)),
     Pair("merge-linear-chain, MiniLM + LoRA", _adapted_minilm, _text, _TEXT, _LENGTHS, (), (MergeLinearChain(),)),
     Pair("fold-scale, Whisper encoder (random)", _whisper, _sound, _SOUND, ((2,), (1,)), (), (FoldScale(),)),

@@ -75,6 +75,27 @@ MUTATIONS = (
         'or arguments["dropout_p"]:',
         ("tests/transformations/test_sink_select.py",),
     ),
+    Mutation(
+        "fold-constants-folds-changed-buffers",
+        "optexport/transformations/analysis/constants.py",
+        "tensor = memory.find_constant(graph_module, node)",
+        "tensor = memory._attribute(graph_module, node)",
+        ("tests/transformations/test_fold_constants.py",),
+    ),
+    Mutation(
+        "fold-constants-under-autocast",
+        "optexport/transformations/analysis/constants.py",
+        "and not modes.find_state(graph_module, node)",
+        "and graph_module is not None",
+        ("tests/transformations/test_fold_constants.py",),
+    ),
+    Mutation(
+        "batch-norm-across-joined-axes",
+        "optexport/transformations/analysis/axes.py",
+        "if all(statically_known_true(a == b) for a, b in pairs):",
+        "if any(statically_known_true(a == b) for a, b in pairs):",
+        ("tests/transformations/test_fuse_batch_norm.py",),
+    ),
     # tracing
     Mutation(
         "all-buffers-persistent",

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
+from transformers import LevitConfig, LevitForImageClassification
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused
+from optexport.signature.signature import Dim
+from optexport.testing import assert_close, check_applied, check_refused, copy_sharing_modules, outputs
 from optexport.transformations import FuseBatchNorm
 from optexport.transformations.rule import run
-from tests._helpers.graphs import by_export, by_fx
+from tests._helpers.graphs import Program, by_export, by_fx, calls
 from tests._helpers.models import randomise
 
 SPACE = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}
@@ -252,3 +255,114 @@ def test_cancelling_views_with_other_users_are_skipped() -> None:
     assert not run(FuseBatchNorm(), graph_module)[1].changes
     for output, expected_output in zip(graph_module(x), expected, strict=True):
         assert torch.equal(output, expected_output)
+
+
+ROWS = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
+
+
+def _as_levit(m: Any, x: torch.Tensor) -> Any:
+    y = m.layer(x)
+    return m.norm(y.flatten(0, 1)).reshape_as(y)
+
+
+SHAPES: dict[str, Any] = {
+    "flatten and reshape_as": _as_levit,
+    "view": lambda m, x: m.norm(m.layer(x).view(-1, 6)).view(x.shape[0], x.shape[1], 6),
+    "transpose": lambda m, x: m.norm(m.layer(x).transpose(1, 2)).transpose(1, 2),
+    "transpose and contiguous": lambda m, x: m.norm(m.layer(x).transpose(1, 2).contiguous()).mT,
+    "movedim": lambda m, x: m.norm(m.layer(x).movedim(-1, 1)).swapaxes(1, 2),
+    "permute of an image": lambda m, x: m.norm(m.layer(x).unsqueeze(2).permute(0, 3, 1, 2).flatten(2)),
+    "sizes that are read": lambda m, x: (y := m.layer(x), m.norm(y.flatten(0, 1)).view(y.shape[0], -1, 6))[1],
+    "a linear on both sides": lambda m, x: m.last(m.norm(m.layer(x).flatten(0, 1)).reshape(x.shape[0], -1, 6)),
+    "an unflattened result": lambda m, x: m.norm(m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mT),
+}
+
+
+def _sequences(body: Any, **layers: nn.Module) -> GraphModule:
+    dynamic = {"x": {0: Dim("batch", 1, 8), 1: Dim("length", 1, 16)}}
+    program = randomise(Program(body, **layers)).eval()
+    return symbolic_trace(program, example_inputs={"x": ROWS}, dynamic=dynamic)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SHAPES)
+def test_after_a_linear_across_changes_of_the_shape(name: str) -> None:
+    layers = {"layer": nn.Linear(4, 6), "norm": nn.BatchNorm1d(6), "last": nn.Linear(6, 2)}
+    graph_module = _sequences(SHAPES[name], **layers)
+    check_applied(FuseBatchNorm(), graph_module, ROWS)
+    fused = run(FuseBatchNorm(), copy_sharing_modules(graph_module))[0]
+    other = torch.randn(2, 7, 4)
+    assert_close(outputs(fused, other), outputs(graph_module, other), "at another size")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.layer(m.norm(x.flatten(0, 1)).view(x.shape)),
+        lambda m, x: m.layer(m.norm(x.transpose(1, 2)).transpose(1, 2)),
+    ],
+    ids=["view", "transpose"],
+)
+def test_before_a_linear_across_changes_of_the_shape(body: Any) -> None:
+    graph_module = _sequences(body, layer=nn.Linear(4, 6), norm=nn.BatchNorm1d(4))
+    check_applied(FuseBatchNorm(), graph_module, ROWS)
+
+
+def test_convolution_and_norm_across_a_flatten_of_the_space() -> None:
+    graph_module = by_export(
+        _x(2), lambda m, x: m.norm(m.layer(x).flatten(2)), layer=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm1d(6)
+    )
+    check_applied(FuseBatchNorm(), graph_module, _x(2))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.norm(m.layer(x).view(x.shape[0], -1, 3, 2).transpose(2, 3).flatten(2).mT),
+        lambda m, x: m.norm(m.layer(x).view(-1, 3, 2).mT.reshape(-1, 6)),
+        lambda m, x: m.norm(m.layer(x).transpose(1, 2).reshape(-1, 6)),
+        lambda m, x: m.norm(m.layer(x).transpose(1, 2).flatten(0, 1).view(-1, 6)),
+        lambda m, x: m.norm(m.layer(x).roll(1, -1).flatten(0, 1)),
+    ],
+    ids=["split and swapped", "swapped parts", "joined with positions", "flattened across", "rolled"],
+)
+def test_change_of_the_shape_that_mixes_channels_stays(body: Any) -> None:
+    x = torch.randn(2, 6, 4)
+    graph_module = by_export(x, body, layer=nn.Linear(4, 6), norm=nn.BatchNorm1d(6))
+    assert not run(FuseBatchNorm(), copy_sharing_modules(graph_module))[1].changes
+
+
+def test_norm_of_positions_stays() -> None:
+    x = torch.randn(3, 6, 4)
+    graph_module = by_export(
+        x,
+        lambda m, x: m.norm(m.layer(x).transpose(1, 2).transpose(1, 2)),
+        layer=nn.Linear(4, 6),
+        norm=nn.BatchNorm1d(6),
+    )
+    check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
+
+
+def test_values_with_another_reader_across_a_view_are_skipped() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = m.layer(x)
+        return m.norm(y.flatten(0, 1)).reshape_as(y) + y
+
+    graph_module = by_export(ROWS, body, layer=nn.Linear(4, 6), norm=nn.BatchNorm1d(6))
+    check_refused(FuseBatchNorm(), graph_module, ROWS, "the result of layer has other users")
+
+
+@pytest.mark.slow
+def test_all_norms_of_a_levit_are_fused() -> None:
+    config = LevitConfig(
+        image_size=64, hidden_sizes=[16, 24, 32], num_attention_heads=[1, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8]
+    )
+    config.down_ops = [["Subsample", 8, 2, 4, 2, 2], ["Subsample", 8, 3, 4, 2, 2], [""]]
+    images = {"pixel_values": torch.randn(2, 3, 64, 64)}
+    model = randomise(LevitForImageClassification(config)).eval()
+    graph_module = symbolic_trace(model, example_inputs=images, dynamic={"pixel_values": {0: "batch"}})
+    check_applied(FuseBatchNorm(), graph_module, images, count=27)
+    fused = run(FuseBatchNorm(), copy_sharing_modules(graph_module))[0]
+    assert not calls(fused, nn.BatchNorm1d)

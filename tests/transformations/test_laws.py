@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from optexport.testing import check_laws, copy_sharing_modules
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
+    FoldConstants,
     FoldNormAffine,
     FoldScale,
     FuseAttention,
@@ -42,6 +43,7 @@ from tests._helpers.graphs import Inherited, by_export, by_fx
 
 RULES = (
     ChangeTrueDivToMulByInverse(),
+    FoldConstants(),
     FoldNormAffine(),
     FoldScale(),
     FuseAttention(),
@@ -78,7 +80,7 @@ def _with_work_for_all() -> GraphModule:
         x = m.norm2d(m.conv(x)).mean((2, 3)) / 3
         x = m.norm1d(m.first(x.float()))
         twice = (x.tanh() + x.tanh()).sum()
-        results = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
+        results = m.scaled(x) * 0.3 * m.more.exp(), m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
         return m.q(x) * m.k(x) / 8 * twice, *results, row, attended
 
     return by_export(

@@ -22,7 +22,7 @@ def find_mode_problem(graph_module: GraphModule, nodes: Iterable[Node]) -> str |
         return None
     first, *rest = nodes
     for node in rest:
-        if _state(graph_module, node) != _state(graph_module, first):
+        if find_state(graph_module, node) != find_state(graph_module, first):
             return f"the grad mode, autocast or another global state changes between {first.name} and {node.name}"
     return None
 
@@ -33,7 +33,8 @@ def casts(graph_module: GraphModule, node: Node) -> bool:
     return any("autocast" in modules.operator_name(s) and s.args[2:3] != (False,) for s in active)
 
 
-def _state(graph_module: GraphModule, node: Node) -> list[Any]:
+def find_state(graph_module: GraphModule, node: Node) -> list[Any]:
+    """Returns what differs from the state in which the graph starts, in a comparable form."""
     return [(switch.target, str(switch.args), str(switch.kwargs)) for switch in _active_switches(graph_module, node)]
 
 

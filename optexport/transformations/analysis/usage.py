@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations.analysis import effects, modules
+
+_T = TypeVar("_T")
 
 
 def forget(graph_module: GraphModule, node: Node) -> None:
@@ -42,6 +45,7 @@ class Uses:
         self._reads: set[str] = set()
         self._module_names: dict[nn.Module, list[str]] = defaultdict(list)
         self._parameter_names: dict[torch.Tensor, list[str]] = defaultdict(list)
+        self.results: dict[Callable[[GraphModule], Any], Any] = {}
         for node in graph_module.graph.nodes:
             if node.op == "call_module":
                 self.calls[node.target].append(node)
@@ -64,6 +68,14 @@ class Uses:
     def calls_of(self, target: str) -> list[Node]:
         """Returns the nodes that still call a module, in graph order."""
         return [n for n in self.calls.get(target, []) if not n._erased and n.op == "call_module" and n.target == target]
+
+    def has_other_readers(self, node: Node, tensor: torch.Tensor) -> bool:
+        """Returns True if a parameter or buffer that a node reads is tied, or if a called module contains it."""
+        prefix = str(node.target)
+        while prefix := prefix.rpartition(".")[0]:
+            if prefix in self.calls:
+                return True
+        return len(self._parameter_names.get(tensor, [])) > 1
 
     def find_sharing_problem(self, target: str, module: nn.Module) -> str | None:
         """Returns why a module or its tensors are used elsewhere, or None."""
@@ -99,3 +111,12 @@ def indexed(graph_module: GraphModule) -> Iterator[None]:
 def uses(graph_module: GraphModule) -> Uses:
     """Returns the index of a graph."""
     return _uses.get(graph_module) or Uses(graph_module)
+
+
+def once(graph_module: GraphModule, analyse: Callable[[GraphModule], _T]) -> _T:
+    """Returns the result of an analysis, which runs once per pass."""
+    results = uses(graph_module).results
+    if analyse not in results:
+        results[analyse] = analyse(graph_module)
+    result: _T = results[analyse]
+    return result

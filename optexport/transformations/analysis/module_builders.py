@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 aten = torch.ops.aten
 
@@ -145,3 +147,24 @@ KINDS: dict[Any, Kind] = {
     aten.layer_norm.default: Kind(nn.LayerNorm, _layer_norm),
     aten.embedding.default: Kind(nn.Embedding, _embedding, ("weight",), input="indices"),
 }
+
+
+def find_path(node: fx.Node) -> tuple[str, Any]:
+    """Returns the path of the innermost module of a call, and its class or the name of its class.
+
+    The path is empty for calls of the whole model, and if it is unknown. The weight's name does not identify the
+    module: a tied weight has the name of only one of its owners.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path, cls = stack[-1] if stack else ("", None)
+    # Repeated calls of a module are named "path@1", "path@2", ...; saved programs have "L['self']." before the path.
+    return re.sub(r"@\d+", "", path).removeprefix("L['self']."), cls
+
+
+def find_owner(node: fx.Node, module_type: type[nn.Module] | tuple[type[nn.Module], ...]) -> str | None:
+    """Returns the path of the innermost module of a call, if it has the expected type."""
+    path, cls = find_path(node)
+    if isinstance(cls, str):
+        module_name, _, class_name = cls.rpartition(".")
+        cls = getattr(sys.modules.get(module_name), class_name, None)
+    return path or None if isinstance(cls, type) and issubclass(cls, module_type) else None
