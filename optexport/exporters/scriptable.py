@@ -117,7 +117,7 @@ def _write_promotion(graph: fx.Graph, node: fx.Node) -> None:
                 scalar = graph.call_function(aten.scalar_tensor, (argument,), {"dtype": torch.bool})
             node.update_arg(index, scalar)
         elif str(target._schema.arguments[index].type) in ("Tensor", "number") and not is_symbol:
-            node.update_arg(index, int(argument))
+            node.update_arg(index, int(bool(argument)))
     if target.overloadpacket in (aten.add, aten.mul) and result.dtype is not torch.bool:
         with graph.inserting_before(node):
             for mask in masks:
@@ -143,8 +143,11 @@ def _call_branches(graph_module: fx.GraphModule, node: fx.Node) -> None:
         "    return result\n"
     )
     module = type("Branch", (nn.Module,), {"forward": _forward_from_src(source, {"torch": torch})})()
-    for name, branch in zip(("true", "false"), branches, strict=True):
-        inner = make_scriptable(graph_module.get_submodule(str(branch.target)))
+    calls = [branch for branch in branches if isinstance(branch, fx.Node)]
+    for name, branch in zip(("true", "false"), calls, strict=True):
+        region = graph_module.get_submodule(str(branch.target))
+        assert isinstance(region, fx.GraphModule)
+        inner = make_scriptable(region)
         for placeholder, kind in zip(inner.graph.find_nodes(op="placeholder"), types[1:], strict=True):
             placeholder.type = kind
         inner.recompile()
@@ -152,7 +155,7 @@ def _call_branches(graph_module: fx.GraphModule, node: fx.Node) -> None:
     target = f"branch_{node.name}"
     graph_module.add_submodule(target, module)
     node.op, node.target, node.args = "call_module", target, (condition, *operands)
-    for branch in branches:
+    for branch in calls:
         if not branch.users:
             graph_module.graph.erase_node(branch)
 

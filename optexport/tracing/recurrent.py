@@ -57,14 +57,16 @@ def _computing(operator: torch._ops.OpOverload, compute: Callable[..., Any]) -> 
 
 def _run_padded(x: torch.Tensor, states: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     *_, bidirectional, _ = args
-    return _results(x, states, bidirectional)
+    return _results(x, states, bool(bidirectional))
 
 
 def _run_packed(data: torch.Tensor, _: torch.Tensor, states: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     return _results(data, states, args[-1])
 
 
-def _results(x: torch.Tensor, states: torch.Tensor | Sequence[torch.Tensor], bidirectional: bool) -> Any:
+def _results(
+    x: torch.Tensor, states: torch.Tensor | Sequence[torch.Tensor], bidirectional: bool
+) -> tuple[torch.Tensor, ...]:
     states = [states] if isinstance(states, torch.Tensor) else states
     size = states[0].shape[-1] * (2 if bidirectional else 1)
     return (x.new_empty([*x.shape[:-1], size]), *(torch.empty_like(state) for state in states))

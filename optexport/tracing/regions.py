@@ -73,7 +73,7 @@ class _CastRecorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: dict[int, torch.dtype] = {}
         self._tensors: list[torch.Tensor] = []  # keeps ids unique
 

@@ -56,7 +56,7 @@ class FoldConstants(Rule):
         computed, results = constants.find_constants(graph_module), dict[Node, Fold | Skip]()
         budget = self._budget(graph_module)
         needed: set[Node] = set()  # constants that are computed in every call
-        for node in reversed(computed):
+        for node in reversed(list(computed)):
             if all(user in computed and user not in needed for user in node.users):
                 continue
             needed.add(node)
@@ -78,7 +78,9 @@ class FoldConstants(Rule):
     def _budget(self, graph_module: GraphModule) -> int:
         """Returns the number of bytes by which further results may enlarge a model."""
         tensors = {*graph_module.parameters(), *graph_module.buffers()}
-        spent = sum(record for n in self.get_transformed_nodes(graph_module) for _, record in marks(n)[self.signature])
+        spent: int = sum(
+            record for n in self.get_transformed_nodes(graph_module) for _, record in marks(n)[self.signature]
+        )
         return max(int(_MAX_GROWTH * (sum(t.nbytes for t in tensors) - spent)), _MIN_BUDGET) - spent
 
     def _freed(self, graph_module: GraphModule, nodes: list[Node]) -> int:
@@ -206,16 +208,16 @@ def _call_layer(graph_module: GraphModule, node: Node) -> bool:
         return False
     arguments = aten_ops.arguments(node)
     reads = {name: arguments[name] for name in kind.tensors if arguments[name] is not None}
-    tensors = {name: container._parameters.get(name) for name in kind.tensors}
+    parameters = {name: container._parameters.get(name) for name in kind.tensors}
     names = {name for name, _ in (*container.named_parameters(), *container.named_buffers())}
     if names != reads.keys() or any(
         read.target != f"{path}.{name}" or len(read.users) > 1 for name, read in reads.items()
     ):
         return False
-    layer = kind.build(arguments, tensors)
+    layer = kind.build(arguments, dict(parameters))
     if layer is None:
         return False
-    layer._parameters.update(tensors)
+    layer._parameters.update(parameters)
     modules.replace_module(graph_module, path, layer.eval())
     node.op, node.target = "call_module", path
     node.args, node.kwargs = (arguments[kind.input],), {}

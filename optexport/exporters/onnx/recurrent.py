@@ -80,7 +80,7 @@ class _Layers:
     def _call(self, x: Any, states: Sequence[Any], layer: Sequence[_Direction], direction: str) -> list[Any]:
         rows = _ints(*(gate * self.hidden + row for gate in self.kind.gates for row in range(self.hidden)))
         biases = [op.Concat(*(op.Gather(bias, rows) for bias in way.biases), axis=0) for way in layer if way.biases]
-        attributes = dict(self.kind.attributes)
+        attributes: dict[str, Any] = dict(self.kind.attributes)
         if self.kind.activation:
             attributes["activations"] = [self.kind.activation] * len(layer)
         results = getattr(op, self.kind.op_type)(

@@ -69,8 +69,9 @@ def _is_constant(graph_module: GraphModule, node: Node) -> bool:
     """Returns True if a node is constant, provided that its inputs are."""
     if node.op == "get_attr":
         tensor = memory.find_constant(graph_module, node)
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor is not None
-        return plain and not tensor.is_meta and tensor.layout is torch.strided
+        if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return False
+        return not tensor.is_meta and tensor.layout is torch.strided
     if node.op not in ("call_function", "call_module"):
         return False
     # torch.export writes detach_ after each tensor that the forward creates from numbers.
