@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import linecache
 import os
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -29,6 +32,12 @@ def is_user_code(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
 
 
+def describe_frame(frame: FrameType) -> str:
+    """Returns the line that a frame is at: ``model.py:12: if x.max() > 3:``."""
+    name = frame.f_code.co_filename
+    return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
+
+
 def find_line(error: BaseException) -> str | None:
     """Returns the innermost line outside torch, the exporters and optexport: ``model.py:12: if x.max() > 3:``."""
     return find_innermost_line(traceback.extract_tb(error.__traceback__))
@@ -38,6 +47,13 @@ def find_innermost_line(stack: Iterable[traceback.FrameSummary]) -> str | None:
     """Returns the innermost line of a stack outside torch, the exporters and optexport."""
     frames = [frame for frame in stack if frame.line and is_user_code(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+
+
+def find_node_line(stack_trace: str | None) -> str | None:
+    """Returns the innermost line in a node's stack trace outside torch, the exporters and optexport."""
+    lines = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', stack_trace or "")
+    user = [(name, number, text) for name, number, text in lines if is_user_code(name)]
+    return f"{Path(user[-1][0]).name}:{user[-1][1]}: {user[-1][2]}" if user else None
 
 
 def describe_error(error: BaseException) -> str:

@@ -249,6 +249,8 @@ class Manifest(_Record):
         dims: The dynamic dimensions.
         values: The inputs whose values fit the size of a dimension wherever the checks change it.
         fixed_axes: The axes of inputs that the model fixes to one size, although the config does not.
+        skipped_checks: The lines of the model that check values and raise; the files compute on instead.
+        branches: The lines of the model that branch on values; the files compute both ways and choose.
         nodes_before: The number of nodes after the trace.
         nodes_after: The number of nodes in the graph of the first artifact.
         transformations: The transformations.
@@ -273,6 +275,8 @@ class Manifest(_Record):
     dims: dict[str, DimRecord]
     values: dict[str, ValuesRecord] = {}
     fixed_axes: list[str]
+    skipped_checks: list[str] = []
+    branches: list[str] = []
     nodes_before: Count
     nodes_after: Count
     transformations: list[TransformationRecord]

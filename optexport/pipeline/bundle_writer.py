@@ -166,6 +166,8 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
             for name, index in signature.indexes.items()
         },
         fixed_axes=list(traced.trace.fixed),
+        skipped_checks=list(traced.trace.skipped_checks),
+        branches=list(traced.trace.branches),
         nodes_before=traced.nodes,
         nodes_after=applied[-1].nodes_after if applied else traced.nodes,
         transformations=[

@@ -27,6 +27,7 @@ from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing
 from optexport.parity import gates, noise_floor
 from optexport.parity.cases import data_batches, size_probe
+from optexport.parity.cases.branch_cases import branch_cases
 from optexport.parity.cases.special_values import special_cases
 from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
@@ -218,6 +219,8 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         attention_masks=attention_masks(traced.graph_module, signature),
         has_value_dependent_sizes=has_value_dependent_sizes(traced.graph_module),
     )
+    branches, unreached = branch_cases(traced.graph_module, signature, checked_cases)
+    checked_cases += branches
     reference = run_original(
         traced.call,
         job.loaded.model,
@@ -228,7 +231,7 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
         computation=make_model_key(traced.graph_module, job.loaded.model),
     )
     unchecked = data_batches.describe_unchecked_data(job.user_batches, job.rows, reference.cases)
-    return replace(reference, skipped=(*unchecked, *reference.skipped))
+    return replace(reference, skipped=(*unchecked, *unreached, *reference.skipped))
 
 
 def tune(

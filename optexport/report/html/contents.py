@@ -179,6 +179,7 @@ def skipped(manifest: Manifest, measured: Measured) -> list[Skipped]:
     rows = [Skipped(artifact.format, ("other sizes than the traced ones",), artifact.fixed_shape)
             for artifact in manifest.artifacts if artifact.fixed_shape is not None]  # fmt: skip
     rows += [Skipped("a dynamic axis", (axis,), "the model fixes it") for axis in manifest.fixed_axes]
+    rows += [Skipped("a check of values", (line,), "files do not raise") for line in manifest.skipped_checks]
     rows += [Skipped("a check", (), reason) for reason in manifest.parity.left_out]
     if manifest.application is not None:
         rows += [Skipped("a preprocessor", (), reason) for reason in manifest.application.missing]

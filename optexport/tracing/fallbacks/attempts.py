@@ -20,6 +20,7 @@ from optexport.signature.arguments import fix_inputs
 from optexport.signature.outputs import as_containers, has_own_classes
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
+from optexport.tracing.fallbacks.value_branches import exploring_branches
 from optexport.tracing.shapes.size_expressions import LongSizeError
 
 T = TypeVar("T")
@@ -90,6 +91,24 @@ def _trace_with_values(
             for name in names:
                 constants[name] = example[name]
                 notes.append(f"{_format(name, example)}; the model reads its values{f' at {line}' if line else ''}")
+
+
+def trace_branches(model: nn.Module, trace: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
+    """Traces all ways of a model through its branches on values of the inputs.
+
+    Values of buffers are known: they decide a branch once and for all, unless the model changes them.
+
+    Returns:
+        The trace, and the lines of the branches of which one way raises.
+    """
+    changing: frozenset[str] = frozenset()
+    while True:
+        values = KnownValues({}, changing)
+        with exploring_branches() as checks, values.track(model):
+            result = trace()
+        if values.changing == changing:
+            return result, tuple(checks)
+        changing = values.changing
 
 
 def _may_be_constant(name: str, tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from optexport._utils.user_lines import is_user_code
 from optexport.errors import TraceError
 
-_KINDS: tuple[type[Exception], ...] = (
+TRACE_ERRORS: tuple[type[Exception], ...] = (
     GuardOnDataDependentSymNode,
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -39,8 +39,8 @@ def refuse_caught_errors() -> Iterator[None]:
         TraceError: The model caught one.
     """
     raised: list[Exception] = []
-    original_inits = {kind: kind.__init__ for kind in _KINDS}
-    for kind in _KINDS:
+    original_inits = {kind: kind.__init__ for kind in TRACE_ERRORS}
+    for kind in TRACE_ERRORS:
         kind.__init__ = _recording_init(original_inits[kind], raised)  # type: ignore[method-assign]
     for name in _READING_METHODS:
         setattr(torch.Tensor, name, _recording_method(getattr(torch.Tensor, name), raised))
@@ -49,7 +49,7 @@ def refuse_caught_errors() -> Iterator[None]:
     finally:
         for name in _READING_METHODS:
             delattr(torch.Tensor, name)  # the original is inherited from torch._C.TensorBase
-        for kind in _KINDS:
+        for kind in TRACE_ERRORS:
             kind.__init__ = original_inits[kind]  # type: ignore[method-assign]
     for error in raised:
         # The outermost frame of a traceback is the one in which the error was caught.

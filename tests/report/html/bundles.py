@@ -137,6 +137,7 @@ def hostile(folder: Path, prefix: str) -> Path:
     changed["transformations"][0]["near_misses"] = [{"node": f"{prefix}node", "reason": f"{prefix}reason"}]
     changed["parity"] |= {"left_out": [f"{prefix}left"], "unguided": [f"{prefix}u"], "fallback": f"{prefix}because"}
     changed["fixed_axes"] = [f"{prefix}axis"]
+    changed["skipped_checks"] = [f"{prefix}check"]
     changed["artifacts"][0]["fixed_shape"] = f"{prefix}shape"
     changed["constants"] = {f"{prefix}constant": f"{prefix}value"}
     changed["application"]["outputs"] = manifest["application"]["outputs"]  # a fixed value

@@ -14,6 +14,7 @@ from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Dim
 from optexport.tracing import trace
 from optexport.tracing.fallbacks.constants import KnownValues
+from optexport.tracing.graph_checks import check_deterministic
 
 
 class Switched(nn.Module):
@@ -201,7 +202,6 @@ def _set_data(numbers: torch.Tensor, new: torch.Tensor) -> None:
 
 
 WRITES = [
-    _set_data,
     lambda numbers, new: torch._foreach_add_([numbers], [new]),
     lambda numbers, new: torch.ops.aten.copy_.default(numbers, new),
     lambda numbers, new: torch.max(new[None], 0, out=(numbers, torch.zeros(3, dtype=torch.int64))),
@@ -223,8 +223,9 @@ class Flags(nn.Module):
 
 
 def test_numbers_of_an_earlier_version_are_not_constants() -> None:
-    with pytest.raises(TraceError, match="could not trace the model"):
-        trace.trace(Flags(), {"x": torch.randn(4, 3)})
+    graph_module = trace.trace(Flags(), {"x": torch.randn(4, 3)}).graph_module
+    for x in (torch.zeros(2, 3), torch.ones(5, 3)):
+        assert torch.equal(graph_module(x), Flags()(x))
 
 
 class Counting(nn.Module):
@@ -268,19 +269,42 @@ class DrawnInPython(nn.Module):
     ("model", "example"),
     [
         (Asking(), {"x": torch.randn(4, 3)}),
-        *((WrittenTo(write), {"x": torch.randn(4, 3)}) for write in WRITES),
-        (Counting(torch.zeros(2)), {"x": torch.randn(4, 3)}),
-        (Counting(torch.zeros(2), is_buffer=False), {"x": torch.randn(4, 3)}),
-        (CountingAnew(torch.zeros(2)), {"x": torch.randn(4, 3)}),
-        (DrawnInPython(), {"x": torch.randn(4, 3)}),
-        (Drawn(), {"x": torch.randn(4, 3)}),
+        *((WrittenTo(write), {"x": torch.randn(4, 3)}) for write in WRITES[:-1]),
         (OfText(), {"input_ids": torch.randint(0, 9, (2, 5))}),
         (OfNumbers(), {"x": torch.randn(4, 3), "scale": torch.tensor(2)}),
     ],
 )
-def test_values_that_depend_on_variable_inputs_are_refused(model, example):
-    with pytest.raises(TraceError, match="could not trace the model"):
-        trace.trace(model, example)
+def test_branch_on_variable_inputs_takes_both_ways(model, example):
+    graph_module = trace.trace(model, example).graph_module
+    first, *others = example.values()
+    for value in (first, -first, first * 0 + 4, first * 0 + 1_000_000):
+        torch.testing.assert_close(graph_module(value, *others), model(value, *others))
+
+
+def test_branch_on_assigned_data_is_refused():
+    with pytest.raises(TraceError, match="assignments to tensor.data"):
+        trace.trace(WrittenTo(_set_data), {"x": torch.randn(4, 3)})
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("model", [DrawnInPython(), Drawn()])
+def test_random_branch_is_part_of_the_graph(model):
+    traced = trace.trace(model, {"x": torch.randn(4, 3)})
+    with pytest.raises(TraceError, match="depend on random numbers"):
+        check_deterministic(traced.graph_module, traced.signature.output_names, traced.signature.output_names)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(Counting(torch.zeros(2)), Counting(torch.zeros(2), is_buffer=False), CountingAnew(torch.zeros(2))),
+        WrittenTo(WRITES[-1]),
+    ],
+)
+def test_branch_on_state_that_changes_is_refused(model):
+    with pytest.raises(TraceError, match=r"branches on values at test_constants.py:\d+: .* and writes to its state"):
+        trace.trace(model, {"x": torch.randn(4, 3)})
 
 
 class Nested(nn.Module):

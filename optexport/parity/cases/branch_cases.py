@@ -1,0 +1,101 @@
+"""Cases that take both ways of a model's branches on values, such as ``if torch.isnan(x).any()``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from optexport.parity.cases.case import Case
+from optexport.signature.signature import Batch, Signature
+from optexport.tracing.fallbacks.branch_merging import BRANCH
+
+# Values for the first number of an input, and factors for all its numbers.
+_VALUES = (float("nan"), float("inf"))
+_FACTORS = (0.0, -1.0, 1e-3, 100.0, -100.0, 1e6)
+# Values for all whole numbers of an input.
+_INTEGERS = (0, 1, -1, 1000)
+
+# The line of a branch, the position among the conditions of the graph, and the way.
+_Way = tuple[str, int, bool]
+
+
+def branch_cases(
+    graph_module: fx.GraphModule, signature: Signature, cases: Sequence[Case]
+) -> tuple[list[Case], list[str]]:
+    """Returns a case for each way that no other case takes, and a note for each way that no tried values take.
+
+    Args:
+        graph_module: The traced graph, which contains both ways of every branch.
+        cases: The cases so far; the first one is the traced batch.
+    """
+    conditions = _conditions(graph_module)
+    if not conditions:
+        return [], []
+    lines = [str(node.meta["custom"][BRANCH]) for node in conditions]
+    probe = _returning(graph_module, [node.args[0] for node in conditions])  # type: ignore[misc]
+
+    def ways(batch: Batch) -> set[_Way]:
+        with contextlib.suppress(Exception), torch.no_grad():  # the model rejects a batch that the graph rejects
+            answers = probe(*(batch[spec.name].clone() for spec in signature.inputs))
+            return {(line, index, bool(answers[index])) for index, line in enumerate(lines)}
+        return set()
+
+    missing = {(line, index, way) for index, line in enumerate(lines) for way in (True, False)}
+    for case in cases:
+        missing -= ways(case.batch)
+    added: list[Case] = []
+    for name, batch in _variations(cases[0].batch):
+        if not missing:
+            break
+        if taken := missing & ways(batch):
+            missing -= taken
+            added.append(Case(name, batch, extreme=True, optional=True))
+    notes = dict.fromkeys(
+        f"the branch at {line}: no values were found at which it is {way}" for line, _, way in sorted(missing)
+    )
+    return added, list(notes)
+
+
+def _conditions(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """Returns one node for each condition that a graph chooses by."""
+    chosen = [node for node in graph_module.graph.nodes if BRANCH in node.meta.get("custom", {})]
+    return list({node.args[0]: node for node in chosen}.values())
+
+
+def _returning(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
+    """Returns a graph that computes only some nodes."""
+    graph = fx.Graph(owning_module=graph_module)
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(graph_module.graph, copies)
+    graph.output(tuple(copies[node] for node in nodes))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(graph_module, graph)
+
+
+def _variations(example: Batch) -> Iterator[tuple[str, Batch]]:
+    """Yields other values for each input alone, with a name."""
+    for name, tensor in example.items():
+        if not tensor.numel():
+            continue
+        if tensor.dtype is torch.bool:
+            for value in (True, False):
+                yield f"{name} all {value}", {**example, name: torch.full_like(tensor, value)}
+        elif tensor.is_floating_point():
+            for value in _VALUES:
+                changed = tensor.clone()
+                changed.view(-1)[0] = value
+                yield f"{name} with {value}", {**example, name: changed}
+            for factor in _FACTORS:
+                yield f"{name} times {factor:g}", {**example, name: tensor * factor}
+            for value in (1.0, -1.0):
+                yield f"{name} all {value:g}", {**example, name: torch.full_like(tensor, value)}
+        elif not tensor.is_complex():
+            for value in _INTEGERS:
+                yield f"{name} all {value}", {**example, name: torch.full_like(tensor, value)}
+            for number in (tensor.max() + 1, tensor.max() * 2):
+                changed = tensor.clone()
+                changed.view(-1)[0] = number
+                yield f"{name} with {int(number)}", {**example, name: changed}

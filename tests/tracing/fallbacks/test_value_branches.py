@@ -1,0 +1,201 @@
+"""Branches on values of the inputs: the graph contains both ways, and chooses as the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import optexport
+from optexport.errors import TraceError
+from optexport.parity.cases.branch_cases import branch_cases
+from optexport.parity.cases.case import Case
+from optexport.tracing.trace import Traced, trace
+
+Function = Callable[["Branching", torch.Tensor], object]
+
+
+class Branching(nn.Module):
+    """Calls a function with layers to choose from."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self, x)
+
+
+def replaces_nan(m: Branching, x: torch.Tensor) -> object:
+    if torch.isnan(x).any():
+        x = torch.nan_to_num(x)
+    return m.first(x)
+
+
+def writes_in_place(m: Branching, x: torch.Tensor) -> object:
+    if torch.isnan(x).any():
+        x[torch.isnan(x)] = 0.5
+    return m.first(x)
+
+
+def reads_a_number(m: Branching, x: torch.Tensor) -> object:
+    if x.abs().max().item() > 3:
+        x = x / x.abs().max()
+    return m.first(x)
+
+
+def returns_early(m: Branching, x: torch.Tensor) -> object:
+    if (x > 0).all():
+        return m.first(x)
+    return m.second(x).relu()
+
+
+def chooses_in_an_expression(m: Branching, x: torch.Tensor) -> object:
+    return (m.first(x) if x.sum() > 0 else m.second(x)) * 2
+
+
+def branches_twice(m: Branching, x: torch.Tensor) -> object:
+    if torch.isnan(x).any():
+        x = torch.nan_to_num(x)
+    if x.abs().max() > 3:
+        x = x.clamp(-3, 3)
+    return {"y": m.first(x), "x": x}
+
+
+def branches_within_a_branch(m: Branching, x: torch.Tensor) -> object:
+    if x.sum() > 0:
+        x = x * 2 if x.max() > 3 else x * 3
+    else:
+        x = x - 1
+    return m.first(x)
+
+
+def raises_after_a_branch(m: Branching, x: torch.Tensor) -> object:
+    if torch.isnan(x).any():
+        x = torch.nan_to_num(x)
+    if x.abs().max() > 1e6:
+        largest = x.abs().max()
+        raise ValueError(f"too large: {largest}")
+    return m.first(x)
+
+
+def compares_tensors(m: Branching, x: torch.Tensor) -> object:
+    if torch.equal(x, x.abs()) or torch.allclose(x, -x.abs()):
+        x = x + 1
+    return m.first(x)
+
+
+def has_other_shapes_inside(m: Branching, x: torch.Tensor) -> object:
+    if x.max() > 3:
+        x = torch.cat([x, x + 1])
+    return m.first(x).mean(0)
+
+
+def selects_rows(m: Branching, x: torch.Tensor) -> object:
+    mask = x[:, 0] > 0
+    if mask.any():
+        x = x * 2
+    return m.first(x[mask])
+
+
+FUNCTIONS = (
+    *(replaces_nan, writes_in_place, reads_a_number, returns_early, chooses_in_an_expression, branches_twice),
+    *(branches_within_a_branch, raises_after_a_branch, compares_tensors, has_other_shapes_inside, selects_rows),
+)
+
+
+def _trace(function: Function) -> Traced:
+    return trace(Branching(function).eval(), {"x": torch.randn(3, 4).clamp(-2, 2)}, {"x": {0: "rows"}})
+
+
+def _batches() -> list[torch.Tensor]:
+    large, with_nan = torch.randn(5, 4).clamp(-2, 2), torch.randn(6, 4).clamp(-2, 2)
+    large[0, 1], with_nan[2, 3] = 7, torch.nan
+    return [large, with_nan, torch.rand(4, 4) + 0.1, -torch.rand(4, 4) - 4, torch.rand(2, 4) + 4]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_both_ways_of_a_branch_are_right(function: Function) -> None:
+    traced = _trace(function)
+    assert traced.branches
+    model = Branching(function).eval()
+    model.load_state_dict(traced.graph_module.state_dict(), strict=False)
+    for x in _batches():
+        torch.testing.assert_close(traced.graph_module(x.clone()), model(x.clone()), equal_nan=True)
+
+
+def test_operators_after_a_branch_are_called_once() -> None:
+    graph = _trace(replaces_nan).graph_module.graph
+    assert len(graph.find_nodes(op="call_module", target="first")) == 1
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)) == 1
+
+
+def grows(m: Branching, x: torch.Tensor) -> object:
+    if x.max() > 3:
+        x = torch.cat([x, x])
+    return m.first(x)
+
+
+def repeats(m: Branching, x: torch.Tensor) -> object:
+    while x.abs().max() > 100:
+        x = x / 10
+    return m.first(x)
+
+
+def changes_the_dtype(m: Branching, x: torch.Tensor) -> object:
+    return m.first(x).half() if x.max() > 3 else m.first(x)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (grows, r"two ways of the branch at test_value_branches.py:\d+: if x.max\(\) > 3: give results of the shapes"),
+        (repeats, r"such as the one at test_value_branches.py:\d+: while x.abs.*, have more than 16 ways"),
+        (
+            changes_the_dtype,
+            r"test_value_branches.py:\d+: .* give results of the dtypes torch.float16 and",
+        ),
+    ],
+)
+def test_branch_that_no_graph_can_choose_is_refused_with_the_line(function: Function, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason) as refusal:
+        _trace(function)
+    assert "torch.where" in str(refusal.value)
+
+
+def test_cases_are_added_for_ways_that_the_example_does_not_take() -> None:
+    traced = _trace(branches_twice)
+    batches = {"x": torch.zeros(3, 4)}
+    cases, notes = branch_cases(traced.graph_module, traced.signature, [Case("traced", batches)])
+    assert [case.name for case in cases] == ["x with nan", "x with inf"]
+    assert notes == []
+
+
+def never(m: Branching, x: torch.Tensor) -> object:
+    return m.first(x) if x[0, 0] == 0.123 else m.second(x)
+
+
+def test_way_that_no_tried_values_take_is_noted() -> None:
+    traced = _trace(never)
+    cases, (note,) = branch_cases(traced.graph_module, traced.signature, [Case("traced", {"x": torch.zeros(3, 4)})])
+    assert cases == []
+    assert note.endswith("no values were found at which it is True")
+
+
+@pytest.mark.slow
+def test_bundle_names_branches_and_checks_and_its_files_take_both_ways(tmp_path) -> None:
+    model = Branching(raises_after_a_branch).eval()
+    result = optexport.export(model, {"x": torch.zeros(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: "rows"}})
+    assert result.manifest.branches[0].endswith("if torch.isnan(x).any():")
+    assert result.manifest.skipped_checks[0].endswith("if x.abs().max() > 1e6:")
+    assert "x with nan" in result.manifest.parity.cases
+    for format_name in result.files:
+        bundle = optexport.Bundle.load(tmp_path / "bundle", format_name)
+        for x in _batches():
+            (output,) = bundle(x=x).values()
+            torch.testing.assert_close(torch.as_tensor(output), model(x))
