@@ -175,6 +175,10 @@ class UntraceableError(TraceError):
     """A failure of ``torch.export`` on a model that runs; fewer dynamic sizes may help."""
 
 
+class FixedSizeError(TraceError):
+    """A dynamic size that a trace fixes; another way to trace may not."""
+
+
 class ValuesAskedError(UntraceableError):
     """A model that reads values of its inputs, which a trace does not know.
 

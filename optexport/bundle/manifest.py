@@ -251,6 +251,7 @@ class Manifest(_Record):
         fixed_axes: The axes of inputs that the model fixes to one size, although the config does not.
         skipped_checks: The lines of the model that check values and raise; the files compute on instead.
         branches: The lines of the model that branch on values; the files compute both ways and choose.
+        is_strict_trace: True if only ``torch.export`` with ``strict=True`` could trace the model.
         nodes_before: The number of nodes after the trace.
         nodes_after: The number of nodes in the graph of the first artifact.
         transformations: The transformations.
@@ -277,6 +278,7 @@ class Manifest(_Record):
     fixed_axes: list[str]
     skipped_checks: list[str] = []
     branches: list[str] = []
+    is_strict_trace: bool = False
     nodes_before: Count
     nodes_after: Count
     transformations: list[TransformationRecord]

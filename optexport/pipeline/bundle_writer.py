@@ -168,6 +168,7 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         fixed_axes=list(traced.trace.fixed),
         skipped_checks=list(traced.trace.skipped_checks),
         branches=list(traced.trace.branches),
+        is_strict_trace=traced.trace.is_strict,
         nodes_before=traced.nodes,
         nodes_after=applied[-1].nodes_after if applied else traced.nodes,
         transformations=[

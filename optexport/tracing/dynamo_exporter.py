@@ -14,6 +14,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,25 @@ from optexport.tracing.size_simplification import simplifying_sizes
 FOLDER = Path(str(exporters.__file__)).parent
 
 
+# True if torch.export reads the model's bytecode.
+_STRICT: ContextVar[bool] = ContextVar("strict", default=False)
+
+
+@contextlib.contextmanager
+def tracing_strictly() -> Iterator[None]:
+    """Makes `export_module` trace with ``strict=True`` within the block."""
+    token = _STRICT.set(True)
+    try:
+        yield
+    finally:
+        _STRICT.reset(token)
+
+
+def is_strict() -> bool:
+    """Returns True within `tracing_strictly`."""
+    return _STRICT.get()
+
+
 def has_transformers_model(module: torch.nn.Module) -> bool:
     """Returns True if a module is, or contains, a transformers model."""
     return any(isinstance(child, PreTrainedModel) for child in module.modules())
@@ -51,7 +71,7 @@ def export_module(
         args=(),
         kwargs=copy.deepcopy(dict(inputs)),
         dynamic_shapes=dict(dynamic_shapes),
-        strict=False,
+        strict=is_strict(),
         # Assert the declared ranges at run time; torch.export would refuse ranges that it cannot prove.
         prefer_deferred_runtime_asserts_over_guards=True,
     )

@@ -8,7 +8,7 @@ import functools
 import itertools
 import keyword
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport._utils.module_state import restoring_state
 from optexport._utils.user_lines import describe_error, find_line
-from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
+from optexport.errors import FixedSizeError, OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.signature.signature import (
     Batch,
     Dim,
@@ -40,11 +40,12 @@ from optexport.tracing.fallbacks.attempts import (
 from optexport.tracing.fallbacks.branch_merging import find_branches, merge_ways
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
-from optexport.tracing.fallbacks.value_branches import calling_all_ways, is_branch, is_exploring
+from optexport.tracing.fallbacks.value_branches import calling_all_ways, exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
     describe_fixing_line,
+    is_fixed_by_len,
     recording_fixed_sizes,
     store_fixing_lines,
 )
@@ -84,6 +85,8 @@ class Traced:
             only the dimensions that decide it.
         constants: Inputs that became constants, with their values. The graph is valid for these values only.
         skipped_checks: The lines of the model that check values and raise, which the graph leaves out.
+        is_strict: True if only ``torch.export`` with ``strict=True`` could trace the model.
+        asks_length: True if ``len`` fixed an axis.
     """
 
     graph_module: fx.GraphModule
@@ -92,6 +95,8 @@ class Traced:
     suspect_sizes: tuple[dict[str, int], ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     skipped_checks: tuple[str, ...] = ()
+    is_strict: bool = False
+    asks_length: bool = False
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -124,22 +129,75 @@ def trace(
         suspects = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
+    trace_axes = functools.partial(_trace_axes, model, example, dynamic, values)
+    try:
+        result = trace_axes()
+    except UntraceableError as error:
+        return _trace_again(model, example, dynamic, values, error)
+    except FixedSizeError:
+        if (strict := _try_strict(model, trace_axes)) is None:
+            raise
+        return strict
+    if result.fixed and result.asks_length and (strict := _try_strict(model, trace_axes)) is not None:
+        return strict if len(strict.fixed) < len(result.fixed) else result
+    return result
+
+
+def _trace_axes(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    values: Mapping[str, Sequence[str]],
+) -> Traced:
+    """Traces a module with all axes dynamic that may be, with the declared ranges or, if that fails, without."""
     try:
         return _trace_module(model, example, dynamic, values=values)
-    except UntraceableError as error:
-        if is_branch(error) and not is_exploring():
-            result, checks = trace_branches(model, functools.partial(trace, model, example, dynamic, values=values))
-            return replace(result, skipped_checks=(*result.skipped_checks, *checks))
+    except UntraceableError:
         if _declared_dims(dynamic):
             with contextlib.suppress(TraceError):  # the first error says more
                 return _trace_module(model, example, dynamic, has_ranges=False, values=values)
+        raise
 
-        def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
-            result = _trace_module(model, example, dynamic, free, values=values)
-            return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
+def _trace_again(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    values: Mapping[str, Sequence[str]],
+    error: UntraceableError,
+) -> Traced:
+    """Traces a module that torch.export refused: all ways of branches, strictly, or with less that may change."""
+    trace_axes = functools.partial(_trace_axes, model, example, dynamic, values)
+    has_branch = is_branch(error)
+    if has_branch:
+        try:
+            result, lines = trace_branches(model, trace_axes)
+            return replace(result, skipped_checks=(*result.skipped_checks, *lines))
+        except UntraceableError as branch_error:  # says more
+            error = branch_error
+    if (strict := _try_strict(model, trace_axes)) is not None:
+        return strict
+
+    def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
+        result = _trace_module(model, example, dynamic, free, values=values)
+        return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
+
+    with exploring_branches(enabled=has_branch) as checks:
         result, constants, notes = retry_trace(model, example, error, trace_with, is_declared=dynamic is not None)
-        return replace(result, fixed=(*notes, *result.fixed), constants=constants)
+    skipped_checks = (*result.skipped_checks, *checks)
+    return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
+
+
+def _try_strict(model: nn.Module, trace_axes: Callable[[], Traced]) -> Traced | None:
+    """Traces a module with ``strict=True``; None if that fails too.
+
+    TorchDynamo reads Python's bytecode, and traces ``len(x)`` and ``int(index.max())``, which fix a number otherwise.
+    """
+    if isinstance(model, fx.GraphModule) or dynamo_exporter.has_transformers_model(model):
+        return None
+    with dynamo_exporter.tracing_strictly(), contextlib.suppress(TraceError):
+        return replace(trace_axes(), is_strict=True)
+    return None
 
 
 def _check_names(model: nn.Module) -> None:
@@ -183,7 +241,8 @@ def _trace_module(
     else:
         graph_module = reconstruct_modules(program)
     traced = _make_traced(graph_module, signature, fixed, suspect_sizes)
-    return replace(traced, skipped_checks=program.graph_module.meta.get(_CHECKS, ()))
+    checks = program.graph_module.meta.get(_CHECKS, ())
+    return replace(traced, skipped_checks=checks, asks_length=is_fixed_by_len(program))
 
 
 def _make_traced(
@@ -298,6 +357,8 @@ def _export(
     if free is not None:
         hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
     shapes = as_arguments(hints)
+    if dynamo_exporter.is_strict():
+        return _export_strictly(model, example, dynamic, shapes)
     try:
         with (
             restoring_state(model),  # a trace would leave fake tensors in attributes that the model assigns
@@ -332,6 +393,20 @@ def _export(
     program.graph_module.meta[_CHECKS] = tuple(checks)
     if written := numbers.used_buffers & _find_written_buffers(program):
         return _export(model, example, dynamic, free, {*changing, *written})
+    return program
+
+
+def _export_strictly(
+    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, shapes: Mapping[str, Any]
+) -> ExportedProgram:
+    try:
+        with restoring_state(model), dynamo_exporter.exporting():
+            program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
+    except Exception as error:  # TorchDynamo raises many types, and the model's code any other
+        raise _explain(model, example, error, dynamic, {}) from error
+    checks: dict[str, None] = {}
+    drop_value_assertions(program, checks)
+    program.graph_module.meta[_CHECKS] = tuple(checks)
     return program
 
 
@@ -386,7 +461,7 @@ def _explain(
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
         fixed_size = re.fullmatch(r"\w+ = (\d+)", conditions)
         fixing_line = fixing_lines.get(int(fixed_size.group(1))) if fixed_size else None
-        return TraceError(
+        return FixedSizeError(
             f"the trace at {shapes} is not valid for all declared sizes: it requires {conditions}"
             f"{describe_fixing_line(fixing_line)}",
             location="inputs.dynamic",

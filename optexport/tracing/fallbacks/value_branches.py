@@ -201,22 +201,17 @@ _CHECKS: ContextVar[dict[str, None] | None] = ContextVar("checks", default=None)
 
 
 @contextlib.contextmanager
-def exploring_branches() -> Iterator[dict[str, None]]:
-    """Makes every trace within the block take all ways through branches on values.
+def exploring_branches(*, enabled: bool = True) -> Iterator[dict[str, None]]:
+    """Makes every trace within the block take all ways through branches on values, if enabled.
 
     Yields the lines of the branches of which one way raises, as keys.
     """
     checks: dict[str, None] = {}
-    token = _CHECKS.set(checks)
+    token = _CHECKS.set(checks if enabled else None)
     try:
         yield checks
     finally:
         _CHECKS.reset(token)
-
-
-def is_exploring() -> bool:
-    """Returns True within `exploring_branches`."""
-    return _CHECKS.get() is not None
 
 
 @contextlib.contextmanager

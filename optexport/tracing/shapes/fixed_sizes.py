@@ -44,6 +44,12 @@ def find_fixing_line(program: ExportedProgram, size: int) -> str | None:
     return lines.get(size)
 
 
+def is_fixed_by_len(program: ExportedProgram) -> bool:
+    """Returns True if a line with ``len(...)`` fixed a dynamic size."""
+    lines: Mapping[int, str] = program.graph_module.meta.get(_META_KEY, {})
+    return any(re.search(r"\blen\(", line) for line in lines.values())
+
+
 def describe_fixing_line(line: str | None) -> str:
     """Returns the end of an error message that names the line."""
     return f", because of {line}" if line else ""

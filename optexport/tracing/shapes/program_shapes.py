@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from optexport.errors import TraceError
+from optexport.errors import FixedSizeError, TraceError
 from optexport.signature.program_arguments import input_names, tensor_inputs
 from optexport.signature.signature import (
     Dim,
@@ -101,7 +101,7 @@ class _SignatureReader:
     def _fix(self, name: str, axis: int, hint: int, declared: Mapping[int, str | Dim]) -> int:
         if axis in declared:
             dim, line = declared[axis], find_fixing_line(self._program, hint)
-            raise TraceError(
+            raise FixedSizeError(
                 f"the model fixes {dim.name if isinstance(dim, Dim) else dim} to {hint}{describe_fixing_line(line)}",
                 location=f"input {name}, axis {axis}",
                 hint=choose_hint(line, "Remove the dimension from inputs.dynamic, or trace with another size."),
