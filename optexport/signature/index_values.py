@@ -33,12 +33,10 @@ class IndexValues:
             new: Size of each dimension that the results must fit, by name.
         """
         dims = [name for name in self.dims if name in old and name in new]
-        if not dims:
+        if all(old[name] == new[name] for name in dims):
             return values
         end = max(min(old[name] for name in dims) + self.high, self.low)
         new_end = max(min(new[name] for name in dims) + self.high, self.low)
-        if end == new_end:
-            return values
         steps = values.long().clamp(min=self.low, max=end) - self.low
         fitted = self.low + steps * (new_end - self.low) // max(end - self.low, 1)
         return torch.where(values < self.low, values.long(), fitted).to(values.dtype)

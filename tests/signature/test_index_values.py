@@ -36,7 +36,10 @@ def test_values_below_the_range_stay() -> None:
 
 def test_values_of_two_dimensions_fit_the_smaller() -> None:
     values = torch.tensor([0, 5, 7])
-    assert IndexValues(("h", "w")).fit(values, {"h": 8, "w": 6}, {"h": 20, "w": 3}).tolist() == [0, 2, 2]
+    index, old = IndexValues(("h", "w")), {"h": 8, "w": 6}
+    assert index.fit(values, old, {"h": 20, "w": 3}).tolist() == [0, 2, 2]
+    assert index.fit(values, old, {"h": 7, "w": 6}).tolist() == [0, 5, 5]
+    assert index.fit(values, old, old).tolist() == [0, 5, 7]
 
 
 def test_a_narrow_dtype_does_not_overflow() -> None:
