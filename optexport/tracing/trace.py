@@ -42,6 +42,7 @@ from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways, exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
+from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
     describe_fixing_line,
@@ -371,6 +372,7 @@ def _export(
             SizeOneRecorder() as ones,
             recording_fixed_sizes() as fixing_lines,
             calling_all_ways(model),
+            SymbolicSizes(),
         ):
             if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)

@@ -119,7 +119,7 @@ def assert_outputs(subject: Prepared, path: Path, *inputs: dict[str, torch.Tenso
         for batch in inputs:
             want, got = eager(subject, batch), run(batch)
             for name, value in want.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:

@@ -20,17 +20,29 @@ from torch import fx
 from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
-from optexport.errors import ExportError, OptexportError, first_line, root_cause
+from optexport.errors import ExportError, first_line
 from optexport.exporters.format import FlatGraph, Format
 from optexport.exporters.graph_export import to_program
-from optexport.exporters.onnx import fourier, int64, max_pool, recurrent, sigmoid, transformers_fixes
+from optexport.exporters.onnx import (
+    complex_numbers,
+    fourier,
+    int64,
+    max_pool,
+    recurrent,
+    sigmoid,
+    transformers_fixes,
+)
 from optexport.exporters.onnx import passes as onnx_passes
+from optexport.exporters.onnx.refusals import refuse
+from optexport.exporters.onnx.replacements.table import replace_operators
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.transformations.analysis import effects
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
+# The newest opset that torch.onnx writes.
+NEWEST_OPSET = 23
 # Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
 
@@ -69,16 +81,13 @@ def convert(
         ExportError: ONNX lacks an operator of the graph, or ``torch.onnx`` writes another opset.
     """
     try:
-        with transformers_fixes.onnx_patches(), _cached_torchlib():
-            model = _convert(graph_module, signature, example, opset)
-    except OptexportError:
-        raise
+        model = _convert(graph_module, signature, example, opset)
     except Exception as error:  # torch.onnx wraps errors in several types
-        raise ExportError(
-            f"torch.onnx could not convert the graph: {root_cause(error)}",
-            location="export.formats: onnx",
-            hint='Try another export.opset, or leave "onnx" out of export.formats.',
-        ) from error
+        other = None if opset is not None else NEWEST_OPSET
+        refusal = refuse(error, lambda: _try_opset(graph_module, signature, example, other))
+        if refusal is error:
+            raise
+        raise refusal from error
     if opset is not None and (written := model.opset_imports.get("")) != opset:
         raise ExportError(
             f"torch.onnx wrote opset {written} instead of {opset}",
@@ -122,14 +131,32 @@ def write(
     check_no_crash(path, {node.op_type for node in model.graph.all_nodes()})
 
 
+def _try_opset(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
+) -> int | None:
+    """Returns the opset of a model if the conversion with the given opset succeeds."""
+    try:
+        return _convert(graph_module, signature, example, opset).opset_imports[""]
+    except Exception:  # as many types as in `convert`; the first error is the one to show
+        return None
+
+
 def _convert(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
+) -> onnx_ir.Model:
+    with transformers_fixes.onnx_patches(), _cached_torchlib():
+        return _convert_patched(graph_module, signature, example, opset)
+
+
+def _convert_patched(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
 ) -> onnx_ir.Model:
     patched = copy.copy(graph_module)
     patched.graph = copy.deepcopy(graph_module.graph)
-    transformers_fixes.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
+    replace_operators(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = fourier.replace_with_matmuls(to_program(patched, signature, example))
+    program = complex_numbers.replace_with_pairs(program, signature, example)
     if _writes_into_view(program.graph_module):
         program = program.run_decompositions({})
     transformers_fixes.fix_for_onnx(program)

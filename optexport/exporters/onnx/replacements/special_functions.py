@@ -1,4 +1,4 @@
-"""Inverse of the error function, which ``torch.onnx`` does not convert."""
+"""Special functions that ``torch.onnx`` does not convert, computed in float64."""
 
 from __future__ import annotations
 
@@ -100,3 +100,48 @@ def _quotient(x: torch.Tensor, index: int) -> torch.Tensor:
         for factors in _PERCENTAGE_POINTS[index]
     )
     return numerator / denominator
+
+
+# Coefficients of Lanczos' approximation with g = 7, from Godfrey, "A note on the computation of the convergent Lanczos
+# complex Gamma approximation" (2001).
+_LANCZOS = (
+    0.99999999999980993,
+    676.5203681218851,
+    -1259.1392167224028,
+    771.32342877765313,
+    -176.61502916214059,
+    12.507343278686905,
+    -0.13857109526572012,
+    9.9843695780195716e-6,
+    1.5056327351493116e-7,
+)
+
+
+def lgamma(x: torch.Tensor) -> torch.Tensor:
+    """Computes the logarithm of the absolute gamma function by Lanczos' approximation, and by reflection below 1/2."""
+    dtype, x = x.dtype if x.is_floating_point() else torch.float32, x.double()
+    z = torch.where(x < 0.5, 1 - x, x) - 1
+    total = _LANCZOS[0] + sum(factor / (z + i) for i, factor in enumerate(_LANCZOS[1:], start=1))
+    t = z + 7.5
+    result = math.log(2 * math.pi) / 2 + (z + 0.5) * torch.log(t) - t + torch.log(total)
+    reflected = math.log(math.pi) - torch.log(torch.sin(math.pi * (x - torch.floor(x))).abs()) - result
+    result = torch.where(x < 0.5, reflected, result)
+    is_pole = (x <= 0) & (x == torch.floor(x))
+    return torch.where(is_pole | x.isinf(), math.inf, result).to(dtype)
+
+
+def digamma(x: torch.Tensor) -> torch.Tensor:
+    """Computes the derivative of `lgamma` by recurrence to 8, an asymptotic series, and reflection below 0.
+
+    Source: Abramowitz and Stegun, 6.3.5, 6.3.7 and 6.3.18.
+    """
+    dtype, x = x.dtype if x.is_floating_point() else torch.float32, x.double()
+    z = torch.where(x < 0, 1 - x, x)
+    shift = sum(1 / (z + i) for i in range(8))
+    y = z + 8
+    square = 1 / (y * y)
+    series = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * (1 / 240 - square / 132))))
+    result = torch.log(y) - 0.5 / y - series - shift
+    angle = math.pi * (x - torch.floor(x))
+    result = torch.where(x < 0, result - math.pi * torch.cos(angle) / torch.sin(angle), result)
+    return torch.where((x < 0) & (x == torch.floor(x)), math.nan, result).to(dtype)

@@ -1,0 +1,101 @@
+"""Traces functions of torch that take a size as a Python integer, or choose an algorithm by it, for every size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class SymbolicSizes(TorchFunctionMode):
+    """Replaces these functions within the block, where one of their sizes is symbolic."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        function = _FUNCTIONS.get(func)
+        result = None if function is None else function(*args, **kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+
+def _cdist(
+    x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
+) -> torch.Tensor | None:
+    """Computes exact distances; torch uses a product for more than 25 points, so that a trace is valid up to 25."""
+    if not compute_mode.endswith("if_necessary") or not _is_symbolic(x.shape[-2], y.shape[-2]):
+        return None
+    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+
+
+def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **kw: Any) -> torch.Tensor | None:
+    dtype = dtype or torch.get_default_dtype()
+    if not _is_symbolic(steps) or not dtype.is_floating_point or set(kw) - {"device"}:
+        return None
+    index = torch.arange(steps, dtype=dtype, **kw)
+    last = torch.full((), steps - 1, dtype=dtype, **kw).clamp(min=1)
+    step = (end - start) / last
+    return torch.where(index * 2 <= last, start + step * index, end - step * (last - index))
+
+
+def _hann_window(
+    length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, **kw: Any
+) -> torch.Tensor | None:
+    if not _is_symbolic(length) or set(kw) - {"device"}:
+        return None
+    dtype = dtype or torch.get_default_dtype()
+    period = torch.full((), length if periodic else length - 1, dtype=dtype, **kw).clamp(min=1)
+    window = torch.sin(torch.arange(length, dtype=dtype, **kw) * math.pi / period).square()
+    return torch.where(torch.full((), length, **kw) == 1, torch.ones((), dtype=dtype, **kw), window)
+
+
+def _istft(  # noqa: PLR0913 - the parameters of istft
+    x: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: Any = None,
+    return_complex: bool = False,
+) -> torch.Tensor | None:
+    """Adds overlapping frames as torch does; the length may be longer than the frames."""
+    if not _is_symbolic(length) or return_complex:
+        return None
+    frames = (x if x.dim() == 3 else x.unsqueeze(0)).transpose(1, 2)
+    norm = "ortho" if normalized else "backward"
+    transform = torch.fft.irfft if onesided is not False else torch.fft.ifft
+    frames = torch.real(transform(frames, n=n_fft, dim=-1, norm=norm))
+    win_length, hop_length = win_length or n_fft, hop_length or n_fft // 4
+    window = torch.ones(win_length, dtype=frames.dtype, device=x.device) if window is None else window
+    before = (n_fft - win_length) // 2
+    window = functional.pad(window, (before, n_fft - win_length - before))
+    count, size = frames.shape[1], n_fft + hop_length * (frames.shape[1] - 1)
+    weights = (window * window).expand(1, count, n_fft)
+    start = n_fft // 2 if center else 0
+
+    def add_frames(frames: torch.Tensor, outside: float) -> torch.Tensor:
+        total = torch.ops.aten.unfold_backward(frames, [frames.shape[0], size], 1, n_fft, hop_length)
+        return functional.pad(total, (0, length), value=outside).narrow(1, start, length)
+
+    signal = add_frames(frames * window, 0) / add_frames(weights, 1)
+    return signal if x.dim() == 3 else signal.squeeze(0)
+
+
+def _is_symbolic(*sizes: Any) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+_FUNCTIONS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
+    torch.cdist: _cdist,
+    torch.linspace: _linspace,
+    torch.hann_window: _hann_window,
+    torch.istft: _istft,
+    torch.Tensor.istft: _istft,
+}

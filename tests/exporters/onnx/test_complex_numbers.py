@@ -1,0 +1,128 @@
+"""Complex numbers in ONNX files, as pairs of real numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport import Dim
+from optexport.errors import ExportError
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features by an angle for each position, as Llama's original code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 10.0 ** -torch.arange(2.0))
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        turned = torch.view_as_real(y * self.freqs_cis[: x.shape[1], None])  # type: ignore[index]  # a buffer
+        return turned.flatten(3) + (y * y.conj()).real.sum(-1, keepdim=True)
+
+
+def test_rotary_embedding_turns_complex_numbers(tmp_path: Path) -> None:
+    subject = files.prepare(Rotary(), {"x": torch.randn(2, 5, 3, 4)}, {"x": {0: "batch", 1: Dim("time", 2, 60)}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, n, 3, 4)} for n in (2, 9, 40)))
+
+
+def _arithmetic(m: nn.Module, x: torch.Tensor) -> Any:
+    z = torch.complex(x, x.flip(1) + 0.5)
+    turned = z.abs() * torch.exp(1j * z.angle()) - z / (2 - 1j) + 1
+    powers = z**2 + z**0.5 + z.sqrt() + z.log() + 1 / z
+    chosen = torch.where(x > 0, z, 0) + z.masked_fill(x > 1, 2j)
+    moved = torch.cat([z.T, torch.zeros_like(z).T], 1).flip(0)[1:].reshape(-1)
+    summed = torch.einsum("ij,kj->ik", z, z.conj()) + z @ z.mT
+    written = torch.zeros(x.shape[0], 5, dtype=torch.complex64)
+    written[:, 1:4] = z[:, :3]
+    written *= 2j
+    results = turned, powers, chosen, moved, summed, written, z.sgn(), z.sum(1), z.cumsum(0), z.to(torch.complex128)
+    return *map(torch.view_as_real, results), torch.linalg.vector_norm(z, dim=1), z.isfinite(), z == z.conj()
+
+
+@pytest.mark.slow
+def test_arithmetic_is_done_with_both_parts(tmp_path: Path) -> None:
+    """torch.onnx has no powers, roots, conditions or sums by index for complex numbers."""
+    subject = files.prepare(Program(_arithmetic), {"x": torch.randn(4, 6)}, {"x": {0: Dim("rows", 2, 40)}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 6) * 100})
+
+
+class Denoiser(nn.Module):
+    """Multiplies a spectrogram by a complex mask and goes back to the sound."""
+
+    def __init__(self, *, onto_length: bool) -> None:
+        super().__init__()
+        self.onto_length = onto_length
+        self.register_buffer("window", torch.hann_window(12))
+        self.mask = nn.Linear(9, 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options = {"n_fft": 16, "hop_length": 4, "win_length": 12, "window": self.window}
+        z = torch.stft(x, **options, return_complex=True)  # type: ignore[call-overload]  # options of several types
+        real, imag = self.mask(z.abs().transpose(1, 2)).transpose(1, 2).chunk(2, 1)
+        z = z * torch.complex(real, imag) + torch.polar(z.abs(), z.angle())
+        length = x.shape[1] if self.onto_length else None
+        return torch.istft(z, **options, length=length)  # type: ignore[arg-type]  # options of several types
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("onto_length", [True, False])
+def test_masked_spectrogram_goes_back_to_sound_of_any_length(onto_length: bool, tmp_path: Path) -> None:
+    """A trace of istft fixed the length."""
+    dynamic = {"x": {0: Dim("batch", 1, 9), 1: Dim("time", 32, 400)}}
+    subject = files.prepare(Denoiser(onto_length=onto_length).eval(), {"x": torch.randn(2, 64)}, dynamic)
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, n)} for n in (33, 98, 200)))
+
+
+class SpectralConvolution(nn.Module):
+    """Multiplies the lowest frequencies by complex weights, as Fourier neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.rfft(x)
+        y = torch.zeros(x.shape[0], 4, z.shape[-1], dtype=torch.complex64)
+        y[:, :, :5] = torch.einsum("bix,iox->box", z[:, :, :5], self.weight)
+        return torch.fft.irfft(y, n=x.shape[-1])
+
+
+@pytest.mark.slow
+def test_complex_weight_is_stored_as_two_real_ones(tmp_path: Path) -> None:
+    dynamic = {"x": {0: Dim("batch", 1, 9), 2: Dim("time", 10, 400)}}
+    subject = files.prepare(SpectralConvolution(), {"x": torch.randn(2, 3, 16)}, dynamic)
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(1, 3, n)} for n in (10, 31, 64)))
+
+
+def test_complex_output_is_refused_with_what_to_return(tmp_path: Path) -> None:
+    subject = files.prepare(Program(lambda m, x: torch.complex(x, x)), {"x": torch.randn(4, 3)}, {"x": {0: "rows"}})
+    with pytest.raises(ExportError, match="no complex outputs\nHint: Return torch.view_as_real"):
+        files.save_onnx(subject, tmp_path / "model.onnx")
+
+
+def test_missing_form_names_the_line(tmp_path: Path) -> None:
+    subject = files.prepare(Product(), {"x": torch.randn(4, 3)}, {"x": {0: "rows"}})
+    with pytest.raises(
+        ExportError, match=r"aten.prod.dim_int, at test_complex_numbers.py:\d+: return z.prod"
+    ) as raised:
+        files.save_onnx(subject, tmp_path / "model.onnx")
+    assert raised.value.hint == "Write it with real and imaginary parts."
+
+
+class Product(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x)
+        return z.prod(1).real

@@ -1,0 +1,36 @@
+"""Special functions in ONNX files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+
+def _values(m: nn.Module, x: torch.Tensor) -> Any:
+    y = x.flip(1)
+    pairs = [of(x, y) for of in (torch.fmax, torch.fmin, torch.hypot)]
+    return (
+        torch.lgamma(x),
+        torch.digamma(x),
+        *pairs,
+        torch.copysign(x, y * 0),
+        functional.rrelu(x),
+        x.masked_select(x > 0),
+        x.copysign(-1.0),
+    )
+
+
+@pytest.mark.slow
+def test_functions_without_an_operator_are_written(tmp_path: Path) -> None:
+    subject = files.prepare(Program(_values), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(subject, tmp_path / "model.onnx")
+    ends = torch.tensor([[torch.inf, 1e20, -3.0, 0.25, torch.nan, 2.0, 1.0, -0.5, 1e20, 150.0, 0.0]])
+    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 6) * 5}, {"x": ends})
