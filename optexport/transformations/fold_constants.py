@@ -209,12 +209,13 @@ def _call_layer(graph_module: GraphModule, node: Node) -> bool:
     arguments = aten_ops.arguments(node)
     reads = {name: arguments[name] for name in kind.tensors if arguments[name] is not None}
     parameters = {name: container._parameters.get(name) for name in kind.tensors}
+    others = {name: value for name, value in arguments.items() if name not in (*kind.tensors, kind.input)}
     names = {name for name, _ in (*container.named_parameters(), *container.named_buffers())}
-    if names != reads.keys() or any(
-        read.target != f"{path}.{name}" or len(read.users) > 1 for name, read in reads.items()
-    ):
+    is_alone = names == reads.keys() and all(type(module) is nn.Module for module in container.modules())
+    if not is_alone or any(read.target != f"{path}.{name}" or len(read.users) > 1 for name, read in reads.items()):
         return False
-    layer = kind.build(arguments, dict(parameters))
+    is_fixed = not any(isinstance(value, Node) for value in torch.utils._pytree.tree_leaves(others))
+    layer = kind.build(arguments, dict(parameters)) if is_fixed else None
     if layer is None:
         return False
     layer._parameters.update(parameters)

@@ -46,9 +46,9 @@ def race(pair: Pair, folder: Path, settings: Settings) -> Iterator[str]:
     for name in FORMATS:
         report = measure([with_[name], without[name]], workloads, [(with_[name], without[name])], settings)
         cells = []
-        for pair in report.comparisons:
-            c = pair.comparison
-            cells.append(f"{', '.join(pair.workload.sizes)}: {c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})")
+        for compared in report.comparisons:
+            c = compared.comparison
+            cells.append(f"{', '.join(compared.workload.sizes)}: {c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})")
         yield f"| {pair.name} | {name} | {'; '.join(cells)} |"
 
 

@@ -83,6 +83,24 @@ def test_layer_with_a_computed_weight_becomes_a_plain_layer(name: str) -> None:
     assert_same(outputs(folded, other), outputs(graph_module, other), "at another size")
 
 
+class _NormalizedInput(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.norm = nn.LayerNorm(4, elementwise_affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.norm(x), F.normalize(self.weight, dim=1), self.bias)
+
+
+def test_module_with_other_layers_stays_apart() -> None:
+    graph_module = _traced(_NormalizedInput(), X)
+    check_applied(RULE, graph_module, X, exact=True)
+    folded = _folded(graph_module)
+    assert set(folded.state_dict()) == {"block.layer.weight", "block.layer.bias"}
+    assert len(calls(folded, nn.LayerNorm)) == 1
+    assert not calls(folded, nn.Linear)
+
+
 def test_batch_norm_behind_a_normalized_weight_is_fused() -> None:
     layers = {"conv": parametrizations.weight_norm(nn.Conv2d(4, 5, 3)), "norm": nn.BatchNorm2d(5)}
     graph_module = by_export(IMAGES, lambda m, x: m.norm(m.conv(x)), **layers)

@@ -97,8 +97,10 @@ def is_view(node: Node) -> bool:
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
         return True
+    if modules.operator_name(node) == "contiguous":
+        return value.stride() == source.stride()
     copies = value.is_contiguous() and not source.is_contiguous()
-    return value.dtype == source.dtype and not copies
+    return (value.dtype, value.device) == (source.dtype, source.device) and not copies
 
 
 def evaluate(graph_module: GraphModule, node: Node) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -115,7 +117,8 @@ def evaluate(graph_module: GraphModule, node: Node) -> tuple[torch.Tensor, list[
     values: dict[Node, Any] = {}
     weights: list[torch.Tensor] = []
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for device in {tensor.device.type for tensor in graph_module.state_dict().values()} | {"cpu"}:
+        results = torch.utils._pytree.tree_leaves([n.meta.get("val") for n in ordered])
+        for device in {value.device.type for value in results if isinstance(value, torch.Tensor)}:
             stack.enter_context(torch.autocast(device, enabled=False))
         for n in sorted(ordered):
             args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), values.__getitem__)
