@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tests.zoo import runner, table
+from tests.zoo import runner, stages, table
 from tests.zoo.shrinking import model_types
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ def main() -> None:
         arguments.results,
         jobs=arguments.jobs,
         timeout=arguments.timeout,
-        build_only=arguments.build,
+        judge=stages.judge_building if arguments.build else stages.judge,
         tell=_tell,
     )
     if arguments.table is not None:

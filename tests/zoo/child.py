@@ -10,12 +10,13 @@ from multiprocessing.connection import Connection
 import torch
 import transformers
 
-from tests.zoo import stages
+from tests.zoo.runner import Judge
+from tests.zoo.stages import Outcome
 
 _MOST_MEMORY = 12 << 30
 
 
-def main(model_type: str, answer: Connection, build_only: bool) -> None:
+def main(model_type: str, answer: Connection, judge: Judge) -> None:
     """Judges a model type and sends the result.
 
     Before each stage it sends the results until then, in case it is killed.
@@ -26,13 +27,9 @@ def main(model_type: str, answer: Connection, build_only: bool) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
 
-    def announce(outcome: stages.Outcome, stage: str) -> None:
+    def announce(outcome: Outcome, stage: str) -> None:
         answer.send({**outcome.as_json(), "at": stage})
 
-    if build_only:
-        outcome = stages.Outcome(model_type, announce=announce)
-        stages.build(outcome)
-    else:
-        outcome = stages.judge(model_type, announce=announce)
+    outcome = judge(model_type, announce)
     answer.send({**outcome.as_json(), "finished": True})
     answer.close()

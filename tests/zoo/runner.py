@@ -19,9 +19,12 @@ from typing import Any
 
 import psutil
 
+from tests.zoo import stages
+
+Judge = Callable[[str, stages.Announce], stages.Outcome]
+
 # Children are forked from a process with all imports, because importing takes longer than many models.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["tests.zoo.child"]
 # A deadlocked process spends no CPU time, so this many times the limit is the limit of wall-clock time.
 _PATIENCE = 20
 
@@ -58,7 +61,8 @@ def run(
     *,
     jobs: int,
     timeout: float,
-    build_only: bool = False,
+    judge: Judge = stages.judge,
+    preload: str = "tests.zoo.child",
     tell: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
     """Runs model types through the pipeline and appends their results to a file.
@@ -66,16 +70,17 @@ def run(
     Args:
         jobs: Number of parallel processes.
         timeout: Limit of CPU time in seconds for each type.
-        build_only: True to only build each model and run it eagerly.
+        judge: Judges a type; a function of a module.
+        preload: Module whose imports all processes share.
         tell: Called with each result.
     """
     os.environ |= {"HF_HUB_OFFLINE": "1", "OPTEXPORT_CACHE": "", "OMP_NUM_THREADS": "1"}
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    _CONTEXT.set_forkserver_preload([preload])
     waiting, running = list(reversed(model_types)), list[_Running]()
     with results.open("a", encoding="utf-8") as file:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(), build_only))
+                running.append(_start(waiting.pop(), judge))
             multiprocessing.connection.wait([model_type.process.sentinel for model_type in running], timeout=1)
             for model_type in list(running):
                 record = _result(model_type, timeout)
@@ -86,11 +91,11 @@ def run(
                     tell(record)
 
 
-def _start(model_type: str, build_only: bool) -> _Running:
+def _start(model_type: str, judge: Judge) -> _Running:
     from tests.zoo import child
 
     answer, end = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=child.main, args=(model_type, end, build_only))
+    process = _CONTEXT.Process(target=child.main, args=(model_type, end, judge))
     process.start()
     end.close()
     return _Running(model_type, process, answer, time.monotonic())

@@ -63,7 +63,7 @@ class Outcome:
     rules: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
-    announce: Callable[[Outcome, str], None] = field(default=lambda outcome, stage: None, repr=False)
+    announce: Announce = field(default=lambda outcome, stage: None, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "announce"}
@@ -87,6 +87,10 @@ class Outcome:
             self.seconds[stage] = round(time.perf_counter() - start, 2)
         self.stages.setdefault(stage, DONE)
         return result
+
+
+# Called with the results until then and the name of the next stage.
+Announce = Callable[[Outcome, str], None]
 
 
 def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
@@ -124,17 +128,25 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
     return None
 
 
+def judge_building(model_type: str, announce: Announce = lambda outcome, stage: None) -> Outcome:
+    """Only builds a model type and runs it eagerly."""
+    outcome = Outcome(model_type, announce=announce)
+    announce(outcome, "built")
+    build(outcome)
+    return outcome
+
+
 def judge(
     model_type: str,
+    announce: Announce = lambda outcome, stage: None,
     effort: str = "standard",
-    announce: Callable[[Outcome, str], None] = lambda outcome, stage: None,
     formats: Sequence[Format] = FORMATS,
 ) -> Outcome:
     """Runs a model type through all stages.
 
     Args:
-        effort: The effort in ``[parity]``.
         announce: Called before each stage with the results until then.
+        effort: The effort in ``[parity]``.
         formats: Formats to write. If empty, the graph is the last stage.
     """
     outcome = Outcome(model_type, announce=announce)

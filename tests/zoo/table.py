@@ -23,7 +23,7 @@ _LEGEND = (
     "number of places."
 )
 # Symbols of results in the table. A dash marks a stage that did not run.
-_MARKS = {"done": "✓", "wrong": "**wrong**", "refused": "refused", "crash": "**crash**", "fixed": "fixed sizes"}
+MARKS = {"done": "✓", "wrong": "**wrong**", "refused": "refused", "crash": "**crash**", "fixed": "fixed sizes"}
 
 
 def passed(record: Record) -> bool:
@@ -91,11 +91,11 @@ def _summary(records: Sequence[Record], total: int) -> list[str]:
         f"| built | {count('built', 'done')} | |",
         f"| ran eagerly on inputs made from the config | {count('eager', 'done')} | |",
         f"| taken further so far: traced, proven, exported | {ran} | |",
-        f"| traced | {count('traced', 'done')} | {_share(count('traced', 'done'), ran)} |",
-        f"| proven as a graph | {count('graph', 'done')} | {_share(count('graph', 'done'), ran)} |",
+        f"| traced | {count('traced', 'done')} | {share(count('traced', 'done'), ran)} |",
+        f"| proven as a graph | {count('graph', 'done')} | {share(count('graph', 'done'), ran)} |",
     ]
     for name in FORMATS:
-        lines.append(f"| proven in {name} | {count(name, 'done')} | {_share(count(name, 'done'), ran)} |")
+        lines.append(f"| proven in {name} | {count(name, 'done')} | {share(count(name, 'done'), ran)} |")
     whole = sum(passed(record) for record in further)
     several: list[tuple[str, Callable[[Record], bool]]] = [
         ("a result that is wrong", lambda record: "wrong" in record["stages"].values()),
@@ -104,14 +104,14 @@ def _summary(records: Sequence[Record], total: int) -> list[str]:
         ("a crash that is no error of optexport's", lambda record: "crash" in record["stages"].values()),
         ("out of time", lambda record: "timeout" in record["stages"].values()),
     ]
-    lines.append(f"| proven throughout | {whole} | {_share(whole, ran)} |")
+    lines.append(f"| proven throughout | {whole} | {share(whole, ran)} |")
     for title, holds in several:
         number = sum(map(holds, further))
-        lines.append(f"| {title} | {number} | {_share(number, ran)} |")
+        lines.append(f"| {title} | {number} | {share(number, ran)} |")
     return lines
 
 
-def _share(count: int, of: int) -> str:
+def share(count: int, of: int) -> str:
     return f"{100 * count / of:.1f} %" if of else ""
 
 
@@ -121,7 +121,7 @@ def _reasons(records: Sequence[Record]) -> list[str]:
     for record in records:
         if record["stages"].get("eager") == "done":
             for stage, reason in record["reasons"].items():
-                befell = types.setdefault((record["stages"][stage], _brief(reason)), [])
+                befell = types.setdefault((record["stages"][stage], brief(reason)), [])
                 befell.append(f"{record['model_type']} ({stage})")
     order = Counter({key: len(names) for key, names in types.items()})
     return [
@@ -129,13 +129,13 @@ def _reasons(records: Sequence[Record]) -> list[str]:
     ] or ["None."]
 
 
-def _brief(reason: str) -> str:
+def brief(reason: str) -> str:
     line = " ".join(reason.split())
     return (line if len(line) <= 240 else f"{line[:240]} …").replace("|", "\\|").replace("<", "&lt;")
 
 
 def _row(record: Record) -> str:
-    marks = [_MARKS.get(record["stages"].get(s, ""), record["stages"].get(s, "-")) for s in STAGES[2:]]
+    marks = [MARKS.get(record["stages"].get(s, ""), record["stages"].get(s, "-")) for s in STAGES[2:]]
     rules = ", ".join(f"{name} {count}" for name, count in sorted(record["rules"].items()))
     seconds = round(sum(record["seconds"].values()))
     cells = [record["model_type"], record["cls"], record["nodes"], record["linears"], rules, *marks, seconds]
@@ -145,4 +145,4 @@ def _row(record: Record) -> str:
 def _unbuilt(record: Record) -> str:
     stage = next((s for s in STAGES if record["stages"].get(s) != "done"), "built")
     reason = record["reasons"].get(stage, "").split(" | ")[0]
-    return f"| {record['model_type']} | {stage} | {_brief(reason)} |"
+    return f"| {record['model_type']} | {stage} | {brief(reason)} |"

@@ -39,7 +39,7 @@ SAMPLE = (
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", SMALL)
 def test_type_is_built_traced_and_its_graph_verified(model_type: str) -> None:
-    outcome = stages.judge(model_type, "quick", formats=())
+    outcome = stages.judge(model_type, effort="quick", formats=())
     assert set(outcome.stages.values()) == {"done"}, outcome.reasons
     assert outcome.stages.keys() >= {"built", "eager", "traced", "graph"}
 

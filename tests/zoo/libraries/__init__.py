@@ -1,0 +1,1 @@
+"""Models of libraries other than transformers, small and with random weights."""
