@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,11 @@ from torch import nn
 
 from optexport.signature import Dim
 from tests._helpers.models import randomise
+from tests.zoo.libraries.absent import absent
 
 Sizes = Mapping[str, int]
+# What some libraries import, for parts that no model here uses. torchvision and torchaudio need another torch.
+_ABSENT = ("torchvision", "torchaudio", "librosa", "resampy", "ray")
 # Makes values of a shape. The sizes are those of the named axes.
 Values = Callable[[Sequence[int], Sizes, torch.Generator], torch.Tensor]
 
@@ -119,6 +123,19 @@ class Model:
             name: {index: dims.get(axis, axis) for index, axis in enumerate(tensor.shape) if isinstance(axis, str)}
             for name, tensor in self.inputs.items()
         }
+
+
+def network(path: str, *arguments: Any, **options: Any) -> Callable[[], nn.Module]:
+    """Returns a function that imports ``package.module:Class`` and calls the class."""
+
+    def make() -> nn.Module:
+        module, _, name = path.partition(":")
+        with absent(*_ABSENT):
+            cls = getattr(importlib.import_module(module), name)
+        model: nn.Module = cls(*arguments, **options)
+        return model
+
+    return make
 
 
 def _dim(name: str, limits: Mapping[str, int]) -> str | Dim:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from tests.zoo.libraries.absent import absent
-from tests.zoo.libraries.model import Input, Model, ids
+from tests.zoo.libraries.model import Input, Model, ids, network
 from tests.zoo.libraries.models.images import EVEN_SIZE, IMAGE
 
 _LATENTS = (
@@ -22,11 +21,8 @@ _TEXT = Input(("batch", "length", 32))
 _MULTIPLE = {name: {"min": 8, "multiple_of": 8} for name in ("height", "width")}
 
 
-def _diffusers(name: str, **options: Any) -> nn.Module:
-    with absent("torchvision"):
-        import diffusers
-    model: nn.Module = getattr(diffusers, name)(**options)
-    return model
+def _diffusers(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return network(f"diffusers:{name}", **options)
 
 
 def models() -> Iterator[Model]:
@@ -38,7 +34,7 @@ def models() -> Iterator[Model]:
     }
     yield Model(
         "diffusers/unet2d",
-        lambda: _diffusers(
+        _diffusers(
             "UNet2DModel",
             sample_size=16,
             in_channels=4,
@@ -54,7 +50,7 @@ def models() -> Iterator[Model]:
     )
     yield Model(
         "diffusers/unet2d_condition",
-        lambda: _diffusers(
+        _diffusers(
             "UNet2DConditionModel",
             sample_size=16,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -74,21 +70,21 @@ def models() -> Iterator[Model]:
     }
     yield Model(
         "diffusers/autoencoder_kl",
-        lambda: _diffusers("AutoencoderKL", latent_channels=4, **autoencoder),
+        _diffusers("AutoencoderKL", latent_channels=4, **autoencoder),
         {"sample": IMAGE},
         EVEN_SIZE,
         _MULTIPLE,
     )
     yield Model(
         "diffusers/vq_model",
-        lambda: _diffusers("VQModel", latent_channels=3, num_vq_embeddings=32, **autoencoder),
+        _diffusers("VQModel", latent_channels=3, num_vq_embeddings=32, **autoencoder),
         {"sample": IMAGE},
         EVEN_SIZE,
         _MULTIPLE,
     )
     yield Model(
         "diffusers/autoencoder_tiny",
-        lambda: _diffusers(
+        _diffusers(
             "AutoencoderTiny",
             encoder_block_out_channels=(16, 16),
             decoder_block_out_channels=(16, 16),
@@ -101,7 +97,7 @@ def models() -> Iterator[Model]:
     )
     yield Model(
         "diffusers/dit",
-        lambda: _diffusers(
+        _diffusers(
             "DiTTransformer2DModel",
             num_attention_heads=2,
             attention_head_dim=8,
@@ -113,4 +109,86 @@ def models() -> Iterator[Model]:
         ),
         {"hidden_states": Input(("batch", 4, 16, 16)), "timestep": _STEP, "class_labels": Input(("batch",), ids(10))},
         ({"batch": 2}, {"batch": 1}, {"batch": 5}),
+    )
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8}
+    yield Model(
+        "diffusers/pixart",
+        _diffusers(
+            "PixArtTransformer2DModel",
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            cross_attention_dim=16,
+            sample_size=16,
+            caption_channels=32,
+            norm_num_groups=4,
+            use_additional_conditions=False,
+            **heads,
+        ),
+        {"hidden_states": Input(("batch", 4, 16, 16)), "encoder_hidden_states": _TEXT, "timestep": _STEP},
+        ({"batch": 2, "length": 5}, {"batch": 1, "length": 9}, {"batch": 3, "length": 3}),
+        constants={"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+    )
+    yield Model(
+        "diffusers/sd3",
+        _diffusers(
+            "SD3Transformer2DModel",
+            sample_size=16,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            joint_attention_dim=32,
+            caption_projection_dim=16,
+            pooled_projection_dim=12,
+            pos_embed_max_size=32,
+            **heads,
+        ),
+        {
+            "hidden_states": _LATENT,
+            "encoder_hidden_states": _TEXT,
+            "pooled_projections": Input(("batch", 12)),
+            "timestep": _STEP,
+        },
+        _LATENTS,
+        {axis: {"min": 2, "max": 64, "multiple_of": 2} for axis in ("height", "width")},
+    )
+    yield Model(
+        "diffusers/prior_transformer",
+        _diffusers(
+            "PriorTransformer", embedding_dim=16, num_embeddings=5, additional_embeddings=4, num_layers=1, **heads
+        ),
+        {
+            "hidden_states": Input(("batch", 16)),
+            "timestep": _STEP,
+            "proj_embedding": Input(("batch", 16)),
+            "encoder_hidden_states": Input(("batch", 5, 16)),
+        },
+        ({"batch": 2}, {"batch": 1}, {"batch": 5}),
+    )
+    yield Model(
+        "diffusers/transformer_2d",
+        _diffusers(
+            "Transformer2DModel", in_channels=16, num_layers=1, norm_num_groups=4, cross_attention_dim=32, **heads
+        ),
+        {"hidden_states": Input(("batch", 16, "height", "width")), "encoder_hidden_states": _TEXT},
+        _LATENTS,
+    )
+    yield Model(
+        "diffusers/controlnet",
+        _diffusers(
+            "ControlNetModel",
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            cross_attention_dim=32,
+            attention_head_dim=8,
+            conditioning_embedding_out_channels=(8, 16),
+            **blocks,
+        ),
+        {
+            "sample": Input(("batch", 4, 16, 24)),
+            "timestep": _STEP,
+            "encoder_hidden_states": _TEXT,
+            "controlnet_cond": Input(("batch", 3, 32, 48)),
+        },
+        ({"batch": 2, "length": 5}, {"batch": 1, "length": 9}, {"batch": 3, "length": 3}),
     )
