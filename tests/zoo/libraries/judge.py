@@ -30,7 +30,7 @@ Run = Callable[[Batch], Sequence[np.ndarray]]
 
 
 @dataclass
-class _Eager:
+class Eager:
     """A model, its batches, and its outputs on each of them."""
 
     entry: Model
@@ -133,10 +133,10 @@ class _Flat(nn.Module):
         self.constants = dict(constants)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(_tensors(self.module(**dict(zip(self.names, tensors, strict=True)), **self.constants)))
+        return tuple(tensors(self.module(**dict(zip(self.names, tensors, strict=True)), **self.constants)))
 
 
-def _prepare(outcome: Outcome) -> _Eager | None:
+def _prepare(outcome: Outcome) -> Eager | None:
     entry = catalogue.models()[outcome.model_type]
     module = outcome.run("built", entry.build)
     if module is not None:
@@ -144,7 +144,7 @@ def _prepare(outcome: Outcome) -> _Eager | None:
         outcome.inputs = {name: list(t.shape) for name, t in entry.batches()[0].items() if isinstance(t, torch.Tensor)}
         outputs = outcome.run("eager", lambda: [_run_eagerly(module, batch) for batch in entry.batches()])
         if outputs is not None:
-            return _Eager(entry, module, entry.batches(), outputs)
+            return Eager(entry, module, entry.batches(), outputs)
     outcome.stages = {stage: DONE if result == DONE else NOT_BUILT for stage, result in outcome.stages.items()}
     return None
 
@@ -157,7 +157,7 @@ def _run_eagerly(module: nn.Module, batch: Batch) -> list[np.ndarray]:
     return arrays
 
 
-def _compare(outcome: Outcome, stage: str, eager: _Eager, write: Callable[[], Run]) -> None:
+def _compare(outcome: Outcome, stage: str, eager: Eager, write: Callable[[], Run]) -> None:
     """Writes a file and runs it at all sizes."""
     difference = outcome.run(stage, lambda: eager.difference(write()))
     if difference:
@@ -190,10 +190,10 @@ def _open_script(path: Path) -> Run:
 
 
 def _arrays(value: Any) -> list[np.ndarray]:
-    return [tensor.detach().numpy() for tensor in _tensors(value)]
+    return [tensor.detach().numpy() for tensor in tensors(value)]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     """Returns the tensors of a result in order, also of the classes of a library."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -203,7 +203,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         value = [getattr(value, f.name) for f in dataclasses.fields(value)]
     if not isinstance(value, (list, tuple)):
         return []
-    return [tensor for part in value for tensor in _tensors(part)]
+    return [tensor for part in value for tensor in tensors(part)]
 
 
 def _distance(result: np.ndarray, output: np.ndarray) -> float:

@@ -36,15 +36,6 @@ _TORCHFM: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _torchfm(module: str, name: str, **options: Any) -> Any:
-    def make() -> nn.Module:
-        if not hasattr(np, "long"):
-            np.long = np.int64  # torchfm 0.7 uses a name that NumPy 1.24 removed and 2.0 gave another meaning
-        return network(f"torchfm.model.{module}:{name}", [10, 10, 10], **options)()
-
-    return make
-
-
 class _Columns(nn.Module):
     """Calls a model of torch-rechub with a tensor for each column."""
 
@@ -76,7 +67,8 @@ def _ranking(name: str) -> Any:
 def models() -> Iterator[Model]:
     """Yields the models."""
     for module, (name, options) in _TORCHFM.items():
-        yield Model(f"torchfm/{module}", _torchfm(module, name, **options), _FIELDS, BATCHES)
+        make = network(f"torchfm.model.{module}:{name}", [10, 10, 10], **options)
+        yield Model(f"torchfm/{module}", make, _FIELDS, BATCHES)
     column = Input(("batch",), ids(10))
     for name in ("WideDeep", "DeepFM", "DCN", "FiBiNet", "AutoInt"):
         columns = {"user": column, "item": column, "price": Input(("batch",))}
