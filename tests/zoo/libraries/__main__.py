@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def main() -> None:
     add("--jobs", type=int, default=1, help="how many at a time")
     add("--timeout", type=float, default=300, help="seconds of CPU time for each")
     add("--results", type=Path, default=Path("build/libraries.jsonl"), help="what is in it already is not run again")
+    add("--effort", choices=["quick", "standard", "exhaustive"], default="standard", help="how much optexport checks")
     add("--again", action="store_true", help="run also what is in the results")
     add("--failed", action="store_true", help="run also what is in the results and is not right")
     add("--no-peers", action="store_true", help="leave torch.onnx and torch.jit.trace out")
@@ -31,7 +33,8 @@ def main() -> None:
     done = {} if arguments.again else runner.read(arguments.results)
     if arguments.failed:
         done = {name: record for name, record in done.items() if table.is_right(record)}
-    _run([name for name in names if name not in done][: arguments.limit], arguments.results, judge.judge, arguments)
+    ours = functools.partial(judge.judge, effort=arguments.effort)
+    _run([name for name in names if name not in done][: arguments.limit], arguments.results, ours, arguments)
     if not arguments.no_peers:  # they do not change with optexport, so that they run once
         done = runner.read(peers)
         _run([name for name in names if name not in done][: arguments.limit], peers, judge.judge_peers, arguments)

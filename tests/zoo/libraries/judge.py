@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import optexport
+from optexport.config.schema import Effort
 from tests.zoo.libraries import catalogue
 from tests.zoo.libraries.model import Model
-from tests.zoo.stages import CRASH, DONE, FIXED, NOT_BUILT, REFUSED, WRONG, Outcome
+from tests.zoo.stages import CRASH, DONE, FIXED, NOT_BUILT, REFUSED, WRONG, Announce, Outcome
 
 # Largest difference from eager PyTorch, as a part of the output's largest value. Wrong results are off by a hundred
 # times as much; the rounding of deep networks with random weights comes close to it.
@@ -57,7 +58,7 @@ class Eager:
         return ""
 
 
-def judge(name: str, announce: Callable[[Outcome, str], None] = lambda outcome, stage: None) -> Outcome:
+def judge(name: str, announce: Announce = lambda outcome, stage: None, effort: Effort = "standard") -> Outcome:
     """Exports a model with optexport and runs its ONNX and TorchScript files."""
     outcome = Outcome(name, announce=announce)
     eager = _prepare(outcome)
@@ -67,7 +68,12 @@ def judge(name: str, announce: Callable[[Outcome, str], None] = lambda outcome, 
 
         def export() -> optexport.Result:
             return optexport.export(
-                eager.module, eager.batches[0], Path(folder, "bundle"), formats=FORMATS, dynamic=eager.entry.dynamic()
+                eager.module,
+                eager.batches[0],
+                Path(folder, "bundle"),
+                formats=FORMATS,
+                dynamic=eager.entry.dynamic(),
+                effort=effort,
             )
 
         result = outcome.run("exported", export)
@@ -85,7 +91,7 @@ def judge(name: str, announce: Callable[[Outcome, str], None] = lambda outcome, 
     return outcome
 
 
-def judge_peers(name: str, announce: Callable[[Outcome, str], None] = lambda outcome, stage: None) -> Outcome:
+def judge_peers(name: str, announce: Announce = lambda outcome, stage: None) -> Outcome:
     """Exports a model with both exporters of ``torch.onnx`` and with ``torch.jit.trace``, and runs their files.
 
     Each of them gets every axis that is declared dynamic, and a model whose outputs are a tuple of tensors.
