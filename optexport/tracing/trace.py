@@ -184,7 +184,7 @@ def _trace_again(
         return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
     with exploring_branches(enabled=has_branch) as checks:
-        result, constants, notes = retry_trace(model, example, error, trace_with, is_declared=dynamic is not None)
+        result, constants, notes = retry_trace(model, dict(example), error, trace_with, is_declared=dynamic is not None)
     skipped_checks = (*result.skipped_checks, *checks)
     return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from optexport.exporters.graph_export import to_program
 from optexport.exporters.onnx.refusals import UnsupportedError
-from optexport.signature.signature import Batch, Signature
+from optexport.signature.signature import Signature
 
 aten = torch.ops.aten
 
@@ -36,7 +36,9 @@ class Pair:
     imag: torch.Tensor
 
 
-def replace_with_pairs(program: ExportedProgram, signature: Signature, example: Batch) -> ExportedProgram:
+def replace_with_pairs(
+    program: ExportedProgram, signature: Signature, example: Mapping[str, torch.Tensor]
+) -> ExportedProgram:
     """Returns a program that computes with real numbers only.
 
     Raises:
@@ -47,7 +49,7 @@ def replace_with_pairs(program: ExportedProgram, signature: Signature, example: 
     graph_module = program.module(check_guards=False)
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))  # without the names and the structure of the inputs
-    return to_program(_PairModule(graph_module, graph), signature, example)
+    return to_program(_PairModule(graph_module, graph), signature, example)  # type: ignore[arg-type]  # has a graph
 
 
 class _PairModule(torch.nn.Module):
@@ -237,7 +239,8 @@ def _log(x: Pair) -> Pair:
 def _power(x: Any, exponent: Any) -> Pair:
     """Multiplies for small whole exponents, and else uses the logarithm; 0 to a positive power is 0."""
     if isinstance(exponent, int | float) and exponent in range(1, 9) and _is_pair(x):
-        return functools.reduce(_multiply, [x] * int(exponent))
+        power: Pair = functools.reduce(_multiply, [x] * int(exponent))
+        return power
     if not _is_pair(x):
         return _exp(_multiply(exponent, torch.log(x) if isinstance(x, torch.Tensor) else math.log(x)))
     result = _exp(_multiply(_log(x), exponent)) if _is_complex_scalar(exponent) or _is_pair(exponent) else None
@@ -299,12 +302,14 @@ def _pad(x: Pair, size: Any, value: Any, mode: str = "constant") -> Pair:
 
 
 def _norm(x: Pair, *args: Any, **kw: Any) -> torch.Tensor:
-    return torch.linalg.vector_norm(_abs(x), *args, **kw)
+    norm: torch.Tensor = torch.linalg.vector_norm(_abs(x), *args, **kw)
+    return norm
 
 
 def _equal(x: Any, y: Any) -> torch.Tensor:
     x, y = _as_pair(x), _as_pair(y)
-    return (x.real == y.real) & (x.imag == y.imag)
+    equal: torch.Tensor = (x.real == y.real) & (x.imag == y.imag)
+    return equal
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {

@@ -81,8 +81,8 @@ def _variations(example: Batch) -> Iterator[tuple[str, Batch]]:
         if not tensor.numel():
             continue
         if tensor.dtype is torch.bool:
-            for value in (True, False):
-                yield f"{name} all {value}", {**example, name: torch.full_like(tensor, value)}
+            for flag in (True, False):
+                yield f"{name} all {flag}", {**example, name: torch.full_like(tensor, flag)}
         elif tensor.is_floating_point():
             for value in _VALUES:
                 changed = tensor.clone()
@@ -93,8 +93,8 @@ def _variations(example: Batch) -> Iterator[tuple[str, Batch]]:
             for value in (1.0, -1.0):
                 yield f"{name} all {value:g}", {**example, name: torch.full_like(tensor, value)}
         elif not tensor.is_complex():
-            for value in _INTEGERS:
-                yield f"{name} all {value}", {**example, name: torch.full_like(tensor, value)}
+            for integer in _INTEGERS:
+                yield f"{name} all {integer}", {**example, name: torch.full_like(tensor, integer)}
             for number in (tensor.max() + 1, tensor.max() * 2):
                 changed = tensor.clone()
                 changed.view(-1)[0] = number

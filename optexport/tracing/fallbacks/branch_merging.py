@@ -49,7 +49,7 @@ def merge_ways(program: ExportedProgram) -> ExportedProgram:
     _remove_copies(program.graph)
     eliminate_dead_code(program)
     outputs = program.graph.output_node().args[0]
-    for spec, node in zip(program.graph_signature.output_specs, outputs, strict=True):  # type: ignore[arg-type]
+    for spec, node in zip(program.graph_signature.output_specs, outputs, strict=True):
         if isinstance(spec.arg, TensorArgument):
             spec.arg.name = node.name
     program.graph_module.recompile()
@@ -155,17 +155,19 @@ class _Merger:
         return all(isinstance(value, torch.SymInt) for value in values) and statically_known_true(sym_eq(*values))
 
     def _choose(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
-        values = a.meta.get("val"), b.meta.get("val")
-        if not all(isinstance(value, torch.Tensor) for value in values) or {a.name, b.name} & self._weights:
+        first, second = a.meta.get("val"), b.meta.get("val")
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
             return None
-        if values[0].dtype != values[1].dtype or not statically_known_true(sym_eq(values[0].shape, values[1].shape)):
+        if {a.name, b.name} & self._weights or first.dtype != second.dtype:
+            return None
+        if not statically_known_true(sym_eq(first.shape, second.shape)):
             return None
         node = self._call(aten.where.self, (self._condition, a, b), {}, a)
         node.meta["custom"] = {**node.meta.get("custom", {}), BRANCH: self._line}
         return node
 
     def _call(self, target: Any, args: Any, kwargs: Any, original: fx.Node) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
+        node: fx.Node = self._graph.call_function(target, args, kwargs)
         node.meta = dict(original.meta)
         return node
 

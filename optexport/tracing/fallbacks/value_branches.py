@@ -128,9 +128,11 @@ class BranchExplorer(TorchFunctionMode):
     def _run(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except (*TRACE_ERRORS, OptexportError):
+        except TRACE_ERRORS:
             raise
-        except Exception as error:
+        except OptexportError:
+            raise
+        except Exception as error:  # model code may raise anything
             if self._way.answers and _is_raised_by_model(error):
                 return _Raised(error)
             raise
@@ -157,7 +159,7 @@ class BranchExplorer(TorchFunctionMode):
         except _UNKNOWN:
             line = _find_branch_line(sys._getframe(1)) if func in _CONDITIONS else None
             condition = _CONDITIONS[func](*args, **kwargs) if line is not None else None
-            if condition is None:
+            if condition is None or line is None:
                 raise
         return self._answer(condition, line)
 
