@@ -22,7 +22,7 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
 
     Repeated rows are rolled along their other dynamic axes, or scaled if there are none. Repeats along other axes are
     scaled. No two repeats of floats are equal. Integers are not scaled, unless they index a dimension that changes. A
-    vector of sorted integers stays sorted. Every row of a mask keeps a shown position.
+    vector of sorted integers stays sorted. Every row of a mask keeps a shown position, and every row of ids its start.
 
     Args:
         sizes: New size of each dynamic dimension, by name.
@@ -34,7 +34,20 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
             resized[name] = signature.indexes[name].fit(resized[name], sizes_before, sizes)
         elif tensor.dtype is torch.bool or "mask" in name:
             resized[name] = _keep_both_values(name, resized[name], tensor)
+        elif is_whole(tensor):
+            resized[name] = _keep_starts(resized[name], tensor)
     return resized
+
+
+def _keep_starts(ids: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Returns ids in which no row starts with padding (zeros), if the original has padding only behind others.
+
+    Models that count the ids of a row, such as those that pack sequences, reject empty rows.
+    """
+    if original.dim() != 2 or ids.numel() == 0 or bool((original[:, 0] == 0).any()) or not bool((original == 0).any()):
+        return ids
+    starts = original[torch.arange(ids.shape[0]) % original.shape[0], :1]
+    return torch.cat([torch.where(ids[:, :1] == 0, starts, ids[:, :1]), ids[:, 1:]], dim=1)
 
 
 def _keep_both_values(name: str, mask: torch.Tensor, original: torch.Tensor) -> torch.Tensor:

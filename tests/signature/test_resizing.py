@@ -59,6 +59,16 @@ def test_scalar_and_zero_one_mask_keep_their_values() -> None:
     assert set(resized["mask"].flatten().tolist()) == {0.0, 1.0}
 
 
+@given(st.integers(1, 12), st.integers(1, 9))
+@example(12, 1)
+def test_row_of_padded_ids_keeps_its_start(rows: int, length: int) -> None:
+    ids = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])
+    signature = Signature((TensorSpec("ids", "int64", ("b", "t")),), (), {"b": Dim("b"), "t": Dim("t")})
+    resized = resize({"ids": ids}, signature, {"b": rows, "t": length})["ids"]
+    assert resized.shape == (rows, length)
+    assert bool((resized != 0).any(1).all())
+
+
 @settings(max_examples=examples(60))
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
 def test_every_row_is_in_one_batch_of_a_declared_size(rows: int, low: int, more: int | None) -> None:
