@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx import GraphModule
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from optexport import export
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
@@ -344,3 +345,33 @@ def test_encoder_with_zero_padding_outside_a_trace_gets_a_hint(tmp_path: Path) -
     with pytest.raises(ParityError, match=r"Build the torch.nn.TransformerEncoder with enable_nested_tensor=False"):
         export(randomise(Masking(nested=True)).eval(), inputs, tmp_path / "nested", formats=["pt2"])
     assert export(randomise(Masking(nested=False)).eval(), inputs, tmp_path / "plain", formats=["pt2"]).passed
+
+
+class _PackedTexts(nn.Module):
+    """Counts the ids of each text, and packs the texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 5, padding_idx=0)
+        self.gru = nn.GRU(5, 6, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        lengths = (ids != 0).sum(1)
+        packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
+        steps, states = self.gru(packed)
+        return {"highest": pad_packed_sequence(steps, batch_first=True)[0].amax(1), "states": states}
+
+
+@pytest.mark.slow
+def test_texts_of_any_length_are_packed(tmp_path: Path) -> None:
+    def texts(*lengths: int) -> torch.Tensor:
+        return torch.randint(1, 30, (len(lengths), 9)) * (torch.arange(9) < torch.tensor(lengths)[:, None])
+
+    model = _PackedTexts().eval()
+    dynamic = {"ids": {0: Dim("batch", 1, 32), 1: Dim("time", 1, 60)}}
+    formats = ["onnx", "torchscript", "pt2"]
+    result = quick(model, {"ids": texts(4, 9, 2)}, tmp_path / "bundle", dynamic=dynamic, formats=formats)
+    for ids in (texts(3, 1, 5, 9, 9), texts(6), texts(1)[:, :1]):
+        outputs, expected = run(result, ids=ids), model(ids)
+        for name, value in expected.items():
+            torch.testing.assert_close(outputs[name], value.detach(), rtol=1e-4, atol=1e-5)
