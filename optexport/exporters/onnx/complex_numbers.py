@@ -49,7 +49,8 @@ def replace_with_pairs(
     graph_module = program.module(check_guards=False)
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))  # without the names and the structure of the inputs
-    return to_program(_PairModule(graph_module, graph), signature, example)  # type: ignore[arg-type]  # has a graph
+    module = _PairModule(graph_module, graph)
+    return to_program(module, signature, example)  # type: ignore[arg-type]  # it has a graph, too
 
 
 class _PairModule(torch.nn.Module):
@@ -94,16 +95,9 @@ class _PairInterpreter(fx.Interpreter):
         return Pair(*(getattr(self.module, _part_name(target, part)) for part in ("real", "imag")))
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Splits a complex input; ``torch.onnx`` gives it an axis for both parts."""
         value = super().placeholder(target, args, kwargs)
-        if _is_complex(value):
-            hint = "Pass torch.view_as_real(x) instead, and call torch.view_as_complex in the model."
-            raise UnsupportedError("ONNX Runtime takes no complex inputs", hint)
-        return value
-
-    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(leaf, Pair) for leaf in _leaves(args)):
-            raise UnsupportedError("ONNX Runtime gives no complex outputs", "Return torch.view_as_real(x) instead.")
-        return super().output(target, args, kwargs)
+        return Pair(*torch.view_as_real(value).unbind(-1)) if _is_complex(value) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))

@@ -70,21 +70,21 @@ def refuse(error: Exception, try_opset: Callable[[], int | None]) -> OptexportEr
             return _build(str(cause), cause.node, cause.operator, cause.hint)
     if isinstance(error, OptexportError):
         return error
-    node, problem = _find_node(error), root_cause(error)
+    node, reason = _find_node(error), root_cause(error)
     opset = try_opset()
     if node is None:
-        message = f"torch.onnx could not convert the graph: {problem}"
+        message = f"torch.onnx could not convert the graph: {reason}"
         hint = 'Leave "onnx" out of export.formats.' if opset is None else _set_opset(opset)
         return ExportError(message, location="export.formats: onnx", hint=hint)
     operator = _name(node.meta.get("original_aten") or node.target)
-    if "No ONNX function found" in problem:
-        problem = f"ONNX has no operator for it{' for complex numbers' if 'complex-valued' in problem else ''}"
+    if "No ONNX function found" in reason:
+        reason = f"ONNX has no operator for it{' for complex numbers' if 'complex-valued' in reason else ''}"
     else:
-        problem = f"torch.onnx could not convert it: {problem}"
+        reason = f"torch.onnx could not convert it: {reason}"
     if opset is not None:
-        return _build(problem, node, operator, _set_opset(opset))
+        return _build(reason, node, operator, _set_opset(opset))
     name = operator.split(".")[1] if "." in operator else operator
-    return _build(problem, node, operator, _HINTS.get(name, f"Write this line with other operators, {_LEAVE_OUT}"))
+    return _build(reason, node, operator, _HINTS.get(name, f"Write this line with other operators, {_LEAVE_OUT}"))
 
 
 def _set_opset(opset: int) -> str:

@@ -150,7 +150,11 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     specs = []
     for name, value in tensors.items():
         if value.is_complex():
-            raise TraceError("complex numbers are not supported by the file formats", location=f"output {name}")
+            raise TraceError(
+                "complex numbers are not supported by the file formats",
+                location=f"output {name}",
+                hint="Return torch.view_as_real(x) instead.",
+            )
         shape = tuple(_size(program, size, names) for size in value.shape)
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)

@@ -107,12 +107,6 @@ def test_complex_weight_is_stored_as_two_real_ones(tmp_path: Path) -> None:
     files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(1, 3, n)} for n in (10, 31, 64)))
 
 
-def test_complex_output_is_refused_with_what_to_return(tmp_path: Path) -> None:
-    subject = files.prepare(Program(lambda m, x: torch.complex(x, x)), {"x": torch.randn(4, 3)}, {"x": {0: "rows"}})
-    with pytest.raises(ExportError, match="no complex outputs\nHint: Return torch.view_as_real"):
-        files.save_onnx(subject, tmp_path / "model.onnx")
-
-
 def test_missing_form_names_the_line(tmp_path: Path) -> None:
     subject = files.prepare(Product(), {"x": torch.randn(4, 3)}, {"x": {0: "rows"}})
     with pytest.raises(

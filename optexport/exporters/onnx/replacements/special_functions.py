@@ -121,7 +121,8 @@ def lgamma(x: torch.Tensor) -> torch.Tensor:
     """Computes the logarithm of the absolute gamma function by Lanczos' approximation, and by reflection below 1/2."""
     dtype, x = x.dtype if x.is_floating_point() else torch.float32, x.double()
     z = torch.where(x < 0.5, 1 - x, x) - 1
-    total = _LANCZOS[0] + sum((factor / (z + i) for i, factor in enumerate(_LANCZOS[1:], start=1)), torch.zeros_like(z))
+    terms = (factor / (z + i) for i, factor in enumerate(_LANCZOS[1:], start=1))
+    total = sum(terms, start=torch.full_like(z, _LANCZOS[0]))
     t = z + 7.5
     result = math.log(2 * math.pi) / 2 + (z + 0.5) * torch.log(t) - t + torch.log(total)
     reflected = math.log(math.pi) - torch.log(torch.sin(math.pi * (x - torch.floor(x))).abs()) - result
@@ -137,7 +138,7 @@ def digamma(x: torch.Tensor) -> torch.Tensor:
     """
     dtype, x = x.dtype if x.is_floating_point() else torch.float32, x.double()
     z = torch.where(x < 0, 1 - x, x)
-    shift = sum(1 / (z + i) for i in range(8))
+    shift = sum((1 / (z + i) for i in range(8)), start=torch.zeros_like(z))
     y = z + 8
     square = 1 / (y * y)
     series = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * (1 / 240 - square / 132))))
