@@ -43,6 +43,7 @@ from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways, exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
+from optexport.tracing.patches.vmap import expand_vmap
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
     describe_fixing_line,
@@ -367,6 +368,7 @@ def _export(
             dynamo_exporter.one_pass(model),
             LongSizeDetector(),
             skip_value_checks() as checks,
+            expand_vmap(),
             refuse_caught_errors(),
             ScalarTracker(model, changing) as numbers,
             SizeOneRecorder() as ones,

@@ -1,4 +1,4 @@
-"""``torch.vmap`` is expanded in the masks of transformers and refused elsewhere."""
+"""``torch.vmap`` becomes calls on whole batches, in the masks of transformers and elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 from transformers import LlamaConfig, PreTrainedModel, masking_utils
 
 from optexport.api import export
-from optexport.errors import TraceError
+from optexport.runtime import runners
+from optexport.tracing.graph_checks import check_writable
 from optexport.tracing.trace import trace
 from tests._helpers.models import randomise
 
@@ -47,14 +49,42 @@ def test_mask_made_by_transformers_under_vmap_is_traced() -> None:
             assert torch.equal(traced.graph_module(*batch), model(*batch))
 
 
-class Mapped(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(lambda row: row.cumsum(0))(x)
+class Rows(nn.Module):
+    """Maps functions of one row, with a layer and a size from outside, over two axes, and within each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        rows = torch.vmap(lambda row: self.linear(row) * row.sum() + self.linear.bias.view(2, 2).T.reshape(-1))(x)
+        columns = vmap(lambda column: column.cumsum(0), in_dims=1, out_dims=1)(x)
+        pairs = vmap(vmap(lambda a, b: (a * b).sum(), in_dims=(None, 0)), in_dims=(0, None))(x, y)
+        chosen = torch.vmap(lambda row: torch.where(row > 0, row, -row).softmax(0))(y)
+        return rows, columns, pairs, chosen
+
+
+def test_vmap_in_the_models_own_code_is_traced_for_any_size() -> None:
+    model = randomise(Rows())
+    traced = trace(model, {"x": torch.randn(3, 4)}, {"x": {0: "batch"}})
+    check_writable(traced.graph_module.graph)
+    for size in (1, 2, 7):
+        x = torch.randn(size, 4)
+        with torch.no_grad():
+            for got, want in zip(traced.graph_module(x), model(x), strict=True):
+                torch.testing.assert_close(got, want)
 
 
 @pytest.mark.slow
-def test_vmap_in_the_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"torch\.vmap") as raised:
-        export(Mapped().eval(), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
-    assert raised.value.exit_code == 3
-    assert raised.value.hint
+def test_files_of_a_model_with_vmap_are_right(tmp_path: Path) -> None:
+    model = randomise(Rows())
+    result = export(model, {"x": torch.randn(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: "batch"}}, effort="quick")
+    names = [spec.name for spec in result.manifest.outputs]
+    for size in (2, 7):
+        x = torch.randn(size, 4)
+        want = [output.detach() for output in model(x)]
+        for file_format, path in result.files.items():
+            for _, run in runners.open_file(path, file_format, names):
+                for got, expected in zip(run({"x": x}).values(), want, strict=True):
+                    torch.testing.assert_close(got, expected)
