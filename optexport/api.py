@@ -55,6 +55,7 @@ def export(  # noqa: PLR0913 - options of the public API
     effort: Effort = "standard",
     opset: int | None = None,
     layout: Layout | None = None,
+    allow_fixed_shape: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Traces, transforms, exports and checks a model, like ``optexport run`` without tracking.
@@ -80,6 +81,8 @@ def export(  # noqa: PLR0913 - options of the public API
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; by default the exporter's default.
         layout: "triton" writes the files as a model repository of Triton Inference Server, inside the bundle.
+        allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although ``dynamic`` has axes, if
+            TorchScript cannot compile the graph.
         progress: Receives every step.
 
     Raises:
@@ -120,7 +123,13 @@ def export(  # noqa: PLR0913 - options of the public API
                 "effort": effort,
                 "metrics": None if metrics is None else dict(metrics),
             },
-            "export": {"formats": as_list(formats), "output": output.name, "opset": opset, "layout": layout},
+            "export": {
+                "formats": as_list(formats),
+                "output": output.name,
+                "opset": opset,
+                "layout": layout,
+                "allow_fixed_shape": allow_fixed_shape,
+            },
             "precision": None if precision is None else dict(precision),
         },
         "export",

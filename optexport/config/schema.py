@@ -325,6 +325,8 @@ class ExportConfig(Table):
             Runtime does not read newer ones.
         passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them.
         layout: The layout of the files in the bundle; by default next to the manifest.
+        allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although axes are declared as
+            dynamic. By default, this is an error.
     """
 
     formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_without_duplicates)] = list(FORMATS)
@@ -332,6 +334,7 @@ class ExportConfig(Table):
     opset: int | None = Field(default=None, ge=18, le=26)
     passes: dict[Format, list[str]] = {}
     layout: Layout | None = None
+    allow_fixed_shape: bool = False
 
     @model_validator(mode="after")
     def _check_passes(self) -> ExportConfig:

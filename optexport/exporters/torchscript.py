@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from optexport._utils.user_lines import find_node_line
 from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
@@ -71,43 +74,70 @@ def save(
     program = torch_passes.apply_passes(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
+    problem: _Problem | None = None
     with dynamo_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
         try:
             module = compile_in_new_unit(lambda: torch.jit.script(make_scriptable(graph_module, signature)))
-            reason = None
         except Exception as error:  # the TorchScript compiler raises many types of exceptions
-            reason = first_line(error)
-            module = compile_in_new_unit(partial(_trace, graph_module, signature, example, reason))
+            problem = _find_problem(error, graph_module.graph)
+            module = compile_in_new_unit(partial(_trace, graph_module, signature, example, problem))
         if "freeze" in passes:
             module = torch_passes.freeze(module)
         check_disk_space(path, program)
         torch.jit.save(module, str(path))
-    return reason
+    return None if problem is None else problem.message
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Reason why a graph cannot be scripted, with the operator and the line of the model."""
+
+    message: str
+    hint: str
+
+
+def _find_problem(error: Exception, graph: fx.Graph) -> _Problem:
+    reason, hint = (
+        first_line(error).rstrip(":"),
+        'leave "torchscript" out of export.formats; "pt2" supports the same graph',
+    )
+    # The error shows the line of the graph's code and points at it: name = operator(...).
+    match = re.search(r"^ *(\w+) = [^\n]*\n *~+ *<--- HERE", str(error), re.MULTILINE)
+    culprits = [node for node in graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    culprits += [node for node in graph.nodes if match is not None and node.name == match.group(1)]
+    node = next(iter(culprits), None)
+    if node is None:
+        return _Problem(f"TorchScript cannot compile the graph ({reason})", f"{hint[0].upper()}{hint[1:]}.")
+    operator = torch.typename(node.target) if callable(node.target) else str(node.target)
+    line = find_node_line(node.stack_trace)
+    return _Problem(
+        f"TorchScript cannot compile {operator}{f', at {line}' if line else ''} ({reason})",
+        f"Replace {operator} by other operators{' in that line' if line else ''}, or {hint}.",
+    )
 
 
 def _trace(
-    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], problem: _Problem
 ) -> torch.jit.ScriptModule:
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     if any(node.target in _VALUE_READERS for node in graph_module.graph.nodes):
         raise ExportError(
-            f"the graph cannot be scripted ({reason}), and a trace would fix values that it computes from the example",
+            f"{problem.message}, and a trace would fix values that it computes from the example",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
+            hint=problem.hint,
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", torch.jit._trace.TracerWarning
-            )  # the returned reason reports that sizes are fixed
+            # The returned reason reports that sizes are fixed.
+            warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
             # Export again without dynamic sizes, because torch.jit.trace cannot trace computations with them.
             fixed = torch.export.export(graph_module, (), copy.deepcopy(inputs)).module(check_guards=False)
             module = torch.jit.trace(fixed, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
     except Exception as error:  # the compiler raises many types of exceptions
         raise ExportError(
-            f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
+            f"{problem.message}, and torch.jit.trace fails too ({first_line(error)})",
             location="export.formats: torchscript",
-            hint='Leave "torchscript" out of export.formats; "pt2" supports the same graph.',
+            hint=problem.hint,
         ) from error
     assert isinstance(module, torch.jit.ScriptModule)
     return module

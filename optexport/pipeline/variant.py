@@ -160,7 +160,21 @@ class VariantExporter:
         export = self._job.config.export
         artifact, is_cache_hit = exports.export(writer, name, folder, export.passes.get(name, []), export.opset)
         self._exports_from_cache += [name] * is_cache_hit
+        self._check_dynamic(artifact)
         return artifact, exports.of_file(folder / artifact.path)
+
+    def _check_dynamic(self, artifact: ArtifactRecord) -> None:
+        """Refuses a file for one size if axes are declared as dynamic."""
+        dims, config = self._traced.signature.dims, self._job.config.export
+        is_declared = self._job.dynamic is not None and self._job.is_dynamic_declared and dims
+        if artifact.fixed_shape is not None and is_declared and not config.allow_fixed_shape:
+            raise ExportError(
+                f"{artifact.fixed_shape}, and a trace would accept only the traced sizes, although"
+                f" {' and '.join(dims)} {'is' if len(dims) == 1 else 'are'} declared as dynamic",
+                location=f"export.formats: {artifact.format}",
+                hint="Replace that operator by others, leave the format out of export.formats, or set"
+                " export.allow_fixed_shape = true to get a file for one size.",
+            )
 
     def _check_file(
         self, path: Path, artifact: ArtifactRecord, content: str | None, precision: str | None, *, is_quantized: bool

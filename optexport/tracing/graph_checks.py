@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 
 import torch
 from torch import fx
 from torch._functorch.predispatch import _vmap_increment_nesting
 
+from optexport._utils.user_lines import find_node_line
 from optexport.errors import TraceError
 from optexport.transformations.analysis import effects
 
@@ -30,8 +30,8 @@ def check_deterministic(graph_module: fx.GraphModule, names: Collection[str], ch
     nodes = [node for name, node in outputs.items() if name in checked] or returned
     for node in _dependencies(graph_module, nodes):
         if effects.draws(graph_module, node):
-            line = re.findall(r'File ".*?([^/\\"<]+)", line (\d+).*\n\s*(.+)', node.stack_trace or "")
-            location = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""
+            line = find_node_line(node.stack_trace)
+            location = f", at {line}" if line else ""
             raise TraceError(
                 f"the outputs depend on random numbers, which {node.target} draws{location}",
                 location="trace",

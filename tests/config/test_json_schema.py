@@ -52,7 +52,7 @@ GOOD: list[dict[str, Any]] = [
     {"transformations": [{"use": "merge-linears", "min_matches": 1, "formats": ["onnx"]}]},
     {"transformations": [{"use": "MergeLinears"}, {"use": "keep-outputs", "outputs": ["a"]}]},
     {"transformations": [{"use": "python:mine:Rule", "anything": 1}]},
-    {"export": {"layout": "triton"}},
+    {"export": {"layout": "triton", "allow_fixed_shape": True}},
     {"export": {"passes": {"onnx": ["gemm"]}, "opset": 20}, "tune": {}, "bench": {"shapes": [{"batch": 1}]}},
 ]
 BAD: list[dict[str, Any]] = [
@@ -71,6 +71,7 @@ BAD: list[dict[str, Any]] = [
     {"export": {"formats": ["onxx"]}},
     {"export": {"formats": []}},
     {"export": {"layout": "flat"}},
+    {"export": {"allow_fixed_shape": "yes"}},
     {"export": {"passes": {"onnx": ["gemmm"]}}},
     {"model": {"source": "org/name", "task": "feature-extractoin"}},
     {"transformations": [{"use": "merge-linears", "outputs": ["a"]}]},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import while_loop
 
 from optexport.errors import ExportError, SourceError
 from optexport.exporters import torchscript
@@ -156,14 +160,19 @@ def test_numbers_read_from_inputs_are_not_constants(tmp_path: Path) -> None:
         torch.testing.assert_close(outputs["output"], Lengths()(x, lengths, factor * first))
 
 
-def test_model_that_cannot_be_scripted_is_traced_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _without_script(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
-        raise RuntimeError(f"unknown operator\nin {tmp_path}")
+        raise RuntimeError("unknown operator\nin a graph")
 
     monkeypatch.setattr(torch.jit, "script", fail)
+
+
+@pytest.mark.usefixtures("_without_script")
+def test_model_that_cannot_be_scripted_is_traced_with_a_reason(tmp_path: Path) -> None:
     subject = files.prepare(InPlace(), {"x": X}, BATCH)
     path, reason = saved(subject, tmp_path)
-    assert reason == "unknown operator"
+    assert reason == "TorchScript cannot compile the graph (unknown operator)"
     run = runners.open_torchscript(path, ["output"])
     x = torch.randn(X.shape)
     torch.testing.assert_close(run({"x": x})["output"], InPlace()(x))
@@ -178,6 +187,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_script")
 def test_trace_with_constant_values_is_refused(tmp_path: Path) -> None:
     subject = files.prepare(Scaled(), {"x": X}, SIZES)
     with pytest.raises(ExportError, match="a trace would fix values that it computes from the example"):
@@ -224,22 +234,109 @@ def test_file_that_accesses_other_files_is_refused_and_not_run(reach: str, tmp_p
     assert victim.read_bytes() == b"original"
 
 
-class Branching(nn.Module):
-    """Chooses a branch by a value, with torch.cond."""
+class Repeating(nn.Module):
+    """Loops while a value is small, with an operator that TorchScript lacks."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-        return y
+    def forward(self, x: torch.Tensor) -> Any:
+        return while_loop(lambda y: y.sum() < 9, lambda y: (y + 1,), (x,))
 
 
 @pytest.mark.slow
-def test_failed_scripting_and_tracing_are_both_explained(tmp_path: Path) -> None:
-    """A trace would record one branch, and silently give wrong results for the other."""
-    subject = files.prepare(Branching(), {"x": X}, BATCH)
-    with pytest.raises(ExportError, match="neither scripted .* nor traced") as caught:
+def test_refusal_names_the_operator_and_the_line(tmp_path: Path) -> None:
+    """A trace would record one number of steps, and silently give wrong results for others."""
+    subject = files.prepare(Repeating(), {"x": X}, BATCH)
+    with pytest.raises(
+        ExportError, match=r"TorchScript cannot compile \S*while_loop, at test_torchscript.py:\d+: return while_loop"
+    ) as caught:
         saved(subject, tmp_path)
     assert caught.value.exit_code == 5
-    assert '"pt2" supports the same graph' in str(caught.value)
+    assert "torch.jit.trace fails too" in str(caught.value)
+    assert "Replace" in str(caught.value.hint)
+    assert '"pt2" supports the same graph' in str(caught.value.hint)
+
+
+class Branching(nn.Module):
+    """Chooses a branch by a value and by a size, with torch.cond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x.cos(), (x,))
+        z, _ = torch.cond(
+            x.shape[0] > 4,
+            lambda x, y: (x + y, y.reshape(x.shape[0], 2, 2)),
+            lambda x, y: (x - y, y.view(-1, 2, 2)),
+            (x, y),
+        )
+        return z
+
+
+@pytest.mark.slow
+def test_both_branches_of_cond_are_in_the_file(tmp_path: Path) -> None:
+    model = randomise(Branching())
+    subject = files.prepare(model, {"x": X}, BATCH)
+    path, reason = saved(subject, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for size in (1, 5, 7):
+        for x in (torch.rand(size, 4), -torch.rand(size, 4)):
+            torch.testing.assert_close(run({"x": x})["output"], model(x).detach())
+
+
+MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask + True": lambda x: (x > 0) + True,
+    "True * mask": lambda x: True * (x > 0),
+    "mask * 1": lambda x: (x > 0) * 1,
+    "mask + 0": lambda x: (x > 0) + 0,
+    "1 - mask * 1": lambda x: 1 - (x > 0) * 1,
+    "mask & True": lambda x: (x > 0) & True,
+    "mask |= True": lambda x: (x > 0).bitwise_or_(torch.tensor(False)) | False,
+    "where": lambda x: torch.where(x > 0, True, False),
+    "where and mask": lambda x: torch.where(x > 0, True, x > -1),
+    "full": lambda x: torch.full((x.shape[0], 4), True),
+    "scatter": lambda x: (x > 0).scatter(1, torch.zeros(x.shape[0], 1, dtype=torch.long), True),
+    "even size": lambda x: (x > 0) & (x.shape[0] % 2 == 0),
+    "even size, whole number": lambda x: (x > 0) * (x.shape[0] % 2 == 0) * 1,
+    "number from a mask": lambda x: x * ((x > 0).any(1, keepdim=True) + 1),
+    "x * True": lambda x: x * True + (x > 0).bool() * x,
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_keep_their_type_in_arithmetic_with_numbers(kind: str, tmp_path: Path) -> None:
+    compute = MASKS[kind]
+    subject = files.prepare(Program(lambda _, x: compute(x)).eval(), {"x": X}, BATCH)
+    path, reason = saved(subject, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for size in (1, 5, 8, 5):  # TorchScript optimizes after the first calls
+        x = torch.randn(size, 4)
+        assert run({"x": x})["output"].dtype == compute(x).dtype
+        torch.testing.assert_close(run({"x": x})["output"], compute(x))
+
+
+SIZE_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "abs": lambda x: x * abs(x.shape[0] - 9),
+    "round": lambda x: x[: round(x.shape[0] * 0.5) + 1],
+    "trunc": lambda x: x[: math.trunc(x.shape[0] / 2) + 1],
+    "ceil": lambda x: x[: math.ceil(x.shape[0] / 2)],
+    "square root": lambda x: x * torch.sym_sqrt(x.shape[0]),
+    "not": lambda x: x * torch.sym_not(x.shape[0] % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("kind", SIZE_FUNCTIONS)
+def test_functions_of_sizes_are_compiled(kind: str, tmp_path: Path) -> None:
+    compute = SIZE_FUNCTIONS[kind]
+    subject = files.prepare(Program(lambda _, x: compute(x)).eval(), {"x": X}, BATCH)
+    path, reason = saved(subject, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for size in (1, 5, 8):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(run({"x": x})["output"], compute(x))
 
 
 @pytest.mark.slow
