@@ -41,7 +41,7 @@ from optexport.runtime.untrusted import archives
 from optexport.signature import program_arguments
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments
-from optexport.tracing import dynamo_exporter
+from optexport.tracing import dynamo_exporter, script_conversion
 from optexport.tracing.module_reconstruction import unlift
 
 
@@ -98,7 +98,7 @@ class Loaded:
         model, converted = self.model, self.converted
         if isinstance(model, torch.jit.ScriptModule):
             args, kwargs = ((), dict(tensors)) if arguments is None else arguments.fill(as_arguments(tensors))
-            converted = torchscript.convert(model, args, kwargs)
+            converted = script_conversion.convert(model, args, kwargs)
         if arguments is None:
             return replace(self, converted=converted)
         return replace(

@@ -1,96 +1,16 @@
-"""Loads TorchScript programs, and converts them for ``torch.export`` if possible.
+"""Loads TorchScript programs.
 
 The reference of all comparisons is the TorchScript program itself.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch._export import converter as _converter
-from torch._export.passes.replace_quantized_ops_with_standard_ops_pass import (
-    replace_quantized_ops_with_standard_ops,
-)
 
-from optexport.errors import SourceError, first_line
 from optexport.runtime.untrusted import archives
-from optexport.signature.arguments import plain
 from optexport.signature.signature import call_signature
-from optexport.tracing import dynamo_exporter
-
-_HINT = "Export the model from its Python source, or export a submodule without loops and state."
-
-
-def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
-    """Converts a TorchScript program into a module with the same argument names.
-
-    Args:
-        script: The program.
-        args: Positional arguments to trace with: tensors, constants, and tuples, lists and dicts of them.
-        kwargs: Keyword arguments to trace with.
-
-    Raises:
-        SourceError: The program has no equivalent graph, because it loops over data or changes its attributes.
-    """
-    _refuse_state(script)
-    signature = call_signature(script)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    converter = None
-    try:
-        with dynamo_exporter.quiet(), torch.no_grad():
-            converter = _converter.TS2EPConverter(script, bound.args)
-            blocks, attributes = _converter.get_block_to_lifted_attrs(converter.ts_graph)
-            graph_module = _converter.TS2FXGraphConverter(
-                converter.ts_graph,
-                converter.name_to_param,
-                converter.name_to_buffer,
-                blocks,
-                converter.name_to_non_tensor_attributes,
-                converter.name_to_constant,
-                attributes,
-            ).convert()
-            replace_quantized_ops_with_standard_ops(graph_module)
-    except Exception as error:  # the converter raises many types
-        raise SourceError(
-            f"the converter of torch.export cannot convert the program to a graph: {_find_reason(converter, error)}",
-            location=_name(script),
-            hint=_HINT,
-        ) from error
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    for placeholder, parameter in zip(placeholders, signature.parameters.values(), strict=True):
-        placeholder.target = parameter.name
-        if parameter.default is None or isinstance(parameter.default, bool | int | float | str):
-            placeholder.args = (parameter.default,)
-    graph_module.recompile()
-    converted = plain(graph_module, _name(script)).eval()
-    _check_runs(script, converted, bound.args)
-    return converted
-
-
-def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuses a graph that fails although its program runs: a defect of the converter."""
-    failures: list[Exception | None] = []
-    for module in (converted, script):
-        try:
-            with torch.no_grad(), dynamo_exporter.quiet():
-                module(*copy.deepcopy(args))
-            failures.append(None)
-        except Exception as error:  # a program may raise any error, and tracing calls it again
-            failures.append(error)
-    graph_error, script_error = failures
-    if graph_error is not None and script_error is None:
-        raise SourceError(
-            f"the program runs, but its graph from the converter of torch.export fails: {first_line(graph_error)}",
-            location=_name(script),
-            hint=_HINT,
-        ) from graph_error
 
 
 def load(path: Path) -> torch.jit.ScriptModule:
@@ -104,39 +24,3 @@ def load(path: Path) -> torch.jit.ScriptModule:
     script = archives.load_torchscript(path)
     call_signature(script)
     return script.eval() if hasattr(script, "training") else script  # frozen programs have no train mode
-
-
-def _name(script: torch.jit.ScriptModule) -> str:
-    return str(script.original_name)
-
-
-def _nodes(block: Any) -> Iterator[Any]:
-    for node in block.nodes():
-        yield node
-        for inner in node.blocks():
-            yield from _nodes(inner)
-
-
-def _refuse_state(script: torch.jit.ScriptModule) -> None:
-    """Refuses a program that changes its attributes, because a graph has no state."""
-    for node in _nodes(script.inlined_graph):
-        if node.kind() == "prim::SetAttr":
-            raise SourceError(
-                f"the program changes its attribute {node.s('name')} in a call (prim::SetAttr, {_line(str(node))})",
-                location=_name(script),
-                hint=_HINT,
-            )
-
-
-def _line(node: str) -> str:
-    """Returns the file and line of a node's source, from the text of the node."""
-    match = re.search(r"# ([^\s\]]+?):(\d+):\d+", node)
-    return f"{Path(match.group(1)).name}, line {match.group(2)}" if match else "unknown line"
-
-
-def _find_reason(converter: _converter.TS2EPConverter | None, error: Exception) -> str:
-    """Returns the unsupported operators with their lines, or the converter's own error."""
-    explanation = "" if converter is None else str(converter.explain(print_output=False))
-    nodes = re.findall(r"^ *\d+\. (\S+) \[(.*)", explanation, re.MULTILINE)
-    unsupported = dict.fromkeys((kind, _line(node)) for kind, node in nodes)
-    return ", ".join(f"{kind} ({line})" for kind, line in unsupported) or first_line(error)

@@ -44,6 +44,7 @@ from optexport.tracing.fallbacks.value_branches import calling_all_ways, explori
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
+from optexport.tracing.script_conversion import converting_scripts
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
     describe_fixing_line,
@@ -131,6 +132,17 @@ def trace(
         suspects = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
+    with converting_scripts(model, example):
+        return _trace_converted(model, example, dynamic, values)
+
+
+def _trace_converted(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    values: Mapping[str, Sequence[str]],
+) -> Traced:
+    """Traces a module without TorchScript parts, in the ways that torch.export needs."""
     trace_axes = functools.partial(_trace_axes, model, example, dynamic, values)
     try:
         result = trace_axes()

@@ -14,7 +14,8 @@ from optexport import export
 from optexport.bundle import digests
 from optexport.cli.main import cli
 from optexport.errors import SourceError
-from optexport.loading.torchscript import convert, load
+from optexport.loading.torchscript import load
+from optexport.tracing.script_conversion import convert
 from tests._helpers.models import randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
