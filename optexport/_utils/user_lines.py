@@ -52,7 +52,8 @@ def find_innermost_line(stack: Iterable[traceback.FrameSummary]) -> str | None:
 def find_node_line(stack_trace: str | None) -> str | None:
     """Returns the innermost line in a node's stack trace outside torch, the exporters and optexport."""
     lines = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', stack_trace or "")
-    user = [(name, number, text) for name, number, text in lines if is_user_code(name)]
+    # Nodes that torch.export adds have a path relative to its package.
+    user = [line for line in lines if is_user_code(line[0]) and not line[0].startswith("torch/")]
     return f"{Path(user[-1][0]).name}:{user[-1][1]}: {user[-1][2]}" if user else None
 
 
