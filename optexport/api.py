@@ -201,7 +201,16 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                 raise ConfigError(
                     f"{dim} is not a range of sizes from 1 to {LARGEST_SIZE}", location=f"dynamic: {name}"
                 )
+            if type(dim.multiple_of) is not int or dim.multiple_of < 1:
+                raise ConfigError(f"{dim} needs a multiple_of of at least 1", location=f"dynamic: {name}")
             sizes = {batch[name].shape[axis] for batch in batches}
+            if any(size % dim.multiple_of for size in sizes):
+                raise ConfigError(
+                    f"axis {axis} has size {max(size for size in sizes if size % dim.multiple_of)},"
+                    f" which is not a multiple of {dim.multiple_of}",
+                    location=f"dynamic: {name}",
+                    hint=f"Pass inputs of a size of {dim.describe()}, or change multiple_of.",
+                )
             if dim.min == dim.max and sizes != {dim.min}:
                 raise ConfigError(
                     f"axis {axis} has size {max(sizes - {dim.min})}, but {dim} allows only {dim.min}",

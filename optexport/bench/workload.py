@@ -105,7 +105,7 @@ def from_bundle(
 
     batch = read_traced_inputs(bundle / REFERENCE, [spec.name for spec in manifest.inputs])
     specs = tuple(TensorSpec(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.inputs)
-    dims = {name: Dim(name, dim.min, dim.max) for name, dim in manifest.dims.items()}
+    dims = {name: Dim(name, dim.min, dim.max, dim.multiple_of) for name, dim in manifest.dims.items()}
     if inputs is not None:
         from safetensors.torch import load_file
 
@@ -262,10 +262,8 @@ def _check_names(shape: Sizes, axes: Sequence[str], location: str) -> None:
 
 
 def _check_range(name: str, size: int, dim: Dim, location: str) -> None:
-    if size < dim.min or (dim.max is not None and size > dim.max):
-        raise ConfigError(
-            f"{name} is out of range (expected {dim.min} to {dim.max or 'any'}, found {size})", location=location
-        )
+    if size not in dim:
+        raise ConfigError(f"{name} is out of range (expected {dim.describe()}, found {size})", location=location)
 
 
 def _check_unique(sizes: Sizes, workloads: Sequence[Workload], location: str) -> None:

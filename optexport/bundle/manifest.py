@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from optexport._utils.size_ranges import describe_range
 from optexport.bundle.parity_records import Count, ParityRecord
 from optexport.runtime.devices import Device
 
@@ -48,6 +49,11 @@ class DimRecord(_Record):
 
     min: Count
     max: Count | None
+    multiple_of: Annotated[int, Field(ge=1)] = 1
+
+    def describe(self) -> str:
+        """Returns the allowed sizes in words."""
+        return describe_range(self.min, self.max, self.multiple_of)
 
 
 class TensorRecord(_Record):

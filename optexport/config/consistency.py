@@ -17,7 +17,7 @@ from optexport.transformations import registry
 
 if TYPE_CHECKING:
     from optexport.config.benchmarks import BenchConfig, FormatLimits, GateConfig
-    from optexport.config.schema import Config, InputsConfig
+    from optexport.config.schema import Config, InputsConfig, RangeConfig
 
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
@@ -306,14 +306,14 @@ def check_benchmarks(
     bench: BenchConfig,
     gate: GateConfig,
     formats: Sequence[str],
-    dynamic: Mapping[str, Sequence[int]] | None,
+    dynamic: Mapping[str, RangeConfig] | None,
     location: str,
 ) -> None:
     """Checks ``[bench]`` and ``[gate]`` against the rest of the config.
 
     Args:
         formats: The exported formats.
-        dynamic: The smallest and the largest size of each declared dimension; None if the model decides.
+        dynamic: The sizes of each declared dimension; None if the model decides.
         location: The location for errors, as the path of the config.
 
     Raises:
@@ -347,10 +347,12 @@ def check_benchmarks(
                     location=key,
                     hint=did_you_mean(dimension, dynamic),
                 )
-            low, high = dynamic[dimension]
-            if not low <= size <= high:
+            low, high = dynamic[dimension].ends
+            multiple_of = dynamic[dimension].multiple_of
+            if not low <= size <= high or size % multiple_of:
+                kind = "size" if multiple_of == 1 else f"multiple of {multiple_of}"
                 raise ConfigError(
-                    f"expected a size from {low} to {high}, the range of inputs.dynamic.{dimension}, found {size}",
+                    f"expected a {kind} from {low} to {high}, the range of inputs.dynamic.{dimension}, found {size}",
                     location=key,
                     hint=f"Write a size in this range, or extend inputs.dynamic.{dimension}.",
                 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, cast
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -213,7 +214,50 @@ class ValuesConfig(Table):
     indexes: Annotated[list[str], PlainValidator(_dimensions, json_schema_input_type=str | list[str])]
 
 
-_Range = Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
+_Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+
+
+class RangeConfig(Table):
+    """The sizes of a dynamic dimension.
+
+    Attributes:
+        min: The smallest size.
+        max: The largest size.
+        multiple_of: Every size is a multiple of this number.
+    """
+
+    min: _Size = 1
+    max: _Size
+    multiple_of: _Size = 1
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The smallest and the largest multiple in the range."""
+        return -(-self.min // self.multiple_of) * self.multiple_of, self.max // self.multiple_of * self.multiple_of
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
+        return [self.min, self.max] if self.model_fields_set == {"min", "max"} else handler(self)
+
+
+def _as_range(value: Any) -> Any:
+    if isinstance(value, dict | RangeConfig):
+        return value
+    if not isinstance(value, list) or len(value) != 2:
+        raise InvalidValueError(
+            f"expected the smallest and the largest size, found {show_value(value)}",
+            "Write two sizes, such as [1, 64], or a table, such as { min = 64, max = 1024, multiple_of = 8 }.",
+        )
+    return dict(zip(("min", "max"), value, strict=True))
+
+
+_Range = Annotated[
+    RangeConfig,
+    BeforeValidator(
+        _as_range,
+        json_schema_input_type=Annotated[list[_Size], Field(min_length=2, max_length=2)] | RangeConfig,
+    ),
+]
 
 
 _Constant = Annotated[
@@ -234,8 +278,8 @@ class InputsConfig(Table):
         max_length: The most tokens of a text; longer texts are cut.
         axes: Names of an input's axes, instead of the usual names.
         values: Inputs of whole numbers that index an axis, such as lengths. By default, they are found by trying.
-        dynamic: The smallest and the largest size of each dynamic dimension, as ``batch = [1, 64]``. All others are
-            fixed. By default, the model decides.
+        dynamic: The smallest and the largest size of each dynamic dimension, as ``batch = [1, 64]`` or
+            ``height = { min = 64, max = 1024, multiple_of = 8 }``. All others are fixed. By default, the model decides.
     """
 
     texts: list[str] | None = Field(default=None, min_length=1)
@@ -253,12 +297,17 @@ class InputsConfig(Table):
         kinds = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
         if len(kinds) > 1:
             raise InvalidValueError(f"{' and '.join(kinds)} exclude each other", "Keep one of them.")
-        for name, (low, high) in (self.dynamic or {}).items():
+        for name, sizes in (self.dynamic or {}).items():
             dimension_name(name)
-            if low > high:
+            if sizes.min > sizes.max:
                 raise InvalidValueError(
-                    f"dynamic.{name}: the smallest size {low} is above the largest size {high}",
-                    f"Write {name} = [{high}, {low}].",
+                    f"dynamic.{name}: the smallest size {sizes.min} is above the largest size {sizes.max}",
+                    f"Write {name} = [{sizes.max}, {sizes.min}].",
+                )
+            if sizes.ends[0] > sizes.ends[1]:
+                raise InvalidValueError(
+                    f"dynamic.{name}: no multiple of {sizes.multiple_of} is in the range {sizes.min} to {sizes.max}",
+                    f"Write a max of at least {sizes.ends[0]}.",
                 )
         return self
 

@@ -138,10 +138,7 @@ def _explain_length(kind: str, value: Any, context: Mapping[str, Any], key: list
         return f"the {noun} is empty", f"Write {example}." if example else "Write a value, or remove the key."
     noun = "characters" if isinstance(value, str) else "values"
     limit = f"at least {context['min_length']}" if "short" in kind else f"at most {context['max_length']}"
-    hint = f"Write {limit} {noun}."
-    if key[:2] == ["inputs", "dynamic"]:
-        hint = "Write the smallest and the largest size, such as [1, 64]."
-    return f"expected {limit} {noun}, found {len(value)}", hint
+    return f"expected {limit} {noun}, found {len(value)}", f"Write {limit} {noun}."
 
 
 class Mistakes:

@@ -147,7 +147,7 @@ class Bundle:
         return f"Pass {'; '.join(texts)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
-        """Checks that fixed sizes match, and that each dynamic size is the same everywhere.
+        """Checks that fixed sizes match, and that each dynamic size is the same everywhere and a declared multiple.
 
         The runtime decides on sizes outside of the checked range.
         """
@@ -165,6 +165,13 @@ class Bundle:
                         f"{dimension}: expected size {expectation}, found {size}",
                         location=spec.name,
                         hint=self._signature,
+                    )
+                dim = self.manifest.dims.get(str(expected))
+                if dim is not None and size % dim.multiple_of:
+                    raise ConfigError(
+                        f"{expected}: expected a multiple of {dim.multiple_of}, found {size}",
+                        location=spec.name,
+                        hint=f"Resize or pad the input to a size of {dim.describe()}.",
                     )
 
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
@@ -234,13 +241,13 @@ class Bundle:
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ConfigError("expected one or more texts", location="texts")
         tokenizer, names = self.tokenizer, {spec.name for spec in self.manifest.inputs}
-        shortest, longest = self._lengths()
+        shortest, longest, step = self._lengths()
         limit = min(longest, tokenizer.model_max_length)
         truncation = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
         texts = [self.application.prompt + text for text in texts]
         encoded = _encoded(tokenizer, texts, **truncation)
         lengths = [len(ids) for ids in encoded["input_ids"]]
-        width = max(shortest, *lengths)
+        width = -(-max(shortest, *lengths) // step) * step
         if min(lengths) < width and "attention_mask" not in names:
             raise ConfigError(
                 f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but the model has "
@@ -257,14 +264,14 @@ class Bundle:
         arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 
-    def _lengths(self) -> tuple[int, int]:
-        """Returns the smallest and the largest number of tokens that were checked."""
+    def _lengths(self) -> tuple[int, int, int]:
+        """Returns the smallest and the largest number of tokens that were checked, and what it is a multiple of."""
         shape = next((spec.shape for spec in self.manifest.inputs if spec.name == "input_ids"), [])
         size = shape[-1] if shape else ""
         if isinstance(size, int):
-            return size, size
+            return size, size, 1
         dim = self.manifest.dims.get(size)
-        return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
+        return (1, _UNLIMITED, 1) if dim is None else (dim.min, dim.max or _UNLIMITED, dim.multiple_of)
 
     def _from_images(self, sources: Sequence[Any]) -> Arrays:
         if not sources:

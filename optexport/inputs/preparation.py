@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport.config.schema import InputsConfig, TensorConfig
+from optexport.config.schema import InputsConfig, RangeConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.random_inputs import inputs_from_specs, program_inputs
@@ -77,7 +77,7 @@ def prepare(
     declared = _declared_axes(config.dynamic, axes)
     for batch in user_batches:
         _check_sizes(batch, declared)
-    free = {name for name, (low, high) in config.dynamic.items() if low < high}
+    free = {name for name, sizes in config.dynamic.items() if sizes.ends[0] < sizes.ends[1]}
     dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in declared.items()}
     return Inputs(make_traceable(example, declared, values), user_batches, dynamic, rows)
 
@@ -128,7 +128,7 @@ def _make_example(
 
 def _make_from_specs(
     specs: Mapping[str, TensorConfig],
-    dynamic: Mapping[str, list[int]],
+    dynamic: Mapping[str, RangeConfig],
     seed: int,
     values: Mapping[str, Sequence[str]],
     model: nn.Module,
@@ -170,10 +170,10 @@ def _check_example(example: Batch, config: InputsConfig, model: nn.Module, progr
 
 
 def _declared_axes(
-    declared: Mapping[str, Sequence[int]], axes: Mapping[str, tuple[str, ...]]
+    declared: Mapping[str, RangeConfig], axes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[int, Dim]]:
     """Returns the declared dimension of each axis, by input."""
-    dims = {name: Dim(name, low, high) for name, (low, high) in declared.items()}
+    dims = {name: Dim(name, sizes.min, sizes.max, sizes.multiple_of) for name, sizes in declared.items()}
     axis_names = {axis for names in axes.values() for axis in names}
     for name in dims:
         if name not in axis_names:
@@ -193,10 +193,10 @@ def _cut_into_batches(
     if not user_batches or head is None:
         return user_batches, 0
     if config.dynamic is not None:
-        low, high = config.dynamic.get(head, (1, 1))
-        if low == high:
+        sizes = config.dynamic.get(head)
+        if sizes is None or sizes.ends[0] == sizes.ends[1]:
             return user_batches, 0
-        dim = Dim(head, low, high)
+        dim = Dim(head, sizes.min, sizes.max, sizes.multiple_of)
     elif hasattr(model, "main_input_name"):  # transformers models only; the first axis of others may differ
         dim = Dim(head)
     else:
@@ -223,9 +223,9 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
     for name, axes in dynamic.items():
         for axis, dim in axes.items():
             size = batch[name].shape[axis]
-            if not dim.min <= size <= (size if dim.max is None else dim.max):
+            if size not in dim:
                 raise ConfigError(
-                    f"{name} is outside the declared range (expected {dim.min} to {dim.max}, found {size})",
+                    f"{name} is outside the declared range (expected {dim.describe()}, found {size})",
                     location=f"inputs.dynamic.{dim.name}",
                     hint="Declare a range that includes the data, or give other data.",
                 )

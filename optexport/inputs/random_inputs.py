@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from optexport.config.schema import TensorConfig
+from optexport.config.schema import RangeConfig, TensorConfig
 from optexport.errors import ConfigError, TraceError, first_line
 from optexport.parity.cases.vocabulary import vocabularies
 from optexport.signature.program_arguments import tensor_inputs
@@ -68,7 +68,7 @@ def _random(like: torch.Tensor, ids: int | None, generator: torch.Generator) -> 
 
 def inputs_from_specs(
     specs: Mapping[str, TensorConfig],
-    dynamic: Mapping[str, list[int]],
+    dynamic: Mapping[str, RangeConfig],
     seed: int,
     values: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Batch:
@@ -87,7 +87,9 @@ def inputs_from_specs(
     free = {size for spec in specs.values() for size in spec.shape if isinstance(size, str)}
     sizes = {name: 2 if name == "batch" else 16 + i for i, name in enumerate(sorted(free))}
     # Well above the minimum, at which a model may reduce an axis to size 1, and tracing would fix that size.
-    sizes |= {name: min(2 * low + 1 + i, high) for i, (name, (low, high)) in enumerate(dynamic.items())}
+    for i, (name, declared) in enumerate(dynamic.items()):
+        (low, high), step = declared.ends, declared.multiple_of
+        sizes[name] = min(2 * low + (1 + i) * step, high)
     for name, indexed in values.items():
         specs = {**specs, name: _within(specs[name], indexed, _axis_sizes(specs, sizes))}
     try:

@@ -214,7 +214,8 @@ class _Space:
         return Case("; ".join(part for part in (*sizes, *kinds, *like) if part), self.batch(choice))
 
     def _sizes(self, choice: _Choice) -> dict[str, int]:
-        sizes = dict(zip(self.ranges, choice[0], strict=True))
+        dims = self.signature.dims
+        sizes = {name: dims[name].fit(size) for name, size in zip(self.ranges, choice[0], strict=True)}
         return cut_to(self.max_elements, self.template.batch, self.signature, sizes)
 
     def _values(self, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:

@@ -160,7 +160,10 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         inputs=[_tensor(spec) for spec in signature.inputs],
         constants={name: _constant(value) for name, value in loaded.constants.items()},
         outputs=[_tensor(spec) for spec in signature.outputs],
-        dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in signature.dims.items()},
+        dims={
+            name: DimRecord(min=dim.min, max=dim.max, multiple_of=dim.multiple_of)
+            for name, dim in signature.dims.items()
+        },
         values={
             name: ValuesRecord(indexes=list(index.dims), low=index.low, high=index.high)
             for name, index in signature.indexes.items()

@@ -208,7 +208,7 @@ def _signature(manifest: Manifest) -> dict[str, Cell]:
         cells |= {f"{title} {r.name}": f"[{', '.join(map(str, r.shape))}] {r.dtype}" for r in records}
     cells |= {f"constant {name}": str(value) for name, value in manifest.constants.items()}
     sizes = manifest.dims.items()
-    return cells | {f"size {name}": f"{d.min} to {'any' if d.max is None else d.max}" for name, d in sizes}
+    return cells | {f"size {name}": dim.describe() for name, dim in sizes}
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

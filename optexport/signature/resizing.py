@@ -127,7 +127,7 @@ def make_traceable(batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence
                 )
             dim = declared if isinstance(declared, Dim) else Dim(declared)
             size = max(batch[name].shape[axis], dim.min, 2)
-            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
+            sizes.setdefault(dim.name, dim.fit(size + dim.multiple_of - 1))  # rounded up
             sizes_before.setdefault(dim.name, batch[name].shape[axis])
     resized = {
         name: resize_tensor(
@@ -158,7 +158,7 @@ def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool
     rows = batch[inputs[0]].shape[0]
     elements = sum(batch[name].numel() for name in inputs) // max(rows, 1)
     size = max(min(_ROWS, _ELEMENTS // max(elements, 1), dim.max or _ROWS), dim.min, 2)
-    if rows <= size or any(batch[name].shape[0] != rows for name in inputs):
+    if rows <= size or dim.multiple_of > 1 or any(batch[name].shape[0] != rows for name in inputs):
         return (batch,)
     count = -(-rows // size)
     if declared:

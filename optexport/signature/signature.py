@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from optexport._utils.size_ranges import describe_range
 from optexport.errors import ConfigError, SourceError
 from optexport.signature.index_values import IndexValues
 from optexport.signature.outputs import named_leaves
@@ -21,11 +22,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dim:
-    """Dimension of variable size: ``min <= size <= max``; max=None means no upper bound."""
+    """Dimension of variable size: ``min <= size <= max``; max=None means no upper bound.
+
+    Attributes:
+        multiple_of: Every size is a multiple of this number. The ends of the range are rounded to multiples.
+    """
 
     name: str
     min: int = 1
     max: int | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if self.multiple_of not in (0, 1):
+            object.__setattr__(self, "min", -(-self.min // self.multiple_of) * self.multiple_of)
+            if self.max is not None:
+                object.__setattr__(self, "max", self.max // self.multiple_of * self.multiple_of)
+
+    def __contains__(self, size: int) -> bool:
+        return self.min <= size <= (size if self.max is None else self.max) and size % self.multiple_of == 0
+
+    def fit(self, size: int) -> int:
+        """Returns the size itself if it is allowed, else the next smaller one, or the smallest one."""
+        size = size if self.max is None else min(size, self.max)
+        return max(self.min, size // self.multiple_of * self.multiple_of)
+
+    def describe(self) -> str:
+        """Returns the allowed sizes in words."""
+        return describe_range(self.min, self.max, self.multiple_of)
 
 
 Batch = dict[str, torch.Tensor]

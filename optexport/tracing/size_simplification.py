@@ -51,7 +51,7 @@ def simplifying_sizes() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def simplify(expression: Any) -> Any:
-    """Returns an equal expression in which the symbols occur less often, or the expression itself."""
+    """Returns an equal expression that is shorter, or the expression itself."""
     if not expression.has(*_SIMPLIFIED):
         return expression
     if isinstance(expression, sympy.core.relational.Relational):
@@ -59,12 +59,13 @@ def simplify(expression: Any) -> Any:
     if not expression.is_integer:
         return expression
     normal = _normal_form(expression)
-    return normal if _count_symbols(normal) < _count_symbols(expression) else expression
+    return normal if _length(normal) < _length(expression) else expression
 
 
-def _count_symbols(expression: Any) -> int:
-    """Returns how often symbols occur in an expression."""
-    return sum(1 for part in sympy.preorder_traversal(expression) if part.is_Symbol)
+def _length(expression: Any) -> tuple[int, int]:
+    """Returns how often symbols occur in an expression, and the number of its parts."""
+    parts = list(sympy.preorder_traversal(expression))
+    return sum(1 for part in parts if part.is_Symbol), len(parts)
 
 
 def _decide(condition: Any) -> Any:
@@ -161,7 +162,7 @@ def _bounds(expression: Any) -> tuple[Any, Any]:
         if not divisions or len(terms) > _MAX_TERMS:
             break
         # floor(a / n) is a / n - r, with r from 0 to (n - 1) / n. The outermost divisions come first.
-        term = max(divisions, key=_count_symbols)
+        term = max(divisions, key=_length)
         factor, division = term.as_coeff_Mul()
         number, divisor = division.args
         rest = factor * (divisor - 1) / divisor

@@ -55,13 +55,14 @@ from optexport.tracing.shapes.fixed_sizes import (
 from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import outcome, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
+from optexport.tracing.shapes.range_limits import RangeLimits, find_multiples
 from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.size_guards import (
+    SuspectSize,
     drop_assertions,
     find_fixed_dims,
     find_suspect_sizes,
     list_suspect_sizes,
-    narrow_ranges,
 )
 from optexport.tracing.shapes.size_one import SizeOneRecorder
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
@@ -126,10 +127,15 @@ def trace(
         example = _sort_inputs(model, example)
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = read_signature(model, dynamic, example)
-        signature = _narrow_undeclared(signature, model, symbols, dynamic, signature.sizes(example))
+        sizes, limits = signature.sizes(example), RangeLimits(dim.name for dim in _declared_dims(dynamic))
+        while True:
+            narrowed = limits.narrow(signature, model, symbols, sizes)
+            suspects = find_suspect_sizes(model, symbols, narrowed.dims, sizes)
+            if not limits.add(narrowed, suspects, suspects, example):
+                break
+        signature = narrowed
         indexes = find_indexes(model.module(check_guards=False), example, signature, values)
         signature = replace(signature, indexes=indexes)
-        suspects = find_suspect_sizes(model, symbols, signature.dims, signature.sizes(example))
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     with converting_scripts(model, example):
@@ -274,20 +280,25 @@ def _resolve_branches(
     values: Mapping[str, Sequence[str]],
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
+    limits = RangeLimits(dim.name for dim in _declared_dims(dynamic))
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
-        signature = _narrow_undeclared(full_signature, program, symbols, dynamic, sizes)
+        signature = limits.narrow(full_signature, program, symbols, sizes)
         signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
         suspects = find_suspect_sizes(program, symbols, signature.dims, sizes)
+        if limits.add(signature, suspects, (), example):
+            continue
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
         probed = probe_paths(model, dict(example), program, signature, suspects, export_again)
+        if limits.add(signature, (), [suspect for suspect in suspects if suspect not in probed.removable], example):
+            continue
         fixed_dims = find_fixed_dims(program, symbols, full_signature.dims, sizes) | probed.fixed_dims
         if not fixed_dims:
             drop_assertions(program, symbols, signature.dims, probed.removable)
             return program, signature, fixed, [*list_suspect_sizes(suspects), *probed.sizes]
         if dynamic is not None:
-            raise _fixed_dims_error(fixed_dims, sizes)
+            raise _fixed_dims_error(fixed_dims, sizes, full_signature.dims, suspects)
         program = _export(model, example, None, _axes(signature, excluded=fixed_dims))
 
 
@@ -299,26 +310,20 @@ def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, l
     }
 
 
-def _narrow_undeclared(
-    signature: Signature,
-    program: ExportedProgram,
-    symbols: Mapping[Any, str],
-    dynamic: Dynamic | None,
-    sizes: Mapping[str, int],
-) -> Signature:
-    """Narrows the ranges that were not declared to sizes that the assertions allow."""
-    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared_dims(dynamic)}
-    narrowed = narrow_ranges(program, symbols, undeclared, sizes)
-    return replace(signature, dims={**signature.dims, **narrowed})
-
-
-def _fixed_dims_error(conditions: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:
+def _fixed_dims_error(
+    conditions: Mapping[str, str], sizes: Mapping[str, int], dims: Mapping[str, Dim], suspects: Sequence[SuspectSize]
+) -> TraceError:
     names = " and ".join(conditions)
     traced_at = ", ".join(f"{name} {sizes[name]}" for name in conditions)
+    broken = [suspect.expression for suspect in suspects if str(suspect.expression) in conditions.values()]
+    multiples = find_multiples(broken, {name: dims[name] for name in conditions}, sizes)
+    ranges = " and ".join(f"multiple_of = {multiple} for {name}" for name, multiple in multiples.items())
     return TraceError(
         f"the branch that the model takes at {traced_at} is valid only if {next(iter(conditions.values()))}",
         location="inputs.dynamic",
-        hint=f"Remove {names} from inputs.dynamic to fix the size, or trace with another size.",
+        hint=f"Declare {ranges}, or trace with another size."
+        if ranges
+        else f"Remove {names} from inputs.dynamic to fix the size, or trace with another size.",
     )
 
 

@@ -80,7 +80,10 @@ def test_inputs_outputs_and_dimensions_are_described(document: dict[str, Any]) -
         {"name": "hidden", "dtype": "float32", "shape": ["batch", "sequence", 8]},
         {"name": "longest", "dtype": "int64", "shape": []},
     ]
-    assert document["dims"] == {"batch": {"min": 1, "max": 32}, "sequence": {"min": 2, "max": 64}}
+    assert document["dims"] == {
+        "batch": {"min": 1, "max": 32, "multiple_of": 1},
+        "sequence": {"min": 2, "max": 64, "multiple_of": 1},
+    }
     assert document["fixed_axes"] == []
 
 

@@ -45,6 +45,7 @@ def test_configs_of_the_repository_follow_the_schema(path: Path) -> None:
 GOOD: list[dict[str, Any]] = [
     {},
     {"inputs": {"tensors": {"x": {"shape": ["batch", 3], "low": 0.0}}, "dynamic": {"batch": [1, 8]}}},
+    {"inputs": {"dynamic": {"height": {"min": 64, "max": 1024, "multiple_of": 8}, "batch": {"max": 4}}}},
     {"inputs": {"constants": {"a": True, "b": 1, "c": 0.5, "d": "x", "e": [[1, 2], [3, 4]], "f": []}}},
     {"parity": {"metrics": {"cosine": 0.99, "top_k_agreement": {"min": 1, "k": 3}}}},
     {"gate": {"max_size_mb": 20, "min_speedup": {"onnx": 1.1}}},
@@ -63,6 +64,8 @@ BAD: list[dict[str, Any]] = [
     {"processing": {"outputs": "max"}},
     {"inputs": {"tensors": {"x": {"shape": [1.5]}}}},
     {"inputs": {"dynamic": {"batch": [1]}}},
+    {"inputs": {"dynamic": {"batch": {"min": 1}}}},
+    {"inputs": {"dynamic": {"batch": {"max": 8, "multiple_of": 0}}}},
     {"inputs": {"constants": {"a": {"b": 1}}}},
     {"parity": {"noise_multiple": 0.5}},
     {"parity": {"effort": "lots"}},

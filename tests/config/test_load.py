@@ -393,3 +393,24 @@ def test_weights_file_is_refused_with_a_way_to_load_it(name: str, tmp_path: Path
     )
     (tmp_path / name).with_name("config.json").touch()
     assert "Set source to the folder of this file" in refusal(tmp_path / "mine.toml")
+
+
+def test_range_is_two_sizes_or_a_table_with_a_multiple() -> None:
+    inputs = {"tensors": {"x": {"shape": ["batch", 3, "height"]}}}
+    dynamic = {"batch": [1, 8], "height": {"min": 60, "max": 1024, "multiple_of": 8}}
+    config = try_load({**GOOD, "inputs": {**inputs, "dynamic": dynamic}})
+    assert config is not None
+    assert config.inputs.dynamic is not None
+    assert {name: sizes.ends for name, sizes in config.inputs.dynamic.items()} == {
+        "batch": (1, 8),
+        "height": (64, 1024),
+    }
+    assert config.model_dump(exclude_unset=True)["inputs"]["dynamic"] == dynamic
+
+
+def test_benchmark_at_a_size_between_multiples_is_refused() -> None:
+    inputs = {"tensors": {"x": {"shape": ["batch", 3, "height"]}}}
+    dynamic = {"batch": [1, 8], "height": {"max": 1024, "multiple_of": 8}}
+    settings = {**GOOD, "inputs": {**inputs, "dynamic": dynamic}}
+    assert try_load({**settings, "bench": {"shapes": [{"batch": 1, "height": 104}]}}) is not None
+    assert try_load({**settings, "bench": {"shapes": [{"batch": 1, "height": 100}]}}) is None

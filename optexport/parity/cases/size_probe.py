@@ -112,7 +112,7 @@ def _list_sizes(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[
         for name in (ranges if len(ranges) > 1 or fixed is minima else ())
     ]
     all_equal = [
-        {name: min(max(size, sizes[0]), sizes[-1]) for name, sizes in ranges.items()}
+        {name: dims[name].fit(min(max(size, sizes[0]), sizes[-1])) for name, sizes in ranges.items()}
         for size in sorted(set().union(*ranges.values()))
     ]
     smallest = [
@@ -130,7 +130,7 @@ def _list_sizes(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[
 
 def _range(dim: Dim, traced: int) -> Sequence[int]:
     maximum = max(dim.max or _TIMES_TRACED * traced, traced)
-    return range(max(dim.min, 1), min(maximum, _MAX_SIZES) + 1) or [traced]
+    return range(max(dim.min, dim.multiple_of), min(maximum, _MAX_SIZES) + 1, dim.multiple_of) or [traced]
 
 
 class _Counter(TorchDispatchMode):

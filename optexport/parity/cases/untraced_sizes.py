@@ -117,7 +117,7 @@ def cut_to(
         if not reducible:
             break
         largest = max(reducible, key=lambda name: cut[name] / original[name])
-        cut[largest] = max(cut[largest] // 2, minima[largest])
+        cut[largest] = max(signature.dims[largest].fit(cut[largest] // 2), minima[largest])
     return cut
 
 
@@ -148,10 +148,10 @@ def _untraced_sizes(
         return [], []
 
     dims = signature.dims
-    smallest = {name: _clamped(dims[name], 1) for name in names}
-    prime = {name: _clamped(dims[name], _prime_after(traced[name] + i)) for i, name in enumerate(names)}
-    longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
-    largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
+    smallest = {name: dims[name].fit(1) for name in names}
+    prime = {name: dims[name].fit(_prime_multiple(dims[name], traced[name], i)) for i, name in enumerate(names)}
+    longer = {name: dims[name].fit(4 * traced[name]) for name in names}
+    largest = {name: dims[name].fit(dims[name].max or 4 * traced[name]) for name in names}
     first, *rest = names
     if effort == "quick":
         return [], [smallest, prime, {**longer, first: smallest[first]}]
@@ -179,19 +179,21 @@ def _many_sizes(dim: Dim, traced: Mapping[str, int]) -> list[int]:
     maximum = dim.max or 4 * traced[dim.name]
     near_powers = {2**power + step for power in range(maximum.bit_length() + 1) for step in (-1, 0, 1)}
     sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *near_powers, maximum}
-    return sorted(size for size in sizes if dim.min <= size <= maximum)
+    multiples = {*sizes, *(size * dim.multiple_of for size in sizes)}
+    return sorted(size for size in multiples if size in dim and size <= maximum)
 
 
 def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yields sizes next to the traced ones, for narrow ranges."""
     for step in (1, -1, 2, -2, 3, -3):
-        moved = {name: _clamped(signature.dims[name], size + step) for name, size in traced.items()}
+        dims = signature.dims
+        moved = {name: dims[name].fit(size + step * dims[name].multiple_of) for name, size in traced.items()}
         yield from ({**traced, name: size} for name, size in moved.items())
         yield moved
 
 
-def _clamped(dim: Dim, size: int) -> int:
-    return max(dim.min, size if dim.max is None else min(size, dim.max))
+def _prime_multiple(dim: Dim, traced: int, index: int) -> int:
+    return dim.multiple_of * _prime_after(traced // dim.multiple_of + index)
 
 
 def _prime_after(number: int) -> int:

@@ -38,7 +38,7 @@ from optexport.tracing.shapes.size_guards import (
 _MAX_GROWTH = 4
 _MAX_ELEMENTS = 1 << 16
 # The limit for batches that are only traced; the parity check runs the model at these sizes later.
-_MAX_TRACED_ELEMENTS = 1 << 24
+MAX_TRACED_ELEMENTS = 1 << 24
 # A model with more branches, such as one with a loop over a size, is not traced on all of them.
 _MAX_BRANCHES = 8
 # torch.export writes an upper limit that does not exist as this size or more.
@@ -175,7 +175,7 @@ class _Probe:
         traced = self.signature.sizes(self.example)
         is_small = is_affordable(self.example, sizes, traced)
         elements = _growth(sizes, traced) * _count_elements(self.example)
-        if not (is_small or (is_exclusion and elements <= _MAX_TRACED_ELEMENTS)):
+        if not (is_small or (is_exclusion and elements <= MAX_TRACED_ELEMENTS)):
             return _ProbeOutcome()
         batch = resize(self.example, self.signature, sizes)
         expected = outcome(self.model, batch) if is_small else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -136,7 +137,8 @@ def _narrowest(first: Dim | None, second: Dim) -> Dim:
     if first is None:
         return second
     maxima = [dim.max for dim in (first, second) if dim.max is not None]
-    return Dim(second.name, max(first.min, second.min), min(maxima, default=None))
+    multiple = math.lcm(first.multiple_of, second.multiple_of)
+    return Dim(second.name, max(first.min, second.min), min(maxima, default=None), multiple)
 
 
 def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[TensorSpec, ...]:

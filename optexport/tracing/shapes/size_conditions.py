@@ -124,7 +124,7 @@ def _split(
     """Yields sizes of several dimensions with a given product."""
     first, *other_names = names
     if not other_names:
-        if dims[first].min <= product <= (dims[first].max or product):
+        if product in dims[first]:
             yield {first: product}
         return
     for size in sizes[first]:
@@ -147,4 +147,5 @@ def sizes_to_try(dim: Dim, expression: Any) -> list[int]:
     near = {product * times + step for product in _products(expression) for times in (1, 2) for step in (-1, 0, 1)}
     sizes = {*range(1, all_up_to + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
     ends = set() if dim.max is None else {dim.max}
-    return sorted(size for size in sizes | ends if max(dim.min, 1) <= size <= maximum)
+    multiples = {size // dim.multiple_of * dim.multiple_of for size in sizes | ends}
+    return sorted(size for size in multiples if max(dim.min, 1) <= size <= maximum)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,16 +61,18 @@ def _narrow(dim: Dim, expression: Any, symbol: sympy.Symbol, traced: int) -> Dim
     valid = [size for size in [*sizes, traced] if size not in broken]
     minimum, maximum = dim.min, dim.max
     if smaller:
-        minimum = _bisect(expression, symbol, min(size for size in valid if size > smaller[-1]), smaller[-1])
+        smallest = min(size for size in valid if size > smaller[-1])
+        minimum = _bisect(expression, symbol, smallest, smaller[-1], dim.multiple_of)
     if larger:
-        maximum = _bisect(expression, symbol, max(size for size in valid if size < larger[0]), larger[0])
-    return Dim(dim.name, minimum, maximum) if maximum is None or minimum < maximum else dim
+        largest = max(size for size in valid if size < larger[0])
+        maximum = _bisect(expression, symbol, largest, larger[0], dim.multiple_of)
+    return replace(dim, min=minimum, max=maximum) if maximum is None or minimum < maximum else dim
 
 
-def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int) -> int:
-    """Returns the valid size next to the first one that breaks a condition."""
-    while abs(valid - broken) > 1:
-        middle = (valid + broken) // 2
+def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int, step: int) -> int:
+    """Returns the valid size next to the first one that breaks a condition; both are multiples of the step."""
+    while abs(valid - broken) > step:
+        middle = (valid + broken) // 2 // step * step
         valid, broken = (valid, middle) if is_broken(expression, {symbol: middle}) else (middle, broken)
     return valid
 
@@ -124,6 +126,11 @@ class SuspectSize:
     is_asserted: bool
     is_exclusion: bool
 
+    @property
+    def names(self) -> set[str]:
+        """The dimensions in the expression."""
+        return {str(symbol) for symbol in self.expression.free_symbols}
+
 
 def find_suspect_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
@@ -138,9 +145,9 @@ def find_suspect_sizes(
     for expression, is_false, free in _assumptions(program, names, dims):
         earlier = ({name: sizes[name] for name in free} for suspect in suspects for sizes in suspect.sizes)
         # Models run at sizes near the traced ones more often than at the smallest sizes.
-        near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
+        near = () if is_exclusion(expression) else _neighbours(list(free), dims, traced)
         searches = [itertools.chain(near, earlier, candidates(expression, list(free), dims, traced))]
-        if _is_exclusion(expression) and len(free) > 1:  # models often have a special branch for square images
+        if is_exclusion(expression) and len(free) > 1:  # models often have a special branch for square images
             equal = set.intersection(*(set(sizes_to_try(dims[name], expression)) for name in free))
             searches.append(itertools.chain(dict.fromkeys(free, size) for size in sorted(equal)))
         suspect_sizes = [
@@ -152,14 +159,14 @@ def find_suspect_sizes(
         ]
         if suspect_sizes:
             suspects.append(
-                SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, _is_exclusion(expression))
+                SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, is_exclusion(expression))
             )
     return suspects
 
 
 def list_suspect_sizes(suspects: Iterable[SuspectSize]) -> list[dict[str, int]]:
     """Returns the suspect sizes, each with only the dimensions in its expression."""
-    names = [(suspect, {str(symbol) for symbol in suspect.expression.free_symbols}) for suspect in suspects]
+    names = [(suspect, suspect.names) for suspect in suspects]
     return [{name: sizes[name] for name in sizes if name in own} for suspect, own in names for sizes in suspect.sizes]
 
 
@@ -197,7 +204,7 @@ def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) 
     _drop(
         program,
         lambda expression: (
-            _is_exclusion(expression) and expression not in own_conditions and not free_unbacked_symbols(expression)
+            is_exclusion(expression) and expression not in own_conditions and not free_unbacked_symbols(expression)
         ),
     )
 
@@ -226,7 +233,8 @@ def _shapes(graph: fx.Graph) -> list[Any]:
     return [getattr(node.meta.get("val"), "shape", ()) for node in graph.find_nodes(op="placeholder")]
 
 
-def _is_exclusion(expression: Any) -> bool:
+def is_exclusion(expression: Any) -> bool:
+    """Returns True for a condition that excludes sizes; see `SuspectSize`."""
     return isinstance(expression, sympy.Unequality)
 
 
@@ -317,6 +325,6 @@ class _InFloat32(PythonReferenceAnalysis):  # type: ignore[no-untyped-call, unus
 
 def _neighbours(free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
     for name, step in itertools.product(free, (1, -1)):
-        size = traced[name] + step
-        if dims[name].min <= size <= (dims[name].max or size):
+        size = traced[name] + step * dims[name].multiple_of
+        if size in dims[name]:
             yield {**{dim_name: traced[dim_name] for dim_name in free}, name: size}

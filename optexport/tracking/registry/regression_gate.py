@@ -89,15 +89,21 @@ def _axes(new: Manifest, champion: Manifest) -> Iterator[tuple[str, str, str]]:
 def _compare_ranges(new: Manifest, champion: Manifest) -> Iterator[str]:
     for axis, our_size, their_size in _axes(new, champion):
         ours, theirs = _range(new, our_size), _range(champion, their_size)
-        if ours[0] > theirs[0] or ours[1] < theirs[1]:
-            ranges = (f"{low} or more" if high == math.inf else f"{low} to {high:g}" for low, high in (ours, theirs))
-            yield "inputs: {} accepts {} (champion: {})".format(axis, *ranges)
+        if ours[0] > theirs[0] or ours[1] < theirs[1] or theirs[2] % ours[2]:
+            yield "inputs: {} accepts {} (champion: {})".format(axis, *map(_describe_range, (ours, theirs)))
 
 
-def _range(manifest: Manifest, size: str) -> tuple[int, float]:
-    """Returns the smallest and largest value of a size, which may be a sum of dimensions."""
+def _range(manifest: Manifest, size: str) -> tuple[int, float, int]:
+    """Returns the smallest and largest value of a size, which may be a sum, and what it is a multiple of."""
     dims = [manifest.dims.get(name, _ANY_SIZE) for name in size.split(" + ")]
-    return sum(dim.min for dim in dims), sum(math.inf if dim.max is None else dim.max for dim in dims)
+    largest = sum(math.inf if dim.max is None else dim.max for dim in dims)
+    return sum(dim.min for dim in dims), largest, math.gcd(*(dim.multiple_of for dim in dims))
+
+
+def _describe_range(sizes: tuple[int, float, int]) -> str:
+    low, high, multiple_of = sizes
+    text = f"{low} or more" if high == math.inf else f"{low} to {high:g}"
+    return text if multiple_of == 1 else f"{text}, multiples of {multiple_of}"
 
 
 def _compare_ties(new: Manifest, champion: Manifest) -> Iterator[str]:

@@ -417,7 +417,7 @@ def test_size_in_doubt_is_tried_with_the_other_sizes_reduced(tmp_path: Path, mon
     """It was halved, to a size that was not in doubt: wrong files passed if a batch had 16 million numbers."""
     model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
-    monkeypatch.setattr(path_probe, "_MAX_TRACED_ELEMENTS", 40 * 6)
+    monkeypatch.setattr(path_probe, "MAX_TRACED_ELEMENTS", 40 * 6)
     monkeypatch.setattr(path_probe, "_MAX_ELEMENTS", 1)
     monkeypatch.setattr(untraced_sizes, "_BUDGET_OF_SUSPECTS", 40 * 6)
     monkeypatch.setattr(untraced_sizes, "_BUDGET", 1)
