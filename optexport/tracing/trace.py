@@ -285,13 +285,15 @@ def _resolve_branches(
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
         signature = limits.narrow(full_signature, program, symbols, sizes)
-        signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
         suspects = find_suspect_sizes(program, symbols, signature.dims, sizes)
         if limits.add(signature, suspects, (), example):
             continue
+        signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
         probed = probe_paths(model, dict(example), program, signature, suspects, export_again)
-        if limits.add(signature, (), [suspect for suspect in suspects if suspect not in probed.removable], example):
+        fixing = probed.fixed_dims.values()
+        needed = [s for s in suspects if (str(s.expression) in fixing if fixing else s not in probed.removable)]
+        if limits.add(signature, (), needed, example):
             continue
         fixed_dims = find_fixed_dims(program, symbols, full_signature.dims, sizes) | probed.fixed_dims
         if not fixed_dims:

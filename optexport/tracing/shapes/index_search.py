@@ -143,9 +143,7 @@ class _Search:
         for change in _CHANGES:
             changed = {name: change(self.traced[name]) for name in dims}
             limits = {name: self._signature.dims[name] for name in dims}
-            inside = {
-                name: max(limits[name].min, 1, min(size, limits[name].max or size)) for name, size in changed.items()
-            }
+            inside = {name: max(limits[name].fit(size), 1) for name, size in changed.items()}
             sizes = {**self.traced, **inside}
             if sizes not in (self.traced, *all_sizes) and is_affordable(self._example, sizes, self.traced):
                 all_sizes.append(sizes)
