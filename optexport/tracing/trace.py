@@ -195,15 +195,22 @@ def _trace_again(
             return replace(result, skipped_checks=(*result.skipped_checks, *lines))
         except UntraceableError as branch_error:  # says more
             error = branch_error
-    if (strict := _try_strict(model, trace_axes)) is not None:
-        return strict
+    may_be_strict = not isinstance(error.__cause__, LongSizeError)  # a strict trace would take too long as well
+    if may_be_strict and dynamic is not None and (strict := _try_strict(model, trace_axes)) is not None:
+        return strict  # otherwise, inputs may become constants
 
     def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
         result = _trace_module(model, example, dynamic, free, values=values)
         return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
-    with exploring_branches(enabled=has_branch) as checks:
-        result, constants, notes = retry_trace(model, dict(example), error, trace_with, is_declared=dynamic is not None)
+    inputs, is_declared = dict(example), dynamic is not None
+    try:
+        with exploring_branches(enabled=has_branch) as checks:
+            result, constants, notes = retry_trace(model, inputs, error, trace_with, is_declared=is_declared)
+    except UntraceableError:
+        if may_be_strict and not is_declared and (strict := _try_strict(model, trace_axes)) is not None:
+            return strict
+        raise
     skipped_checks = (*result.skipped_checks, *checks)
     return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
 

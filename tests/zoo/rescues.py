@@ -285,7 +285,7 @@ RESCUES: dict[str, Rescue] = {
     "sizes_of_one": Rescue(_watch_ones, _replaced(trace, "SizeOneRecorder", _Off)),
     "skipped_checks": Rescue(
         _when(value_checks, "_passing_answer", lambda passes: passes is not None),
-        _replaced(trace, "skip_value_checks", _Off),
+        _replaced(trace, "skip_value_checks", lambda: contextlib.nullcontext({})),
     ),
     "swallowed": Rescue(_watch_swallowed, _replaced(trace, "refuse_caught_errors", _Off)),
     "writable": Rescue(

@@ -328,6 +328,32 @@ def test_nested_input_may_be_constant_with_other_constants():
     assert fixed.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
 
 
+class LoopsOverConstants(nn.Module):
+    """Loops over tensors that are the same in every call, as TabNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor([2, 0]))
+        self.register_buffer("is_number", torch.tensor([True, False, True]))
+        self.spans = torch.tensor([[0, 2], [1, 3]])
+        self.embedding = nn.Embedding(9, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [x[:, int(column)].unsqueeze(1) for column in self.columns]
+        for index, is_number in enumerate(self.is_number):
+            parts.append(x[:, index : index + 1] if is_number else self.embedding(x[:, index].long()))
+        parts += [x[:, start:end].sum(1, keepdim=True) for start, end in self.spans]
+        return torch.cat(parts, 1)
+
+
+def test_loop_over_constant_tensors_is_unrolled():
+    model = LoopsOverConstants().eval()
+    traced = trace.trace(model, {"x": torch.rand(3, 3)}, {"x": {0: "rows"}})
+    assert traced.branches == ()
+    x = torch.rand(7, 3) * 8
+    assert torch.equal(traced.graph_module(x), model(x))
+
+
 class WritesToHeld(nn.Module):
     """Writes to a constant input."""
 
