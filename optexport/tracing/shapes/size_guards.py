@@ -69,7 +69,7 @@ def _narrow(dim: Dim, expression: Any, symbol: sympy.Symbol, traced: int) -> Dim
     return replace(dim, min=minimum, max=maximum) if maximum is None or minimum < maximum else dim
 
 
-def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int, step: int) -> int:
+def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int, step: int = 1) -> int:
     """Returns the valid size next to the first one that breaks a condition; both are multiples of the step."""
     while abs(valid - broken) > step:
         middle = (valid + broken) // 2 // step * step
