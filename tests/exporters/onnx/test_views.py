@@ -21,6 +21,7 @@ WRITES: dict[str, Write] = {
     "columns of a slice": lambda y, x, i: y.__setitem__((slice(1, None), i), 0.0),
     "a transposed tensor": lambda y, x, i: y.T.__setitem__(i, 1.0),
     "a method of a slice": lambda y, x, i: y[:3, 1:].triu_(),
+    "a row for all": lambda y, x, i: y[:, 0].copy_(x[0, 0]),
     "a flat view": lambda y, x, i: y.view(-1).__setitem__(i, 4.0),
 }
 

@@ -58,6 +58,11 @@ def masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x[mask]
 
 
+def copy(x: torch.Tensor, source: torch.Tensor, *_: object) -> torch.Tensor:
+    """Computes ``x.copy_(source)``; the write of ``torch.onnx`` into a view does not broadcast."""
+    return x.copy_(source if source.dim() == x.dim() else source.expand_as(x))
+
+
 def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.Tensor:
     """Removes axes whose size is known to be 1.
 

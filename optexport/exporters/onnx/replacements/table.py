@@ -79,6 +79,7 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.fft_fftshift.default: indexing.fftshift,
     aten.fft_ifftshift.default: lambda *a: indexing.fftshift(*a, back=True),
     aten.masked_select.default: indexing.masked_select,
+    aten.copy_.default: indexing.copy,
     aten.kthvalue.default: order.kthvalue,
     aten.median.default: order.median,
     aten.median.dim: order.median_along,
