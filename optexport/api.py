@@ -15,8 +15,9 @@ from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle import contents
 from optexport.config.consistency import check_formats, check_precision
+from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
-from optexport.config.schema import FORMATS, LARGEST_SIZE, Effort, Layout
+from optexport.config.schema import FORMATS, Effort, Layout
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values

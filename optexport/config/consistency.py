@@ -17,7 +17,8 @@ from optexport.transformations import registry
 
 if TYPE_CHECKING:
     from optexport.config.benchmarks import BenchConfig, FormatLimits, GateConfig
-    from optexport.config.schema import Config, InputsConfig, RangeConfig
+    from optexport.config.inputs import InputsConfig, RangeConfig
+    from optexport.config.schema import Config
 
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.schema import Config, InputsConfig
+    from optexport.config.inputs import InputsConfig
+    from optexport.config.schema import Config
 
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
 DATA_SUFFIXES = (".safetensors", ".npz", ".jsonl")

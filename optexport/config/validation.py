@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, get_args, get_origin
@@ -238,3 +239,12 @@ def find_table(annotation: Any) -> Any:
         return annotation
     tables = map(find_table, getattr(annotation, "__args__", ()))
     return next((table for table in tables if table is not None), None)
+
+
+def finite(value: Any) -> Any:
+    """Rejects infinite numbers: the manifest stores all values as JSON, which has none."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        finite(inner)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidValueError(f"expected a finite number, found {value}", "Write a number other than inf and nan.")
+    return value

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport.config.schema import InputsConfig, RangeConfig, TensorConfig
+from optexport.config.inputs import InputsConfig, RangeConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.random_inputs import inputs_from_specs, program_inputs

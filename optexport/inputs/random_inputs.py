@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from optexport.config.schema import RangeConfig, TensorConfig
+from optexport.config.inputs import RangeConfig, TensorConfig
 from optexport.errors import ConfigError, TraceError, first_line
 from optexport.parity.cases.vocabulary import vocabularies
 from optexport.signature.program_arguments import tensor_inputs

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optexport._utils.platform import free_memory
-from optexport.config.schema import InputsConfig
+from optexport.config.inputs import InputsConfig
 from optexport.errors import ConfigError, first_line, panics_as_errors
 from optexport.inference import images
 from optexport.inputs.data_lines import find_texts, read_lines, stack_records

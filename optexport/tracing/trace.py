@@ -8,10 +8,9 @@ import functools
 import itertools
 import keyword
 import re
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,44 +18,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from optexport._utils.module_state import restoring_state
-from optexport._utils.user_lines import describe_error, find_line
-from optexport.errors import FixedSizeError, OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
+from optexport.errors import FixedSizeError, TraceError, UntraceableError
 from optexport.signature.signature import (
     Batch,
     Dim,
     Dynamic,
     Signature,
     as_argument,
-    as_arguments,
 )
 from optexport.tracing import dynamo_exporter
 from optexport.tracing.fallbacks.attempts import (
     retry_trace,
-    returning_containers,
-    returns_own_classes,
     trace_branches,
 )
-from optexport.tracing.fallbacks.branch_merging import find_branches, merge_ways
-from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
-from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
-from optexport.tracing.fallbacks.value_branches import calling_all_ways, exploring_branches, is_branch
+from optexport.tracing.fallbacks.branch_merging import find_branches
+from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
-from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
-from optexport.tracing.patches.vmap import expand_vmap
+from optexport.tracing.program_export import Free, export_with_axes, skipped_checks
 from optexport.tracing.script_conversion import converting_scripts
 from optexport.tracing.shapes.fixed_sizes import (
-    choose_hint,
-    describe_fixing_line,
     is_fixed_by_len,
-    recording_fixed_sizes,
-    store_fixing_lines,
 )
 from optexport.tracing.shapes.index_search import find_indexes
-from optexport.tracing.shapes.path_probe import outcome, probe_paths
+from optexport.tracing.shapes.path_probe import probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.range_limits import RangeLimits, find_multiples
-from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
+from optexport.tracing.shapes.size_expressions import LongSizeError
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
     drop_assertions,
@@ -64,16 +51,9 @@ from optexport.tracing.shapes.size_guards import (
     find_suspect_sizes,
     list_suspect_sizes,
 )
-from optexport.tracing.shapes.size_one import SizeOneRecorder
-from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 
 # torch.export fixes each axis of size 1.
 _ONE_ROW = "the example has one row; declare the axis to allow more"
-# The entry in a program's metadata for the lines of skipped checks.
-_CHECKS = "optexport_skipped_checks"
-
-# Maps each input to the axes that may be dynamic.
-Free = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -256,9 +236,9 @@ def _trace_module(
             min=0, max=-10". The checks try the declared sizes in any case.
     """
     if has_ranges or dynamic is None:
-        program = _export(model, example, dynamic, free)
+        program = export_with_axes(model, example, dynamic, free)
     else:
-        program = _export(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
+        program = export_with_axes(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
     program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
     fixed = tuple(f"{axis}; {_ONE_ROW}" if axis.endswith("[0] = 1") else axis for axis in fixed)
     if isinstance(model, fx.GraphModule):
@@ -268,8 +248,7 @@ def _trace_module(
     else:
         graph_module = reconstruct_modules(program)
     traced = _make_traced(graph_module, signature, fixed, suspect_sizes)
-    checks = program.graph_module.meta.get(_CHECKS, ())
-    return replace(traced, skipped_checks=checks, asks_length=is_fixed_by_len(program))
+    return replace(traced, skipped_checks=skipped_checks(program), asks_length=is_fixed_by_len(program))
 
 
 def _make_traced(
@@ -296,7 +275,7 @@ def _resolve_branches(
         if limits.add(signature, suspects, (), example):
             continue
         signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
-        export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
+        export_again = functools.partial(export_with_axes, model, dynamic=None, free=_axes(signature))
         probed = probe_paths(model, dict(example), program, signature, suspects, export_again)
         fixing = probed.fixed_dims.values()
         needed = [s for s in suspects if (str(s.expression) in fixing if fixing else s not in probed.removable)]
@@ -308,7 +287,7 @@ def _resolve_branches(
             return program, signature, fixed, [*list_suspect_sizes(suspects), *probed.sizes]
         if dynamic is not None:
             raise _fixed_dims_error(fixed_dims, sizes, full_signature.dims, suspects)
-        program = _export(model, example, None, _axes(signature, excluded=fixed_dims))
+        program = export_with_axes(model, example, None, _axes(signature, excluded=fixed_dims))
 
 
 def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, list[int]]:
@@ -336,15 +315,6 @@ def _fixed_dims_error(
     )
 
 
-def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError:
-    line = find_line(error)
-    return UntraceableError(
-        f"{error}{f', at {line}' if line else ''}; torch.export would not finish in a reasonable time",
-        location=type(model).__name__,
-        hint="Keep only the batch in inputs.dynamic; all other dimensions are fixed then.",
-    )
-
-
 def _declared_dims(dynamic: Dynamic | None) -> list[Dim]:
     return [dim for axes in (dynamic or {}).values() for dim in axes.values() if isinstance(dim, Dim)]
 
@@ -359,169 +329,6 @@ def _sort_inputs(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> 
             location=type(model).__name__,
         )
     return {names[argument]: example[names[argument]] for argument in placeholders}
-
-
-def _export(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    dynamic: Dynamic | None,
-    free: Free | None = None,
-    changing: Collection[str] = (),
-) -> ExportedProgram:
-    """Exports a model with the declared axes, or all possible axes, dynamic.
-
-    Args:
-        free: The axes that may be dynamic; all by default.
-        changing: Buffers whose values change between calls.
-    """
-    for name, value in example.items():
-        if not isinstance(value, torch.Tensor):
-            raise TraceError(
-                f"not a tensor (found {type(value).__name__})",
-                location=f"input {name}",
-                hint="Pass tensors by input name, and set other arguments in the model or its config.",
-            )
-    hints = {name: _dynamic_shape(name, tensor, dynamic) for name, tensor in example.items()}
-    if free is not None:
-        hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
-    shapes = as_arguments(hints)
-    if dynamo_exporter.is_strict():
-        return _export_strictly(model, example, dynamic, shapes)
-    try:
-        with (
-            restoring_state(model),  # a trace would leave fake tensors in attributes that the model assigns
-            dynamo_exporter.exporting(),
-            dynamo_exporter.one_pass(model),
-            LongSizeDetector(),
-            skip_value_checks() as checks,
-            expand_vmap(),
-            refuse_caught_errors(),
-            ScalarTracker(model, changing) as numbers,
-            SizeOneRecorder() as ones,
-            recording_fixed_sizes() as fixing_lines,
-            calling_all_ways(model),
-            SymbolicSizes(),
-        ):
-            if dynamo_exporter.has_transformers_model(model):
-                _check_complete(model, example)
-                program = dynamo_exporter.export_program(model, as_arguments(example), shapes)
-            else:
-                program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
-    except OptexportError:
-        raise
-    except LongSizeError as error:
-        raise _long_size_error(model, error) from error
-    except Exception as error:  # torch.export raises many types, and the model's code any other
-        if returns_own_classes(model, as_arguments(example)):
-            with returning_containers(model):
-                return _export(model, example, dynamic, free, changing)
-        raise _explain(model, example, error, dynamic, fixing_lines) from error
-    program = merge_ways(program)
-    drop_value_assertions(program, checks)
-    ones.store(program)
-    store_fixing_lines(program, fixing_lines)
-    program.graph_module.meta[_CHECKS] = tuple(checks)
-    if written := numbers.used_buffers & _find_written_buffers(program):
-        return _export(model, example, dynamic, free, {*changing, *written})
-    return program
-
-
-def _export_strictly(
-    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, shapes: Mapping[str, Any]
-) -> ExportedProgram:
-    try:
-        with restoring_state(model), dynamo_exporter.exporting():
-            program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
-    except Exception as error:  # TorchDynamo raises many types, and the model's code any other
-        raise _explain(model, example, error, dynamic, {}) from error
-    checks: dict[str, None] = {}
-    drop_value_assertions(program, checks)
-    program.graph_module.meta[_CHECKS] = tuple(checks)
-    return program
-
-
-def _find_written_buffers(program: ExportedProgram) -> set[str]:
-    """Returns the names of the buffers that a program writes to."""
-    buffers = program.graph_signature.inputs_to_buffers
-    targets = (
-        node.args[0]
-        for node in program.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and node.args
-    )
-    return {buffers[node.name] for node in targets if isinstance(node, fx.Node) and node.name in buffers}
-
-
-def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the model computes none of its inputs from values of the others."""
-    computed = dynamo_exporter.find_computed_inputs(model, example)
-    if value_inputs := frozenset(computed) & frozenset(example):
-        raise ValuesAskedError(value_inputs)
-    missing = [name for name, value in computed.items() if value is not None]
-    if missing:
-        raise TraceError(
-            f"the model computes {', '.join(missing)} from the values of other inputs, which a graph cannot do",
-            location=type(model).__name__,
-            hint="Add them as inputs with transformers.exporters.utils.precompute_export_inputs(model, inputs).",
-        )
-
-
-def _dynamic_shape(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
-    """Returns the dynamic shapes of one input; ``torch.export`` keeps or refuses a range."""
-    if dynamic is None:
-        return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
-    return {
-        axis: torch.export.Dim(dim.name, min=dim.min, max=dim.max) if isinstance(dim, Dim) else torch.export.Dim.AUTO
-        for axis, dim in dynamic.get(name, {}).items()
-    }
-
-
-def _explain(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    error: Exception,
-    dynamic: Dynamic | None,
-    fixing_lines: Mapping[int, str],
-) -> TraceError:
-    name = type(model).__name__
-    if isinstance(own_error := outcome(model, example), Exception):
-        return _model_error(model, example, own_error)
-    suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
-    if suggestion and dynamic:
-        conditions = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
-        fixed_size = re.fullmatch(r"\w+ = (\d+)", conditions)
-        fixing_line = fixing_lines.get(int(fixed_size.group(1))) if fixed_size else None
-        return FixedSizeError(
-            f"the trace at {shapes} is not valid for all declared sizes: it requires {conditions}"
-            f"{describe_fixing_line(fixing_line)}",
-            location="inputs.dynamic",
-            hint=choose_hint(
-                fixing_line,
-                "Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
-                " dimension to fix it.",
-            ),
-        )
-    line = find_line(error)
-    return UntraceableError(
-        f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
-        location=name,
-        hint="Change that line so that it does not depend on values of the inputs, or export a part of the model"
-        " without it."
-        if line
-        else "Run again with --debug to see the line of the model where it stopped.",
-    )
-
-
-def _model_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
-    """Returns the error for a model that fails on its inputs without being traced."""
-    shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
-    return TraceError(
-        f"the model itself fails on the inputs {shapes}: {describe_error(error)}",
-        location=type(model).__name__,
-        hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
-        if model._forward_pre_hooks or model._forward_hooks
-        else "Use inputs with dtypes, ranges and sizes that the model accepts.",
-    )
 
 
 def copy_graph_module(model: fx.GraphModule) -> fx.GraphModule:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from optexport.config.schema import InputsConfig
+from optexport.config.inputs import InputsConfig
 from optexport.errors import ConfigError
 from optexport.inputs.preparation import Inputs, prepare
 from optexport.loading.loader import Pretrained

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from optexport.config.schema import InputsConfig
+from optexport.config.inputs import InputsConfig
 from optexport.inputs import user_data
 from optexport.inputs.data_lines import stack_records
 from optexport.inputs.preparation import prepare

@@ -26,7 +26,7 @@ from transformers import (
     XLNetModel,
 )
 
-from optexport.config.schema import InputsConfig
+from optexport.config.inputs import InputsConfig
 from optexport.errors import ConfigError
 from optexport.inputs.preparation import prepare
 from optexport.loading.loader import Pretrained

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from optexport.config.schema import InputsConfig
+from optexport.config.inputs import InputsConfig
 from optexport.errors import BundleError, ConfigError
 from optexport.inputs import preparation
 from optexport.loading import preprocessors

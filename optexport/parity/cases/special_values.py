@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 import torch
 
-from optexport.config.schema import Effort, TensorConfig
+from optexport.config.inputs import TensorConfig
+from optexport.config.schema import Effort
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.padding import LESS_PADDING, PADDINGS, is_mask, with_padding
 from optexport.signature.signature import Batch

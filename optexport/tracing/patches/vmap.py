@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._functorch import apis
@@ -20,10 +21,10 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 @contextlib.contextmanager
 def expand_vmap() -> Iterator[None]:
     """Records the operators that ``torch.vmap`` calls for a batch, in the traces within the block."""
-    original = apis.vmap_impl
+    original = vars(apis)["vmap_impl"]
 
     def vmap_impl(*args: Any, **kwargs: Any) -> Any:
-        mode = torch._ops._get_dispatch_mode_pre_dispatch(_PROXY)  # type: ignore[no-untyped-call]
+        mode = torch._ops._get_dispatch_mode_pre_dispatch(_PROXY)
         if mode is None:  # no trace, or within another vmap
             return original(*args, **kwargs)
         # A mode below the batching of vmap sees whole batches. The trace's own mode is above it.
@@ -31,8 +32,5 @@ def expand_vmap() -> Iterator[None]:
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), below:
             return original(*args, **kwargs)
 
-    apis.vmap_impl = vmap_impl
-    try:
+    with mock.patch.object(apis, "vmap_impl", vmap_impl):
         yield
-    finally:
-        apis.vmap_impl = original

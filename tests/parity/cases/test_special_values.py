@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optexport.config.schema import Effort, TensorConfig
+from optexport.config.inputs import TensorConfig
+from optexport.config.schema import Effort
 from optexport.errors import ParityError
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.special_values import special_cases
