@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class Model:
 
     def dynamic(self) -> dict[str, dict[int, str | Dim]]:
         """Returns the dynamic axes as ``optexport.export`` takes them."""
-        dims = {name: _dim(name, limits) for name, limits in self.dims.items()}
+        dims = {name: Dim(name, **limits) for name, limits in self.dims.items()}
         return {
             name: {index: dims.get(axis, axis) for index, axis in enumerate(tensor.shape) if isinstance(axis, str)}
             for name, tensor in self.inputs.items()
@@ -136,9 +135,3 @@ def network(path: str, *arguments: Any, **options: Any) -> Callable[[], nn.Modul
         return model
 
     return make
-
-
-def _dim(name: str, limits: Mapping[str, int]) -> str | Dim:
-    possible = inspect.signature(Dim).parameters
-    limits = {key: value for key, value in limits.items() if key in possible}
-    return Dim(name, **limits) if limits else name

@@ -79,7 +79,7 @@ def models() -> Iterator[Model]:
         argument = {"nafnet": "inp", "ditn": "inp_img"}.get(name, "x")
         smaller = [{key: size // 4 if key != "batch" else size for key, size in s.items()} for s in _SCALED[sizes]]
         image = Input(IMAGE.shape, uniform)
-        limits = {axis: {"min": 12} | ({"multiple_of": 8} if sizes == "even" else {}) for axis in ("height", "width")}
+        limits = {axis: {"min": 16} | ({"multiple_of": 8} if sizes == "even" else {}) for axis in ("height", "width")}
         yield Model(
             f"spandrel/{name}", network(f"spandrel.architectures.{path}", **options), {argument: image}, smaller, limits
         )
