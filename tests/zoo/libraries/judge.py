@@ -138,8 +138,8 @@ class _Flat(nn.Module):
         self.names = list(names)
         self.constants = dict(constants)
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors(self.module(**dict(zip(self.names, tensors, strict=True)), **self.constants)))
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors(self.module(**dict(zip(self.names, inputs, strict=True)), **self.constants)))
 
 
 def _prepare(outcome: Outcome) -> Eager | None:
@@ -148,19 +148,22 @@ def _prepare(outcome: Outcome) -> Eager | None:
     if module is not None:
         outcome.cls = type(module).__name__
         outcome.inputs = {name: list(t.shape) for name, t in entry.batches()[0].items() if isinstance(t, torch.Tensor)}
-        outputs = outcome.run("eager", lambda: [_run_eagerly(module, batch) for batch in entry.batches()])
+        outputs = outcome.run("eager", lambda: _run_eagerly(module, entry.batches()))
         if outputs is not None:
             return Eager(entry, module, entry.batches(), outputs)
     outcome.stages = {stage: DONE if result == DONE else NOT_BUILT for stage, result in outcome.stages.items()}
     return None
 
 
-def _run_eagerly(module: nn.Module, batch: Batch) -> list[np.ndarray]:
+def _run_eagerly(module: nn.Module, batches: Sequence[Batch]) -> list[list[np.ndarray]]:
     with torch.no_grad():
-        arrays = _arrays(module(**batch))
-    if not arrays or not all(np.isfinite(array).all() for array in arrays):
+        outputs = [_arrays(module(**batch)) for batch in batches]
+        again = _arrays(module(**batches[0]))
+    if not again or not all(np.isfinite(array).all() for arrays in outputs for array in arrays):
         raise ValueError("the outputs are not finite")
-    return arrays
+    if not all(map(np.array_equal, outputs[0], again)):
+        raise ValueError("the outputs are random")
+    return outputs
 
 
 def _compare(outcome: Outcome, stage: str, eager: Eager, write: Callable[[], Run]) -> None:

@@ -41,6 +41,13 @@ def test_files_of_model_are_right_at_other_sizes(name: str) -> None:
     assert table.is_right(outcome.as_json()), outcome.reasons
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # two of the peers are deprecated
+def test_peers_export_a_simple_model_rightly() -> None:
+    outcome = judge.judge_peers("torchfm/lr")
+    assert [outcome.stages[peer] for peer in judge.PEERS] == ["done"] * 3, outcome.reasons
+
+
 def test_catalogue_has_many_models_of_many_libraries() -> None:
     names = [model.name for module in catalogue.FIELDS for model in module.models()]
     assert len(set(names)) == len(names) >= 150

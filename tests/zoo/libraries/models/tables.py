@@ -26,7 +26,6 @@ _TORCHFM: dict[str, tuple[str, dict[str, Any]]] = {
     "dcn": ("DeepCrossNetworkModel", {**_MLP, "num_layers": 2}),
     "fnn": ("FactorizationSupportedNeuralNetworkModel", _MLP),
     "nfm": ("NeuralFactorizationMachineModel", _MLPS),
-    "afm": ("AttentionalFactorizationMachineModel", {"embed_dim": 8, "attn_size": 8, "dropouts": (0.1, 0.1)}),
     "afi": (
         "AutomaticFeatureInteractionModel",
         {**_MLPS, "atten_embed_dim": 8, "num_heads": 2, "num_layers": 1, "dropouts": (0.1, 0.1, 0.1)},
