@@ -6,11 +6,13 @@ import functools
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from optexport import export
+from optexport.exporters import torchscript
 from optexport.result import Result
 from optexport.signature.signature import Dim
 from tests._helpers import exports
@@ -56,12 +58,13 @@ class Crossed(nn.Module):
         return x + y.mean(0), y + x.mean(0)
 
 
-class Unscriptable(nn.Module):
-    """Disables the surrounding autocast, which the TorchScript compiler does not support, so it is traced."""
-
+class Sine(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return x.sin() * x.shape[0]
+        return x.sin() * x.shape[0]
+
+
+def _refuse_to_script(graph_module: fx.GraphModule) -> fx.GraphModule:
+    raise RuntimeError("unknown operator")
 
 
 class Chain(nn.Module):
@@ -109,7 +112,9 @@ def served(name: str) -> Result:
         case "pairs":
             return laid_out(name, Pairs(), {"x": x}, dynamic=exports.BATCH)
         case "fixed":
-            return laid_out(name, Unscriptable(), {"x": x}, dynamic=exports.BATCH, formats=["torchscript"])
+            options = {"formats": ["torchscript"], "allow_fixed_shape": True}
+            with mock.patch.object(torchscript, "make_scriptable", _refuse_to_script):
+                return laid_out(name, Sine(), {"x": x}, dynamic=exports.BATCH, **options)
         case "two batches":
             axes = {"x": {0: "a"}, "y": {0: "b"}}
             return laid_out(name, Crossed(), {"x": x, "y": x[:3]}, dynamic=axes, formats=["onnx"])

@@ -119,7 +119,7 @@ def test_nodes_are_followed_through_other_rules(folder: Path) -> None:
         (group,) = entry.groups
         assert names(group.before) == ["a", "b"]
         assert names(group.after) == ["d"]
-    assert changes[0].groups[0].other_rules == ("fuse-batch-norm",)
+    assert changes[0].groups[0].other_rules == (bundles.manifest_of(folder).transformations[1].rule,)
 
 
 def test_change_of_unknown_nodes_draws_nothing(folder: Path) -> None:
