@@ -310,3 +310,20 @@ def test_table_that_grows_is_no_state(make: type[Growing], tmp_path: Path) -> No
     assert model.length == make().length, "the caller's model was changed"
     x = torch.randn(7, 4)
     torch.testing.assert_close(run(result, x=x)["output"], x * torch.arange(7.0).cos()[:, None])
+
+
+class Marked(nn.Module):
+    """Has a constant with NaN in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("marks", torch.tensor([1.0, torch.nan, 2.0, 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.marks.nan_to_num()
+
+
+def test_constant_with_nan_is_no_state(tmp_path: Path) -> None:
+    """NaN is not equal to itself, so the constant seemed to be written in each call."""
+    result = quick(Marked().eval(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    torch.testing.assert_close(run(result, x=X)["output"], X * torch.tensor([1.0, 0.0, 2.0, 3.0]))

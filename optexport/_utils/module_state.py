@@ -160,7 +160,9 @@ def _has_no_data(tensor: torch.Tensor) -> bool:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout is not torch.strided:  # torch.equal supports only strided tensors
         a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b)
+    if torch.equal(a, b):
+        return True
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())  # a constant may contain NaN
 
 
 def _memory(tensor: torch.Tensor) -> int:
