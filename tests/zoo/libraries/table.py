@@ -21,7 +21,7 @@ that a user would declare. The files then run at two sizes that were not traced,
 PyTorch. `right` means that both files are right at all sizes. Beside them, the same models by torch's own exporters,
 judged in the same way.
 
-{machine}; {versions}. The seconds are those of one process beside others on that machine.
+{machine}; {versions}. The seconds are those of one process beside others.
 """
 
 
@@ -34,13 +34,16 @@ def table(models: Mapping[str, Model], results: Mapping[str, Record], peers: Map
     """Returns the whole page: totals by library, reasons of failures, and a row for each model."""
     records = [results[name] for name in models if name in results]
     failed = [record for record in records if not is_right(record)]
+    behind = sum(bool(rights(peers.get(record["model_type"]))) for record in failed)
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "onnxruntime"))
     lines = [
         _INTRODUCTION.format(machine=_machine(), versions=versions),
         f"| library | models | right | refused | wrong | crash, timeout | {' | '.join(_TITLES.values())} |",
         f"|---|{'---:|' * (5 + len(PEERS))}",
-        *[_library_row(name, records, peers) for name in dict.fromkeys(model.library for model in models.values())],
+        *[_library_row(library, records, peers) for library in sorted({_library(record) for record in records})],
         _library_row("", records, peers),
+        "",
+        f"{len(records)} of {len(models)} models ran. Right by one of torch's exporters and not by optexport: {behind}.",
         "",
         "## Not right",
         "",
@@ -72,8 +75,12 @@ def result(record: Record) -> str:
     return next((name for name in ("wrong", "crash", "timeout", "not built", "fixed", "refused") if name in found), "")
 
 
+def _library(record: Record) -> str:
+    return str(record["model_type"]).partition("/")[0]
+
+
 def _library_row(library: str, records: Iterable[Record], peers: Mapping[str, Record]) -> str:
-    chosen = [record for record in records if record["model_type"].partition("/")[0] == library or not library]
+    chosen = [record for record in records if library in ("", _library(record))]
     results = [result(record) for record in chosen]
     counts: list[Any] = [len(chosen), f"{results.count('right')} ({share(results.count('right'), len(chosen))})"]
     counts += [sum(map(results.count, names)) for names in (("refused", "fixed"), ("wrong",), ("crash", "timeout"))]
