@@ -43,7 +43,7 @@ def table(models: Mapping[str, Model], results: Mapping[str, Record], peers: Map
         *[_library_row(library, records, peers) for library in sorted({_library(record) for record in records})],
         _library_row("", records, peers),
         "",
-        f"{len(records)} of {len(models)} models ran. Right by one of torch's exporters and not by optexport: {behind}.",
+        f"{len(records)} of {len(models)} models ran. Right by an exporter of torch's and not by optexport: {behind}.",
         "",
         "## Not right",
         "",
