@@ -37,7 +37,7 @@ from optexport.tracing.shapes.fixed_sizes import (
 )
 from optexport.tracing.shapes.path_probe import outcome
 from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
-from optexport.tracing.shapes.size_one import SizeOneRecorder
+from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 
 # The entry in a program's metadata for the lines of skipped checks.
@@ -128,6 +128,7 @@ def _export_strictly(
         raise _explain(model, example, error, dynamic, {}) from error
     checks: dict[str, None] = {}
     drop_value_assertions(program, checks)
+    doubt_size_one(program)
     program.graph_module.meta[_CHECKS] = tuple(checks)
     return program
 

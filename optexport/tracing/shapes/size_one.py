@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,12 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.overrides import TorchFunctionMode
 
 from optexport._utils.user_lines import is_user_code
-from optexport.tracing import value_checks
 
 _SQUEEZE_FUNCTIONS = ("squeeze", "squeeze_")
 _META_KEY = "optexport_sizes_of_one"
 _NN_FOLDER = str(Path(torch.nn.__file__).parent)
-# Files whose frames lie between the model's line and the evaluation of its condition.
-_FILES_BETWEEN = {torch.__file__, sym_node.__file__, value_checks.__file__, __file__}
+# Files whose frames lie between the model's line and the evaluation of its condition: other replacements of guard_bool.
+_FILES_BETWEEN = (torch.__file__, sym_node.__file__, f"{Path(__file__).parents[1]}{os.sep}")
 
 
 class SizeOneRecorder(TorchFunctionMode):
@@ -79,6 +79,14 @@ class SizeOneRecorder(TorchFunctionMode):
         )  # torch.export may have found some to be equal
 
 
+def doubt_size_one(program: ExportedProgram) -> None:
+    """Makes a size of 1 suspect for every dynamic size; `SizeOneRecorder` cannot see a model in a strict trace."""
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
+    program.graph_module.meta[_META_KEY] = list(dict.fromkeys(expressions))
+
+
 def find_size_one_conditions(program: ExportedProgram) -> list[Any]:
     """Returns conditions in torch's symbols that are false if a size of 1 changes the branch."""
     return [sympy.Ne(size, 1) for size in program.graph_module.meta.get(_META_KEY, ()) if size.free_symbols]
@@ -86,7 +94,7 @@ def find_size_one_conditions(program: ExportedProgram) -> list[Any]:
 
 def _is_called_by_model(frame: FrameType | None) -> bool:
     """Returns True for a call from a model or torch.nn, not for torch's checks of strides."""
-    while frame is not None and frame.f_code.co_filename in _FILES_BETWEEN:
+    while frame is not None and frame.f_code.co_filename.startswith(_FILES_BETWEEN):
         frame = frame.f_back
     return frame is not None and (
         is_user_code(frame.f_code.co_filename) or frame.f_code.co_filename.startswith(_NN_FOLDER)

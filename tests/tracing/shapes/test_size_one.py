@@ -71,3 +71,27 @@ def test_decoding_step_that_cuts_its_cache_is_refused(tmp_path: Path) -> None:
             tmp_path / "bundle",
             dynamic={"query": {0: batch, 1: new}, "past": {0: batch, 1: old}},
         )
+
+
+def test_condition_behind_a_branch_on_values_is_in_doubt_at_size_one() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 3:
+            x = x / 2
+        if x.shape[0] == 1 and x.shape[1] >= 8:
+            return x * 2
+        return x * 3
+
+    dynamic = {"x": {0: Dim("new", 1, 16), 1: Dim("old", 1, 64)}}
+    traced = trace(Program(forward).eval(), {"x": torch.randn(3, 4)}, dynamic)
+    assert traced.branches
+    assert any(sizes.get("new") == 1 for sizes in traced.suspect_sizes)
+
+
+def test_condition_of_a_strict_trace_is_in_doubt_at_size_one() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / len(x) * (2 if x.shape[1] == 1 and x.shape[0] > 20 else 3)
+
+    dynamic = {"x": {0: Dim("rows", 1, 50), 1: Dim("columns", 1, 50)}}
+    traced = trace(Program(forward).eval(), {"x": torch.randn(3, 5)}, dynamic)
+    assert traced.is_strict
+    assert any(sizes.get("columns") == 1 for sizes in traced.suspect_sizes)
