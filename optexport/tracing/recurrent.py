@@ -101,7 +101,7 @@ class _PackedSequences(TorchFunctionMode):
             return vars(args[0])[_SEQUENCES]  # layers ask for a size, and get a tensor
         if func is torch._pad_packed_sequence and isinstance(args[1], FakeTensor):
             return _pad(*args)
-        if func is torch.as_tensor and isinstance(args[0], _Lengths):
+        if func is torch.as_tensor and args and isinstance(args[0], _Lengths):
             return args[0].tensor.to(**(kwargs or {}))
         args = [list(arg) if isinstance(arg, _Lengths) else arg for arg in args]
         return func(*args, **(kwargs or {}))

@@ -150,7 +150,7 @@ class ScalarTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and (value := self._find_value(args[0])) is not None and value.denominator == 1:
+        if name in _READING and args and (value := self._find_value(args[0])) is not None and value.denominator == 1:
             return bool(value.numerator) if name == "__bool__" else value.numerator
         if name in _SIZED:
             own = args[: name != "arange"]  # the tensor that is reshaped, which may be a known number itself

@@ -264,16 +264,19 @@ def _copy(arguments: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, COPY, arguments)
 
 
-def _to_condition(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor.reshape(()) != 0 if tensor.numel() == 1 else None
+# These have the names of torch's parameters.
 
 
-def _to_equality(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    return (a == b).all() if a.shape == b.shape else None
+def _to_condition(input: torch.Tensor) -> torch.Tensor | None:  # noqa: A002
+    return input.reshape(()) != 0 if input.numel() == 1 else None
 
 
-def _to_closeness(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.isclose(a, b, *args, **kwargs).all()
+def _to_equality(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:  # noqa: A002
+    return (input == other).all() if input.shape == other.shape else None
+
+
+def _to_closeness(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.isclose(*args, **kwargs).all()
 
 
 # Functions that return a bool, each with the same condition as a tensor.

@@ -41,15 +41,21 @@ class _AllIndices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        first = args[0] if args else (kwargs or {}).get("input")
         if func in _UNBIND:
             for indices, count in self._nonzero:
-                if args[0] is indices:
+                if first is indices:
                     return tuple(torch.tensor([index]) for index in range(count))
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
             return format(args[0].item(), *args[1:])  # as for a real tensor
         result = func(*args, **(kwargs or {}))
-        if func in _NONZERO and isinstance(result, torch.Tensor) and args[0].dim() == 1:
-            count = args[0].shape[0]
+        if (
+            func in _NONZERO
+            and isinstance(result, torch.Tensor)
+            and isinstance(first, torch.Tensor)
+            and first.dim() == 1
+        ):
+            count = first.shape[0]
             if isinstance(count, int) and isinstance(result.shape[0], torch.SymInt):
                 self._nonzero.append((result, count))
         if self._nonzero and func in _NUMEL and isinstance(result, torch.SymInt) and free_unbacked_symbols(result):

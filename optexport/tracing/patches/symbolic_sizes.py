@@ -12,7 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Replaces these functions within the block, where one of their sizes is symbolic."""
+    """Replaces these functions within the block, where one of their sizes is symbolic.
+
+    The replacements have the names of torch's parameters, because they get every call.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -24,12 +27,12 @@ class SymbolicSizes(TorchFunctionMode):
 
 
 def _cdist(
-    x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
 ) -> torch.Tensor | None:
     """Computes exact distances; torch uses a product for more than 25 points, so that a trace is valid up to 25."""
-    if not compute_mode.endswith("if_necessary") or not _is_symbolic(x.shape[-2], y.shape[-2]):
+    if not compute_mode.endswith("if_necessary") or not _is_symbolic(x1.shape[-2], x2.shape[-2]):
         return None
-    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **kw: Any) -> torch.Tensor | None:
@@ -43,18 +46,18 @@ def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = N
 
 
 def _hann_window(
-    length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, **kw: Any
+    window_length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, **kw: Any
 ) -> torch.Tensor | None:
-    if not _is_symbolic(length) or set(kw) - {"device"}:
+    if not _is_symbolic(window_length) or set(kw) - {"device"}:
         return None
     dtype = dtype or torch.get_default_dtype()
-    period = torch.full((), length if periodic else length - 1, dtype=dtype, **kw).clamp(min=1)
-    window = torch.sin(torch.arange(length, dtype=dtype, **kw) * math.pi / period).square()
-    return torch.where(torch.full((), length, **kw) == 1, torch.ones((), dtype=dtype, **kw), window)
+    period = torch.full((), window_length if periodic else window_length - 1, dtype=dtype, **kw).clamp(min=1)
+    window = torch.sin(torch.arange(window_length, dtype=dtype, **kw) * math.pi / period).square()
+    return torch.where(torch.full((), window_length, **kw) == 1, torch.ones((), dtype=dtype, **kw), window)
 
 
 def _istft(  # noqa: PLR0913 - the parameters of istft
-    x: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch's name
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -68,12 +71,12 @@ def _istft(  # noqa: PLR0913 - the parameters of istft
     """Adds overlapping frames as torch does; the length may be longer than the frames."""
     if not _is_symbolic(length) or return_complex:
         return None
-    frames = (x if x.dim() == 3 else x.unsqueeze(0)).transpose(1, 2)
+    frames = (input if input.dim() == 3 else input.unsqueeze(0)).transpose(1, 2)
     norm = "ortho" if normalized else "backward"
     transform = torch.fft.irfft if onesided is not False else torch.fft.ifft
     frames = torch.real(transform(frames, n=n_fft, dim=-1, norm=norm))
     win_length, hop_length = win_length or n_fft, hop_length or n_fft // 4
-    window = torch.ones(win_length, dtype=frames.dtype, device=x.device) if window is None else window
+    window = torch.ones(win_length, dtype=frames.dtype, device=input.device) if window is None else window
     before = (n_fft - win_length) // 2
     window = functional.pad(window, (before, n_fft - win_length - before))
     count, size = frames.shape[1], n_fft + hop_length * (frames.shape[1] - 1)
@@ -85,7 +88,7 @@ def _istft(  # noqa: PLR0913 - the parameters of istft
         return functional.pad(total, (0, length), value=outside).narrow(1, start, length)
 
     signal = add_frames(frames * window, 0) / add_frames(weights, 1)
-    return signal if x.dim() == 3 else signal.squeeze(0)
+    return signal if input.dim() == 3 else signal.squeeze(0)
 
 
 def _is_symbolic(*sizes: Any) -> bool:

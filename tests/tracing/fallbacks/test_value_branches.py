@@ -176,6 +176,22 @@ def test_cases_are_added_for_ways_that_the_example_does_not_take() -> None:
     assert notes == []
 
 
+def compares(m: Branching, x: torch.Tensor) -> object:
+    return m.first(x) if torch.equal(input=x, other=x.abs()) else m.second(x)
+
+
+def compares_closely(m: Branching, x: torch.Tensor) -> object:
+    return m.first(x) if torch.allclose(input=x, other=x.abs(), atol=1e-3) else m.second(x)
+
+
+@pytest.mark.parametrize("function", [compares, compares_closely])
+def test_comparison_of_named_tensors_is_a_branch(function: Function) -> None:
+    model = Branching(function).eval()
+    graph = trace(model, {"x": torch.randn(3, 4)}, {"x": {0: "rows"}}).graph_module
+    for x in (torch.rand(5, 4), torch.randn(5, 4)):
+        torch.testing.assert_close(graph(x), model(x))
+
+
 def never(m: Branching, x: torch.Tensor) -> object:
     return m.first(x) if x[0, 0] == 0.123 else m.second(x)
 

@@ -1,0 +1,43 @@
+"""Functions of torch that a trace replaces take their arguments by the names that torch gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from optexport.tracing.trace import trace
+from tests._helpers.graphs import Program
+
+Function = Callable[[object, torch.Tensor], torch.Tensor]
+
+
+def window(m: object, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.hann_window(window_length=4)
+
+
+def distances(m: object, x: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(x1=x, x2=x)
+
+
+def converted(m: object, x: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(data=x) * 2
+
+
+def signal(m: object, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.stft(x.flatten(), n_fft=4, window=torch.ones(4), return_complex=True)
+    return torch.istft(input=spectrum, n_fft=4, window=torch.ones(4), length=x.numel())
+
+
+def spaced(m: object, x: torch.Tensor) -> torch.Tensor:
+    return x[:, :1] + torch.linspace(start=0, end=1, steps=x.shape[0])
+
+
+@pytest.mark.parametrize("function", [window, distances, converted, signal, spaced])
+def test_arguments_may_be_named(function: Function) -> None:
+    model = Program(function).eval()
+    traced = trace(model, {"x": torch.randn(6, 4)}, {"x": {0: "rows"}})
+    assert not traced.is_strict
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(traced.graph_module(x), model(x))
