@@ -21,7 +21,7 @@ from optexport.signature.index_values import is_whole
 from optexport.signature.program_arguments import check_ranks, input_names
 from optexport.signature.resizing import make_traceable, repeat_single_row, split_batch
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
-from optexport.tracing.shapes.path_probe import outcome
+from optexport.tracing.model_run import run_or_error
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ def _make_from_specs(
     used = {name: indexed for name, indexed in values.items() if name in specs}
     example = inputs_from_specs(specs, dynamic, seed, used)
     names = [name for name, tensor in example.items() if is_whole(tensor) and name not in used]
-    if not names or not isinstance(outcome(model, example), Exception):
+    if not names or not isinstance(run_or_error(model, example), Exception):
         return example
     axes = dict.fromkeys(size for spec in specs.values() for size in spec.shape if isinstance(size, str))
     for indexing in [[name] for name in names] + [names] * (len(names) > 1):
         for axis in axes:
             fitted = inputs_from_specs(specs, dynamic, seed, used | {name: [axis] for name in indexing})
-            if not isinstance(outcome(model, fitted), Exception):
+            if not isinstance(run_or_error(model, fitted), Exception):
                 return fitted
     return example
 
@@ -204,7 +204,7 @@ def _cut_into_batches(
     inputs = [name for name, names in axes.items() if names and names[0] == head]
     cut = split_batch(user_batches[0], inputs, dim, declared=config.dynamic is not None)
     if len(cut) > 1 and _may_index_rows(user_batches[0], cut):
-        whole, part = outcome(model, user_batches[0]), outcome(model, cut[-1])
+        whole, part = run_or_error(model, user_batches[0]), run_or_error(model, cut[-1])
         if isinstance(part, Exception) and not isinstance(whole, Exception):
             return user_batches, 0
     return cut, user_batches[0][inputs[0]].shape[0] if len(cut) > 1 else 0

@@ -27,6 +27,7 @@ from optexport.tracing.fallbacks.branch_merging import merge_ways
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways
+from optexport.tracing.model_run import run_or_error
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
 from optexport.tracing.shapes.fixed_sizes import (
@@ -35,7 +36,6 @@ from optexport.tracing.shapes.fixed_sizes import (
     recording_fixed_sizes,
     store_fixing_lines,
 )
-from optexport.tracing.shapes.path_probe import outcome
 from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
@@ -104,7 +104,7 @@ def export_with_axes(
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many types, and the model's code any other
-        if returns_own_classes(model, as_arguments(example)):
+        if returns_own_classes(model, example):
             with returning_containers(model):
                 return export_with_axes(model, example, dynamic, free, changing)
         raise _explain(model, example, error, dynamic, fixing_lines) from error
@@ -176,7 +176,7 @@ def _explain(
     fixing_lines: Mapping[int, str],
 ) -> TraceError:
     name = type(model).__name__
-    if isinstance(own_error := outcome(model, example), Exception):
+    if isinstance(own_error := run_or_error(model, example), Exception):
         return _model_error(model, example, own_error)
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:

@@ -18,8 +18,9 @@ from torch._export.passes.replace_quantized_ops_with_standard_ops_pass import (
 
 from optexport.errors import SourceError, first_line
 from optexport.signature.arguments import plain
-from optexport.signature.signature import as_arguments, call_signature
+from optexport.signature.signature import call_signature
 from optexport.tracing import dynamo_exporter
+from optexport.tracing.model_run import run_or_error
 
 _HINT = "Export the model from its Python source, or export a submodule without loops and state."
 
@@ -101,15 +102,16 @@ def converting_scripts(model: nn.Module, example: Mapping[str, torch.Tensor]) ->
         SourceError: A program has no equivalent graph.
     """
     places = list(_find_scripts(model))
-    recorders = {id(script): _Recorder(script) for _, _, script in places}
+    calls: dict[int, _Call] = {}
+    recorders = {id(script): _Recorder(script, calls) for _, _, script in places}
     try:
         for owner, name, script in places:
             owner._modules[name] = recorders[id(script)]
         if places:
-            with torch.no_grad(), contextlib.suppress(Exception):  # the trace reports what the model's code raises
-                model(**copy.deepcopy(as_arguments(example)))
+            run_or_error(model, example)  # the trace reports what the model's code raises
+        converted = {id(script): _convert_called(script, calls.get(id(script))) for _, _, script in places}
         for owner, name, script in places:
-            owner._modules[name] = recorders[id(script)].convert()
+            owner._modules[name] = converted[id(script)]
         yield
     finally:
         for owner, name, script in places:
@@ -124,26 +126,30 @@ def _find_scripts(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.jit
             yield from _find_scripts(child)
 
 
+# Positional and keyword arguments.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class _Recorder(nn.Module):
     """Calls a program and records the arguments of its first call."""
 
-    def __init__(self, script: torch.jit.ScriptModule) -> None:
+    def __init__(self, script: torch.jit.ScriptModule, calls: dict[int, _Call]) -> None:
         super().__init__()
-        self.__dict__["script"] = script  # not a submodule, whose weights would have other names
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.converted: nn.Module | None = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if id(script) not in calls:
+                calls[id(script)] = copy.deepcopy((args, kwargs))
+            return script(*args, **kwargs)
+
+        self.call = call  # no attributes: these are state, which the run restores, and a submodule renames weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.arguments is None:
-            self.arguments = copy.deepcopy((args, kwargs))
-        return self.__dict__["script"](*args, **kwargs)
+        return self.call(*args, **kwargs)
 
-    def convert(self) -> nn.Module:
-        """Returns the program as a module; an empty one if the program is never called."""
-        if self.converted is None:
-            args, kwargs = self.arguments or ((), {})
-            self.converted = nn.Module() if self.arguments is None else convert(self.__dict__["script"], args, kwargs)
-        return self.converted
+
+def _convert_called(script: torch.jit.ScriptModule, call: _Call | None) -> nn.Module:
+    """Returns a program as a module; an empty one if the program is never called."""
+    return nn.Module() if call is None else convert(script, *call)
 
 
 def _name(script: torch.jit.ScriptModule) -> str:

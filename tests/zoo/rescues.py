@@ -46,8 +46,9 @@ from optexport.tracing import (
     value_checks,
 )
 from optexport.tracing.fallbacks import attempts, scalar_tensors
+from optexport.tracing.model_run import run_or_error
 from optexport.tracing.patches import expert_loops, functions
-from optexport.tracing.shapes.path_probe import ProbeResult, _agree, outcome
+from optexport.tracing.shapes.path_probe import ProbeResult, _agree
 from tests._helpers import models
 from tests.tracing import test_any_module
 from tests.zoo import runner, shrinking, stages
@@ -395,11 +396,11 @@ def traced(built: Example, sizes: Iterable[dict[str, int]] = ()) -> dict[str, An
 
 def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.Tensor], constants: Any) -> str:
     inputs = {**batch, **constants}
-    want = outcome(model, inputs)
+    want = run_or_error(model, inputs)
     if isinstance(want, Exception):
         return "the model fails"
     with restoring_state(result.graph_module):
-        got = outcome(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
+        got = run_or_error(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
     if isinstance(got, Exception):
         return "the graph fails"
     return "same" if _agree(got, want, 1e-3) else "differs"

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from optexport.signature.outputs import as_containers, has_own_classes
 from optexport.signature.signature import Batch, as_argument
 from optexport.tracing.fallbacks.constants import KnownValues
 from optexport.tracing.fallbacks.value_branches import exploring_branches
+from optexport.tracing.model_run import run
 from optexport.tracing.shapes.size_expressions import LongSizeError
 
 T = TypeVar("T")
@@ -131,15 +131,12 @@ def _format(name: str, example: Batch) -> str:
     return f"{name} = {f'{values[:_MAX_SHOWN_CHARACTERS]} ...' if is_long else values}"
 
 
-def returns_own_classes(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
+def returns_own_classes(model: nn.Module, example: Mapping[str, torch.Tensor]) -> bool:
     """Returns True if a model returns objects that ``torch.export`` does not know; False if the model fails."""
-    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            returned = torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments)))
+        return has_own_classes(run(model, example))
     except Exception:  # the model's code may raise anything; the caller reports its error
         return False
-    return has_own_classes(returned)
 
 
 @contextlib.contextmanager

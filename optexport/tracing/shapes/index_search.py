@@ -12,7 +12,8 @@ from optexport._utils import memory
 from optexport.signature.index_values import IndexValues, is_whole, list_ranges
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Signature
-from optexport.tracing.shapes.path_probe import is_affordable, outcome
+from optexport.tracing.model_run import run_or_error
+from optexport.tracing.shapes.path_probe import is_affordable
 
 # Several inputs that index one dimension have at most this many combinations of ranges.
 _MAX_COMBINATIONS = 16
@@ -151,4 +152,4 @@ class _Search:
 
     def _runs(self, sizes: Mapping[str, int], indexes: Indexes) -> bool:
         batch = resize(self._example, replace(self._signature, indexes=indexes), sizes)
-        return not isinstance(outcome(self._model, batch), Exception)
+        return not isinstance(run_or_error(self._model, batch), Exception)

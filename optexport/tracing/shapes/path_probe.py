@@ -7,7 +7,6 @@ necessary: both branches compute the same. Such assertions are dropped here, aft
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from torch.export import ExportedProgram
 from optexport.errors import TraceError
 from optexport.signature.program_arguments import tensor_inputs
 from optexport.signature.resizing import resize
-from optexport.signature.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
-from optexport.tracing import dynamo_exporter
+from optexport.signature.signature import Batch, Dim, Signature, as_argument
+from optexport.tracing.model_run import run_or_error
 from optexport.tracing.module_reconstruction import unlift
 from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_broken_at
 from optexport.tracing.shapes.size_guards import (
@@ -178,8 +177,8 @@ class _Probe:
         if not (is_small or (is_exclusion and elements <= MAX_TRACED_ELEMENTS)):
             return _ProbeOutcome()
         batch = resize(self.example, self.signature, sizes)
-        expected = outcome(self.model, batch) if is_small else None
-        if isinstance(expected, list) and not is_exclusion and not _agree(outcome(self.graph, batch), expected):
+        expected = run_or_error(self.model, batch) if is_small else None
+        if isinstance(expected, list) and not is_exclusion and not _agree(run_or_error(self.graph, batch), expected):
             return _ProbeOutcome(differs=True)
         # Assertions stay if the model itself fails there, or if its results are random.
         if expected is None or (isinstance(expected, list) and _is_repeatable(self.model, batch, expected)):
@@ -216,21 +215,10 @@ def drop_needless_assertions(
         if not is_affordable(example, sizes, traced):
             return False
         batch = resize(example, signature, sizes)
-        expected = outcome(graph_module, batch)
-        return isinstance(expected, list) and _agree(outcome(unasserted, batch), expected, _REPEAT_TOLERANCE)
+        expected = run_or_error(graph_module, batch)
+        return isinstance(expected, list) and _agree(run_or_error(unasserted, batch), expected, _REPEAT_TOLERANCE)
 
     drop_assertions(program, names, signature.dims, [d for d in suspects if all(is_same(sizes) for sizes in d.sizes)])
-
-
-def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
-    """Returns the output tensors of a model, or the exception that its code raises."""
-    try:
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # in train mode, a call changes them
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), dynamo_exporter.one_pass(model):
-            outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
-        return list(flatten_outputs(outputs).values())
-    except Exception as error:  # the model's code may raise anything
-        return error
 
 
 def _growth(sizes: Mapping[str, int], traced: Mapping[str, int]) -> float:
@@ -257,7 +245,7 @@ def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
 def _is_repeatable(model: nn.Module, batch: Batch, first: list[torch.Tensor]) -> bool:
     with torch.random.fork_rng(devices=[]):
         torch.seed()
-        return _agree(outcome(model, batch), first, _REPEAT_TOLERANCE)
+        return _agree(run_or_error(model, batch), first, _REPEAT_TOLERANCE)
 
 
 def _agree(actual: list[torch.Tensor] | Exception, expected: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:

@@ -1,0 +1,34 @@
+"""Calls a model that is not being traced, and leaves it as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport._utils.module_state import restoring_state
+from optexport.signature.signature import as_arguments, flatten_outputs
+from optexport.tracing import dynamo_exporter
+
+
+def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Returns what a model returns, and restores its state and the random numbers."""
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # in train mode, a call changes them
+    with (
+        restoring_state(model),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        dynamo_exporter.one_pass(model),
+    ):
+        return torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
+
+
+def run_or_error(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
+    """Returns the output tensors of a model, or the exception that its code raises."""
+    try:
+        return list(flatten_outputs(run(model, inputs)).values())
+    except Exception as error:  # the model's code may raise anything
+        return error
