@@ -93,7 +93,7 @@ def find_multiples(conditions: Iterable[Any], dims: Mapping[str, Dim], traced: M
         for name in sorted({str(symbol) for symbol in condition.free_symbols} & dims.keys()):
             steps = (step for step in range(1, traced[name] + 1) if traced[name] % step == 0)
             step = next((step for step in steps if _holds_every(step, condition, dims[name], traced)), 1)
-            multiples[name] = math.lcm(multiples.get(name, 1), step)
+            multiples[name] = math.lcm(multiples.get(name, dims[name].multiple_of), step)
     return {name: multiple for name, multiple in multiples.items() if multiple > dims[name].multiple_of}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._sympy.functions import Mod
 
 from optexport.errors import TraceError
 from optexport.signature.signature import Dim
+from optexport.tracing.shapes.range_limits import find_multiples
 from optexport.tracing.trace import Traced, trace
 
 
@@ -160,3 +163,28 @@ def test_undeclared_range_ends_at_a_size_that_can_be_tried() -> None:
     assert height * width < 40_000_000
     assert min(height, width) >= 1024
     assert traced.suspect_sizes == ()
+
+
+class TwoGrids(nn.Module):
+    """Reads a text in groups of 4, and of 6 by a branch that is found later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(x.shape[0], -1, 4).flatten(1)
+        if x.shape[1] % 6 != 0:
+            return x.sum(1)
+        return x.view(x.shape[0], -1, 6).amax((1, 2))
+
+
+@pytest.mark.parametrize("size", [24, 36])
+def test_multiples_that_are_found_one_after_the_other_are_combined(size: int) -> None:
+    model = TwoGrids()
+    traced = trace(model, {"x": torch.randn(2, size)})
+    assert traced.signature.dims["x_1"].multiple_of == 12
+    check(model, traced, (3, 48), (2, 60))
+
+
+def test_multiple_is_combined_with_the_one_known_before() -> None:
+    n = sympy.Symbol("n", integer=True, positive=True)
+    dims = {"n": Dim("n", 4, None, 4)}
+    for needed, size, combined in ((6, 24, 12), (9, 36, 36)):
+        assert find_multiples([sympy.Eq(Mod(n, needed), 0)], dims, {"n": size}) == {"n": combined}
