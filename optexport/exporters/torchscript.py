@@ -103,8 +103,8 @@ def _find_problem(error: Exception, graph: fx.Graph) -> _Problem:
     )
     # The error shows the line of the graph's code and points at it: name = operator(...).
     match = re.search(r"^ *(\w+) = [^\n]*\n *~+ *<--- HERE", str(error), re.MULTILINE)
-    culprits = [node for node in graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
-    culprits += [node for node in graph.nodes if match is not None and node.name == match.group(1)]
+    culprits = [node for node in graph.nodes if match is not None and node.name == match.group(1)]
+    culprits += [node for node in graph.nodes if _is_unsupported(node.target)]
     node = next(iter(culprits), None)
     if node is None:
         return _Problem(f"TorchScript cannot compile the graph ({reason})", f"{hint[0].upper()}{hint[1:]}.")
@@ -114,6 +114,10 @@ def _find_problem(error: Exception, graph: fx.Graph) -> _Problem:
         f"TorchScript cannot compile {operator}{f', at {line}' if line else ''} ({reason})",
         f"Replace {operator} by other operators{' in that line' if line else ''}, or {hint}.",
     )
+
+
+def _is_unsupported(target: Any) -> bool:
+    return isinstance(target, torch._ops.HigherOrderOperator) and target is not torch.ops.higher_order.cond
 
 
 def _trace(
