@@ -252,7 +252,10 @@ def symbolic_trace(
         example_inputs: Tensors by input name, or a tuple of them in order. By default, a transformers model gets inputs
             made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
-            model leaves dynamic; the fixed axes are logged.
+            model leaves dynamic.
+
+    Logs a warning for axes that the model fixes, for checks of values that the graph leaves out, for branches on values
+    of which it computes both ways, and for a trace with ``strict=True``.
 
     Raises:
         TraceError: The model cannot be traced, or fixes an axis that is declared dynamic.
@@ -274,6 +277,12 @@ def symbolic_trace(
     result = trace(model, example, dynamic)
     if result.fixed:
         logger.warning("The model fixes some axes of its inputs: %s", ", ".join(result.fixed))
+    if result.skipped_checks:
+        logger.warning("The graph leaves out checks of values: %s", ", ".join(result.skipped_checks))
+    if result.branches:
+        logger.warning("The graph computes both ways of branches on values: %s", ", ".join(result.branches))
+    if result.is_strict:
+        logger.warning("Only torch.export with strict=True could trace the model.")
     return result.graph_module
 
 
