@@ -54,20 +54,23 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
 
 def run_session(session: Any, outputs: Sequence[str], inputs: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
     """Runs a session. Inputs and outputs in bfloat16, which numpy lacks, are float32 arrays here."""
-    halves = {node.name for node in (*session.get_inputs(), *session.get_outputs()) if node.type == "tensor(bfloat16)"}
-    if not halves:
+    bfloat16_names = {
+        node.name for node in (*session.get_inputs(), *session.get_outputs()) if node.type == "tensor(bfloat16)"
+    }
+    if not bfloat16_names:
         return list(session.run(list(outputs), inputs))
     from onnxruntime import OrtValue
 
     def to_value(name: str, array: npt.NDArray[Any]) -> Any:
-        if name not in halves:
+        if name not in bfloat16_names:
             return OrtValue.ortvalue_from_numpy(array)
         return OrtValue.ortvalue_from_numpy_with_onnx_type(_to_bfloat16(array), _ONNX_BFLOAT16)
 
     values = {name: to_value(name, array) for name, array in inputs.items()}
     results = session.run_with_ort_values(list(outputs), values)
     return [
-        _from_bfloat16(value) if name in halves else value.numpy() for name, value in zip(outputs, results, strict=True)
+        _from_bfloat16(value) if name in bfloat16_names else value.numpy()
+        for name, value in zip(outputs, results, strict=True)
     ]
 
 

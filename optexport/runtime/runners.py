@@ -114,13 +114,13 @@ def open_onnx(
             hint='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
         ) from error
     input_names = [node.name for node in session.get_inputs()]
-    halves = {node.name for node in session.get_outputs() if node.type == "tensor(bfloat16)"}
+    bfloat16_names = {node.name for node in session.get_outputs() if node.type == "tensor(bfloat16)"}
 
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = run_session(session, outputs, {name: _as_array(inputs[name]) for name in input_names})
         tensors = {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
-        return {name: tensor.bfloat16() if name in halves else tensor for name, tensor in tensors.items()}
+        return {name: tensor.bfloat16() if name in bfloat16_names else tensor for name, tensor in tensors.items()}
 
     return run
 

@@ -49,7 +49,7 @@ class FoldConstants(Rule):
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Fold | Skip | None:
-        return usage.once(graph_module, self._plan).get(node)
+        return usage.cached(graph_module, self._plan).get(node)
 
     def _plan(self, graph_module: GraphModule) -> dict[Node, Fold | Skip]:
         """Returns what to fold: the last constant results or, if these stay, what they are computed from."""

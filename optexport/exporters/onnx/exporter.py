@@ -33,7 +33,7 @@ from optexport.exporters.onnx import (
     transformers_fixes,
 )
 from optexport.exporters.onnx import passes as onnx_passes
-from optexport.exporters.onnx.refusals import refuse
+from optexport.exporters.onnx.refusals import as_refusal
 from optexport.exporters.onnx.replacements.table import replace_operators
 from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
@@ -84,7 +84,7 @@ def convert(
         model = _convert(graph_module, signature, example, opset)
     except Exception as error:  # torch.onnx wraps errors in several types
         other = None if opset is not None else NEWEST_OPSET
-        refusal = refuse(error, lambda: _try_opset(graph_module, signature, example, other))
+        refusal = as_refusal(error, lambda: _try_opset(graph_module, signature, example, other))
         if refusal is error:
             raise
         raise refusal from error

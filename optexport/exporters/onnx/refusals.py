@@ -59,7 +59,7 @@ def naming_node(function: Function, node: fx.Node) -> Function:
     return called
 
 
-def refuse(error: Exception, try_opset: Callable[[], int | None]) -> OptexportError:
+def as_refusal(error: Exception, try_opset: Callable[[], int | None]) -> OptexportError:
     """Returns the error to raise for a failed conversion: the same one if it says enough.
 
     Args:

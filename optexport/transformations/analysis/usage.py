@@ -113,7 +113,7 @@ def uses(graph_module: GraphModule) -> Uses:
     return _uses.get(graph_module) or Uses(graph_module)
 
 
-def once(graph_module: GraphModule, analyse: Callable[[GraphModule], _T]) -> _T:
+def cached(graph_module: GraphModule, analyse: Callable[[GraphModule], _T]) -> _T:
     """Returns the result of an analysis, which runs once per pass."""
     results = uses(graph_module).results
     if analyse not in results:

@@ -71,7 +71,7 @@ def cumulative_extreme(
     """
     if x.is_floating_point():
         pick, outside = (torch.amax, -math.inf) if extreme is torch.cummax else (torch.amin, math.inf)
-        values = pick(_windows(x, dim, outside), -1).movedim(-1, dim)
+        values = pick(_prefixes(x, dim, outside), -1).movedim(-1, dim)
     else:
         values = extreme(x, dim)[0]
     steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
@@ -81,10 +81,10 @@ def cumulative_extreme(
 def cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Computes running products, which ONNX lacks."""
     x = x.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
-    return _windows(x, dim, 1).prod(-1).movedim(-1, dim)
+    return _prefixes(x, dim, 1).prod(-1).movedim(-1, dim)
 
 
-def _windows(x: torch.Tensor, dim: int, outside: float) -> torch.Tensor:
+def _prefixes(x: torch.Tensor, dim: int, outside: float) -> torch.Tensor:
     """Returns, for each element along an axis, all elements up to it; the two axes are the last ones."""
     size = x.shape[dim]
     is_before = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
