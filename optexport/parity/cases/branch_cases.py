@@ -54,7 +54,7 @@ def branch_cases(
             missing -= taken
             added.append(Case(name, batch, extreme=True, optional=True))
     notes = dict.fromkeys(
-        f"the branch at {line}: no values were found at which it is {way}" for line, _, way in sorted(missing)
+        f"the branch at {line}: no tried values make its condition {way}" for line, _, way in sorted(missing)
     )
     return added, list(notes)
 

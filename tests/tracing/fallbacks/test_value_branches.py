@@ -200,7 +200,7 @@ def test_way_that_no_tried_values_take_is_noted() -> None:
     traced = _trace(never)
     cases, (note,) = branch_cases(traced.graph_module, traced.signature, [Case("traced", {"x": torch.zeros(3, 4)})])
     assert cases == []
-    assert note.endswith("no values were found at which it is True")
+    assert note.endswith("no tried values make its condition True")
 
 
 @pytest.mark.slow
