@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from optexport.exporters.graph_export import to_program
 from optexport.exporters.onnx.refusals import UnsupportedError
+from optexport.exporters.onnx.replacements.arithmetic import hypot
 from optexport.signature.signature import Signature
 
 aten = torch.ops.aten
@@ -61,24 +61,38 @@ class _PairModule(torch.nn.Module):
         self.graph = graph
         for table in ("_parameters", "_buffers", "_modules"):
             setattr(self, table, getattr(graph_module, table))
-        for target in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
+        part_names: dict[str, list[str]] = {}  # by target
+        for target in dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr")):
             if _is_complex(value := operator.attrgetter(target)(graph_module)):
-                for part in ("real", "imag"):
-                    parts = getattr(value.detach().resolve_conj(), part)
-                    self.register_buffer(_part_name(target, part), parts.clone())
+                part_names[target] = [
+                    self._store(f"{target.replace('.', '_')}_{part}", getattr(value.detach().resolve_conj(), part))
+                    for part in ("real", "imag")
+                ]
         names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
 
         def forward(*args: torch.Tensor, **kw: torch.Tensor) -> Any:
             with preserve_node_meta():
-                return _PairInterpreter(self, graph=graph).run(*args, *(kw[name] for name in names[len(args) :]))
+                interpreter = _PairInterpreter(self, graph, part_names)
+                return interpreter.run(*args, *(kw[name] for name in names[len(args) :]))
 
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # names for torch.export
         self.forward = forward
 
+    def _store(self, name: str, tensor: torch.Tensor) -> str:
+        """Stores a copy of a tensor under an unused name, and returns the name."""
+        while hasattr(self, name):
+            name += "_"
+        self.register_buffer(name, tensor.clone())
+        return name
+
 
 class _PairInterpreter(fx.Interpreter):
     """Runs a graph with a `Pair` for each complex tensor."""
+
+    def __init__(self, module: _PairModule, graph: fx.Graph, part_names: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(module, graph=graph)
+        self._part_names = part_names
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -89,10 +103,9 @@ class _PairInterpreter(fx.Interpreter):
             raise
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        if not _is_complex(value):
-            return value
-        return Pair(*(getattr(self.module, _part_name(target, part)) for part in ("real", "imag")))
+        if target not in self._part_names:
+            return super().get_attr(target, args, kwargs)
+        return Pair(*(getattr(self.module, name) for name in self._part_names[target]))
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Splits a complex input; ``torch.onnx`` gives it an axis for both parts."""
@@ -123,7 +136,9 @@ def _call(target: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if name in _PRODUCTS:
         return _product(functools.partial(target, **kwargs), *args)
     if name in _LINEAR_IN_ALL:
-        args = pytree.tree_map_only((torch.Tensor, Pair), _as_pair, args, is_leaf=_is_pair)
+        like = next(leaf for leaf in _leaves(args) if _is_pair(leaf))
+        as_pair = functools.partial(_as_pair, like=like)
+        args = pytree.tree_map_only((torch.Tensor, Pair), as_pair, args, is_leaf=_is_pair)
     elif name not in _APPLIED_TO_PARTS:
         raise UnsupportedError(_NO_FORM, "Write it with real and imaginary parts.")
     if kwargs.get("dtype") is not None:
@@ -213,9 +228,7 @@ def _reciprocal(x: Pair) -> Pair:
 
 
 def _abs(x: Pair) -> torch.Tensor:
-    scale = torch.maximum(x.real.abs(), x.imag.abs())
-    divisor = torch.where(scale > 0, scale, torch.ones((), dtype=scale.dtype))
-    return scale * torch.sqrt((x.real / divisor).square() + (x.imag / divisor).square())
+    return hypot(x.real, x.imag)
 
 
 def _angle(x: Pair) -> torch.Tensor:
@@ -235,12 +248,11 @@ def _power(x: Any, exponent: Any) -> Pair:
     if isinstance(exponent, int | float) and exponent in range(1, 9) and _is_pair(x):
         power: Pair = functools.reduce(_multiply, [x] * int(exponent))
         return power
-    if not _is_pair(x):
-        return _exp(_multiply(exponent, torch.log(x) if isinstance(x, torch.Tensor) else math.log(x)))
-    result = _exp(_multiply(_log(x), exponent)) if _is_complex_scalar(exponent) or _is_pair(exponent) else None
-    if result is None:
-        result = _polar(_abs(x) ** exponent, _angle(x) * exponent)
-    return result
+    if _is_pair(x) and not _is_pair(exponent) and not _is_complex_scalar(exponent):
+        return _polar(_abs(x) ** exponent, _angle(x) * exponent)
+    x = _as_pair(x, exponent)
+    is_zero = (x.real == 0) & (x.imag == 0) & (exponent.real > 0)
+    return _where(is_zero, 0, _exp(_multiply(_log(x), exponent)))
 
 
 def _exp(x: Pair) -> Pair:
@@ -254,7 +266,7 @@ def _sign(x: Pair) -> Pair:
 
 
 def _where(condition: torch.Tensor, x: Any, y: Any) -> Pair:
-    x, y = _as_pair(x), _as_pair(y)
+    x, y = _as_pair(x, y), _as_pair(y, x)
     return Pair(torch.where(condition, x.real, y.real), torch.where(condition, x.imag, y.imag))
 
 
@@ -263,28 +275,36 @@ def _masked_fill(x: Pair, mask: torch.Tensor, value: Any) -> Pair:
 
 
 def _scatter(scatter: Any, x: Any, dim: int, index: torch.Tensor, source: Any, **kw: Any) -> Pair:
-    both = zip(_parts(_as_pair(x)), _parts(_as_pair(source)), strict=True)
+    both = zip(_parts(_as_pair(x, source)), _parts(_as_pair(source, x)), strict=True)
     return Pair(*(scatter(part, dim, index, values, **kw) for part, values in both))
 
 
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Pair:
-    both = zip(_parts(_as_pair(x)), _parts(_as_pair(values)), strict=True)
+    both = zip(_parts(_as_pair(x, values)), _parts(_as_pair(values, x)), strict=True)
     return Pair(*(aten.index_put(part, indices, value, accumulate) for part, value in both))
 
 
 def _convert(x: Any, *args: Any, **kw: Any) -> Any:
-    """Converts to another dtype; a real dtype drops the imaginary part."""
-    dtype = next((value for value in (*args, *kw.values()) if isinstance(value, torch.dtype)), None)
+    """Converts to another dtype, or that of another tensor; a real dtype drops the imaginary part."""
+    dtypes = (_dtype(value) for value in (*args, *kw.values()))
+    dtype = next((dtype for dtype in dtypes if dtype is not None), None)
     if dtype is None:
         return x
+    if dtype is torch.bool:
+        return (x.real != 0) | (x.imag != 0)
     if not dtype.is_complex:
         return x.real.to(dtype)
-    x = _as_pair(x)
-    return Pair(*(part.to(dtype.to_real()) for part in _parts(x)))
+    return Pair(*(part.to(dtype.to_real()) for part in _parts(x if _is_pair(x) else Pair(x, torch.zeros_like(x)))))
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if _is_pair(value):
+        return value.real.dtype.to_complex()  # type: ignore[no-any-return]
+    return value if isinstance(value, torch.dtype) else getattr(value, "dtype", None)
 
 
 def _add(x: Any, y: Any, alpha: float = 1) -> Pair:
-    x, y = _as_pair(x), _as_pair(y)
+    x, y = _as_pair(x, y), _as_pair(y, x)
     return Pair(x.real + y.real * alpha, x.imag + y.imag * alpha)
 
 
@@ -301,7 +321,7 @@ def _norm(x: Pair, *args: Any, **kw: Any) -> torch.Tensor:
 
 
 def _equal(x: Any, y: Any) -> torch.Tensor:
-    x, y = _as_pair(x), _as_pair(y)
+    x, y = _as_pair(x, y), _as_pair(y, x)
     equal: torch.Tensor = (x.real == y.real) & (x.imag == y.imag)
     return equal
 
@@ -352,21 +372,23 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _as_pair(value: Any) -> Any:
+def _as_pair(value: Any, like: Any) -> Pair:
+    """Converts a tensor or a number to a pair; whole and Python numbers get the dtype of the other operand."""
     if _is_pair(value):
-        return value
-    if isinstance(value, torch.Tensor):
-        value = value if value.is_floating_point() else value.float()
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
         return Pair(value, torch.zeros_like(value))
-    return Pair(*(torch.full((), part) for part in _parts(complex(value))))
+    dtype = _dtype(like)
+    dtype = (
+        torch.get_default_dtype() if dtype is None else torch.promote_types(dtype, torch.get_default_dtype()).to_real()
+    )
+    if isinstance(value, torch.Tensor):
+        return Pair(value.to(dtype), torch.zeros_like(value, dtype=dtype))
+    return Pair(*(torch.full((), part, dtype=dtype) for part in _parts(value)))
 
 
 def _parts(value: Any) -> tuple[Any, Any]:
-    return value.real, value.imag if _is_pair(value) or isinstance(value, complex) else 0
-
-
-def _part_name(target: str, part: str) -> str:
-    return f"{target.replace('.', '_')}_{part}"
+    return (value.real, value.imag) if _is_pair(value) or isinstance(value, complex) else (value, 0)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from optexport import Dim
 from optexport.errors import ExportError
+from optexport.exporters.onnx.complex_numbers import replace_with_pairs
 from tests._helpers.graphs import Program
 from tests.exporters import files
 
@@ -120,3 +121,36 @@ class Product(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(x, x)
         return z.prod(1).real
+
+
+class Named(nn.Module):
+    """Has buffers whose names become equal when dots are replaced, or when a part is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Module()
+        self.a.register_buffer("b", torch.tensor([1 + 2j]))
+        self.register_buffer("a_b", torch.tensor([3 - 4j]))
+        self.register_buffer("a_b_real", torch.tensor([50.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x * self.a.b + x**2 * self.a_b + self.a_b_real)  # type: ignore[operator]  # buffers
+
+
+def _doubles(m: nn.Module, x: torch.Tensor) -> Any:
+    z = torch.complex(x, x.flip(0))
+    numbers = torch.arange(4) + z, torch.where(x > 0, z, 0.1), torch.cat([z, torch.arange(4) * z])
+    powers = x**z, 2**z, (-2) ** z, x ** (1 + 2j), torch.tensor([0.0, -2.0, 3.0, -1.0]).double() ** (z.abs() + 1j)
+    single = x.float().type_as(z), z.to(x.to(torch.complex64)), z + x.shape[0], z + 0.1, 0.7 - z
+    return *map(torch.view_as_real, (*numbers, *powers, *single)), z.type_as(x.float()), (z * torch.inf).abs()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("model", [Named(), Program(_doubles)])
+def test_pairs_compute_the_same_in_double_precision(model: nn.Module) -> None:
+    inputs = {"x": torch.tensor([0.3, -1.5, 2.0, -0.1]).double()}
+    subject = files.prepare(model, inputs, None)
+    module = replace_with_pairs(subject.program, subject.signature, inputs).module()
+    expected = model(**inputs)
+    expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
+    torch.testing.assert_close(list(module(**inputs)), expected, rtol=1e-12, atol=1e-12)
