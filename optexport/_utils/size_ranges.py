@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 
-def describe_range(minimum: int, maximum: int | None, multiple_of: int) -> str:
-    """Returns a range in words, such as ``64 to 1024, multiples of 8``."""
-    sizes = f"{minimum} to {'any' if maximum is None else maximum}"
+
+def describe_range(minimum: int, maximum: float | None, multiple_of: int) -> str:
+    """Returns a range in words, such as ``64 to 1024, multiples of 8``; without a largest size, ``64 or more``."""
+    sizes = f"{minimum} or more" if maximum in (None, math.inf) else f"{minimum} to {maximum}"
     return sizes if multiple_of == 1 else f"{sizes}, multiples of {multiple_of}"

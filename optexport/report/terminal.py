@@ -50,10 +50,7 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         text = "; ".join(_tensor_text(tensor) for tensor in tensors)
         console.print(f"[bold]{title}[/] {escape(on_one_line(text))}", soft_wrap=True, highlight=False)
-    axes = ", ".join(
-        f"{name} {dim.min}..{dim.max or 'any'}{f' (multiples of {dim.multiple_of})' if dim.multiple_of > 1 else ''}"
-        for name, dim in manifest.dims.items()
-    )
+    axes = "; ".join(f"{name} {dim.describe()}" for name, dim in manifest.dims.items())
     console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
     for name, values in manifest.values.items():
         _print(console, f"  values of {name} index {' and '.join(values.indexes)}")

@@ -34,10 +34,13 @@ class Dim:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if self.multiple_of not in (0, 1):
-            object.__setattr__(self, "min", -(-self.min // self.multiple_of) * self.multiple_of)
-            if self.max is not None:
-                object.__setattr__(self, "max", self.max // self.multiple_of * self.multiple_of)
+        if type(self.multiple_of) is not int or self.multiple_of < 2:
+            return
+        least = -(-self.min // self.multiple_of) * self.multiple_of
+        most = None if self.max is None else self.max // self.multiple_of * self.multiple_of
+        if most is None or least <= most:  # a range without a multiple stays as written, for the message
+            object.__setattr__(self, "min", least)
+            object.__setattr__(self, "max", most)
 
     def __contains__(self, size: int) -> bool:
         return self.min <= size <= (size if self.max is None else self.max) and size % self.multiple_of == 0

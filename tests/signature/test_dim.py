@@ -29,4 +29,8 @@ def test_traced_size_is_a_multiple() -> None:
 
 
 def test_description_names_the_multiple() -> None:
-    assert Dim("height", 16, None, 8).describe() == "16 to any, multiples of 8"
+    assert Dim("height", 16, None, 8).describe() == "16 or more, multiples of 8"
+
+
+def test_range_without_a_multiple_stays_as_written() -> None:
+    assert (Dim("height", 9, 15, 8).min, Dim("height", 9, 15, 8).max) == (9, 15)

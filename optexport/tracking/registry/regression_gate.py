@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from optexport._utils.size_ranges import describe_range
 from optexport.bundle.manifest import ArtifactRecord, DimRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured
 from optexport.bundle.parity_records import GateResultRecord, OutputRecord, TargetRecord, ToleranceRecord
@@ -90,7 +91,7 @@ def _compare_ranges(new: Manifest, champion: Manifest) -> Iterator[str]:
     for axis, our_size, their_size in _axes(new, champion):
         ours, theirs = _range(new, our_size), _range(champion, their_size)
         if ours[0] > theirs[0] or ours[1] < theirs[1] or theirs[2] % ours[2]:
-            yield "inputs: {} accepts {} (champion: {})".format(axis, *map(_describe_range, (ours, theirs)))
+            yield f"inputs: {axis} accepts {describe_range(*ours)} (champion: {describe_range(*theirs)})"
 
 
 def _range(manifest: Manifest, size: str) -> tuple[int, float, int]:
@@ -98,12 +99,6 @@ def _range(manifest: Manifest, size: str) -> tuple[int, float, int]:
     dims = [manifest.dims.get(name, _ANY_SIZE) for name in size.split(" + ")]
     largest = sum(math.inf if dim.max is None else dim.max for dim in dims)
     return sum(dim.min for dim in dims), largest, math.gcd(*(dim.multiple_of for dim in dims))
-
-
-def _describe_range(sizes: tuple[int, float, int]) -> str:
-    low, high, multiple_of = sizes
-    text = f"{low} or more" if high == math.inf else f"{low} to {high:g}"
-    return text if multiple_of == 1 else f"{text}, multiples of {multiple_of}"
 
 
 def _compare_ties(new: Manifest, champion: Manifest) -> Iterator[str]:
