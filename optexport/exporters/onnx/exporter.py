@@ -41,8 +41,8 @@ from optexport.transformations.analysis import effects
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
-# The newest opset that torch.onnx writes.
-NEWEST_OPSET = 23
+# The opset that is tried if the export with the default one fails; torch.onnx writes 18 to 26.
+FALLBACK_OPSET = 23
 # Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
 
@@ -83,7 +83,7 @@ def convert(
     try:
         model = _convert(graph_module, signature, example, opset)
     except Exception as error:  # torch.onnx wraps errors in several types
-        other = None if opset is not None else NEWEST_OPSET
+        other = None if opset is not None else FALLBACK_OPSET
         refusal = as_refusal(error, lambda: _try_opset(graph_module, signature, example, other))
         if refusal is error:
             raise
