@@ -139,7 +139,8 @@ def export(  # noqa: PLR0913 - options of the public API
     check_precision(config, "export")
     custom_metrics = load_metrics(config.parity.metrics, Path())
     indexes = {name: value.indexes for name, value in config.inputs.values.items()}
-    check_values(indexes, batches[0], _axis_names(batches[0], dynamic or {}), "values: ")
+    names = _axis_names(batches[0], dynamic or {})
+    check_values(indexes, batches[0], names, "values: ", "Name the axis in `dynamic`.")
     example = batches[0] if dynamic is None else resizing.make_traceable(batches[0], dynamic, indexes)
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
@@ -197,13 +198,7 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                 hint=f"Use the inputs and axes of the first batch: {shapes}.",
             )
         for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
-            largest = dim.min if dim.max is None else dim.max
-            if type(dim.min) is not int or type(largest) is not int or not 1 <= dim.min <= largest <= LARGEST_SIZE:
-                raise ConfigError(
-                    f"{dim} is not a range of sizes from 1 to {LARGEST_SIZE}", location=f"dynamic: {name}"
-                )
-            if type(dim.multiple_of) is not int or dim.multiple_of < 1:
-                raise ConfigError(f"{dim} needs a multiple_of of at least 1", location=f"dynamic: {name}")
+            _check_range(dim, f"dynamic: {name}")
             sizes = {batch[name].shape[axis] for batch in batches}
             if any(size % dim.multiple_of for size in sizes):
                 raise ConfigError(
@@ -218,6 +213,30 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                     location=f"dynamic: {name}",
                     hint=f"Pass inputs of size {dim.min}, or change the range.",
                 )
+
+
+def _check_range(dim: Dim, location: str) -> None:
+    """Checks that a dimension has valid sizes."""
+    largest = dim.min if dim.max is None else dim.max
+    if type(dim.min) is not int or type(largest) is not int or not 1 <= dim.min <= largest <= LARGEST_SIZE:
+        raise ConfigError(
+            f"{dim} is not a range of sizes from 1 to {LARGEST_SIZE}",
+            location=location,
+            hint='Write whole numbers with min <= max, such as Dim("batch", 1, 64).',
+        )
+    if type(dim.multiple_of) is not int or dim.multiple_of < 1:
+        raise ConfigError(
+            f"`multiple_of` must be a whole number (found {dim.multiple_of!r}, expected 1 or more)",
+            location=location,
+            hint="Write a whole number, such as 8, or leave it out.",
+        )
+    least = -(-dim.min // dim.multiple_of) * dim.multiple_of
+    if dim.max is not None and dim.max < least:
+        raise ConfigError(
+            f"no multiple of {dim.multiple_of} lies in the range {dim.min} to {dim.max}",
+            location=location,
+            hint=f"Write a max of at least {least}.",
+        )
 
 
 def _axis_names(batch: Batch, dynamic: Dynamic) -> set[str]:
@@ -259,7 +278,12 @@ def symbolic_trace(
 
     Raises:
         TraceError: The model cannot be traced, or fixes an axis that is declared dynamic.
+        ConfigError: A range of `dynamic` has no sizes.
     """
+    for name, dims in (dynamic or {}).items():
+        for dim in dims.values():
+            if isinstance(dim, Dim):
+                _check_range(dim, f"dynamic: {name}")
     if not isinstance(model, nn.Module):
         raise TraceError(f"not a module (expected nn.Module, found {type(model).__name__})", location="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)

@@ -196,7 +196,7 @@ class InputsConfig(Table):
                 )
             if sizes.ends[0] > sizes.ends[1]:
                 raise InvalidValueError(
-                    f"dynamic.{name}: no multiple of {sizes.multiple_of} is in the range {sizes.min} to {sizes.max}",
+                    f"dynamic.{name}: no multiple of {sizes.multiple_of} lies in the range {sizes.min} to {sizes.max}",
                     f"Write a max of at least {sizes.ends[0]}.",
                 )
         return self

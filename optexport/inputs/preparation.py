@@ -67,7 +67,8 @@ def prepare(
         check_images(model, batch)
     _check_example(example, config, model, program)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
-    check_values(values, example, {axis for names in axes.values() for axis in names}, "inputs.values.")
+    names = {axis for names in axes.values() for axis in names}
+    check_values(values, example, names, "inputs.values.", "Name the axes of an input with [inputs.axes].")
     user_batches, rows = _cut_into_batches(user_batches, axes, config, model)
     example = user_batches[0] if user_batches else example
     if config.dynamic is None:
@@ -82,13 +83,16 @@ def prepare(
     return Inputs(make_traceable(example, declared, values), user_batches, dynamic, rows)
 
 
-def check_values(values: Mapping[str, Sequence[str]], example: Batch, axes: Collection[str], location: str) -> None:
+def check_values(
+    values: Mapping[str, Sequence[str]], example: Batch, axes: Collection[str], location: str, hint: str
+) -> None:
     """Checks that the values that index an axis belong to an input of whole numbers, and that the axis exists.
 
     Args:
         values: Names of the axes that the values of an input index, by input.
         axes: Names of all axes.
         location: Beginning of the location of an error; the name of the input follows.
+        hint: How to name an axis.
 
     Raises:
         ConfigError: An input or an axis does not exist, or the input has no whole numbers.
@@ -96,12 +100,18 @@ def check_values(values: Mapping[str, Sequence[str]], example: Batch, axes: Coll
     whole = [name for name, tensor in example.items() if is_whole(tensor) and tensor.numel()]
     for name, indexed in values.items():
         if name not in whole:
-            problem = "the model has no input of this name" if name not in example else "the input has no whole numbers"
+            problem = "the model has no input of this name"
+            if name in example:
+                dtype = str(example[name].dtype).removeprefix("torch.")
+                problem = f"expected whole numbers, found {dtype if example[name].numel() else 'no elements'}"
             raise ConfigError(problem, location=f"{location}{name}", hint=did_you_mean(name, whole))
         for axis in indexed:
             if axis not in axes:
-                hint = f"{did_you_mean(axis, sorted(axes))} Name the axes of an input with [inputs.axes]."
-                raise ConfigError(f"no input has an axis {axis!r}", location=f"{location}{name}", hint=hint)
+                raise ConfigError(
+                    f"no input has an axis {axis!r}",
+                    location=f"{location}{name}",
+                    hint=f"{did_you_mean(axis, sorted(axes))} {hint}".strip(),
+                )
 
 
 def _make_example(

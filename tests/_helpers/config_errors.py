@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "range without multiples": (
         table("inputs.dynamic", "height = { min = 9, max = 15, multiple_of = 8 }"),
         "inputs",
-        "no multiple of 8 is in the range 9 to 15\nHint: Write a max of at least 16.",
+        "no multiple of 8 lies in the range 9 to 15\nHint: Write a max of at least 16.",
     ),
     "multiple of zero": (
         table("parity", "noise_multiple = 0.0"),
