@@ -107,7 +107,7 @@ def trace(
         example = _sort_inputs(model, example)
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = read_signature(model, dynamic, example)
-        sizes, limits = signature.sizes(example), RangeLimits(dim.name for dim in _declared_dims(dynamic))
+        sizes, limits = signature.sizes(example), RangeLimits(_declared_dims(dynamic))
         while True:
             narrowed = limits.narrow(signature, model, symbols, sizes)
             suspects = find_suspect_sizes(model, symbols, narrowed.dims, sizes)
@@ -152,7 +152,7 @@ def _trace_axes(
     """Traces a module with all axes dynamic that may be, with the declared ranges or, if that fails, without."""
     try:
         return _trace_module(model, example, dynamic, values=values)
-    except UntraceableError:
+    except (UntraceableError, FixedSizeError):
         if _declared_dims(dynamic):
             with contextlib.suppress(TraceError):  # the first error says more
                 return _trace_module(model, example, dynamic, has_ranges=False, values=values)
@@ -266,7 +266,7 @@ def _resolve_branches(
     values: Mapping[str, Sequence[str]],
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
-    limits = RangeLimits(dim.name for dim in _declared_dims(dynamic))
+    limits = RangeLimits(_declared_dims(dynamic))
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)

@@ -27,11 +27,12 @@ class RangeLimits:
     """Limits of the ranges that were not declared, as they are found.
 
     Args:
-        declared: The names of the dimensions whose ranges were declared.
+        declared: The dimensions whose ranges were declared; one without a largest size may get one.
     """
 
-    def __init__(self, declared: Iterable[str]) -> None:
-        self._declared = set(declared)
+    def __init__(self, declared: Iterable[Dim]) -> None:
+        self._declared = {dim.name for dim in declared}
+        self._bounded = {dim.name for dim in declared if dim.max is not None}
         self._maxima: dict[str, int] = {}
         self._multiples: dict[str, int] = {}
 
@@ -48,7 +49,12 @@ class RangeLimits:
             for dim in self._undeclared(signature)
         }
         narrowed = narrow_ranges(program, symbols, limited, sizes)
-        return replace(signature, dims={**signature.dims, **narrowed})
+        ended = {
+            name: replace(dim, max=self._maxima[name])
+            for name, dim in signature.dims.items()
+            if name in self._declared - self._bounded and name in self._maxima
+        }
+        return replace(signature, dims={**signature.dims, **narrowed, **ended})
 
     def add(
         self,
@@ -65,7 +71,7 @@ class RangeLimits:
         """
         dims = {dim.name: dim for dim in self._undeclared(signature)}
         sizes = signature.sizes(example)
-        maxima = _find_maxima(suspects, signature, dims, dict(example))
+        maxima = _find_maxima(suspects, signature, signature.dims.keys() - self._bounded, dict(example))
         multiples = find_multiples([s.expression for s in needed if s.is_asserted], dims, sizes)
         known = self._maxima.items(), self._multiples.items()
         if maxima.items() <= known[0] and multiples.items() <= known[1]:

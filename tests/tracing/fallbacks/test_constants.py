@@ -127,7 +127,8 @@ def test_config_constants_may_be_lists_with_declared_sizes(tmp_path):
     )
     result = optexport.run(config)
     assert result.manifest.constants == {"grid": [[2, 3], [4, 2]]}
-    assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())["dims"]["rows"] == {"min": 1, "max": 8}
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["dims"]["rows"] == {"min": 1, "max": 8, "multiple_of": 1}
 
 
 def make_grids() -> nn.Module:
