@@ -123,7 +123,8 @@ class _Merger:
             else:
                 self._merged[a, b] = self._merge(a, b, arguments)
                 stack.pop()
-        return self._merged[pair]
+        merged = self._merged[pair]
+        return self._choose(*pair, may_be_weights=True) if merged is None else merged
 
     def _align(self, a: fx.Node, b: fx.Node) -> list[_Pair] | None:
         """Returns the pairs of arguments of two calls of the same operator with the same constants."""
@@ -154,11 +155,12 @@ class _Merger:
         values = a.meta.get("val"), b.meta.get("val")
         return all(isinstance(value, torch.SymInt) for value in values) and statically_known_true(sym_eq(*values))
 
-    def _choose(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
+    def _choose(self, a: fx.Node, b: fx.Node, *, may_be_weights: bool = False) -> fx.Node | None:
+        """Returns a choice between two results; between two weights only if asked, as layers need theirs unchanged."""
         first, second = a.meta.get("val"), b.meta.get("val")
         if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
             return None
-        if {a.name, b.name} & self._weights or first.dtype != second.dtype:
+        if ({a.name, b.name} & self._weights and not may_be_weights) or first.dtype != second.dtype:
             return None
         if not statically_known_true(sym_eq(first.shape, second.shape)):
             return None

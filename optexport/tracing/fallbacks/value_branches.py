@@ -45,6 +45,7 @@ _INTERNALS = tuple(
 _PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
 _PACKAGE = str(Path(__file__).parents[1])
 _UNKNOWN = (GuardOnDataDependentSymNode, DataDependentOutputException)
+_MANY_HINT = "Choose with torch.where(condition, a, b) instead, or repeat a loop a fixed number of times."
 _HINT = "Compute both ways and choose with torch.where(condition, a, b), with results of the same shape and dtype."
 
 _LIBRARY = torch.library.Library("optexport", "FRAGMENT")
@@ -191,7 +192,11 @@ class BranchExplorer(TorchFunctionMode):
         index = len(way.conditions)
         if index == len(way.answers):
             if way.lines.count(line) >= _MAX_TIMES:
-                raise _too_many_ways(line)
+                raise UntraceableError(
+                    f"the line {line} branches on values more than {_MAX_TIMES} times in one call",
+                    location="trace",
+                    hint=_MANY_HINT,
+                )
             way.answers.append(False)
         way.conditions.append(condition)
         way.lines.append(line)
@@ -335,5 +340,5 @@ def _too_many_ways(line: str) -> UntraceableError:
     return UntraceableError(
         f"the branches on values, such as the one at {line}, have more than {_MAX_WAYS} ways",
         location="trace",
-        hint="Choose with torch.where(condition, a, b) instead, or repeat a loop a fixed number of times.",
+        hint=_MANY_HINT,
     )
