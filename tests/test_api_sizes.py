@@ -151,8 +151,8 @@ def test_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
         ({0: "my batch"}, "is not a dimension"),
         ({0: Dim("batch", 1.5, 4)}, "is not a range of sizes from 1 to 2147483647"),  # type: ignore[arg-type]
         ({0: Dim("batch", 1, 10**30)}, "is not a range of sizes from 1 to 2147483647"),
-        ({0: Dim("batch", 9, 15, 8)}, "no multiple of 8 lies in the range 9 to 15.\nHint: Write a max of at least 16"),
-        ({0: Dim("batch", 1, 4, 0)}, "`multiple_of` must be a whole number .found 0, expected 1 or more.\\."),
+        ({0: Dim("batch", 9, 15, 8)}, "no multiple of 8 lies in the range 9 to 15\nHint: Write a max of at least 16"),
+        ({0: Dim("batch", 1, 4, 0)}, "`multiple_of` must be a whole number .found 0, expected 1 or more"),
     ],
 )
 def test_unknown_dimension_is_refused(axes: Any, words: str, tmp_path: Path) -> None:
