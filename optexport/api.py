@@ -31,7 +31,7 @@ from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs
 from optexport.tracing import dynamo_exporter
-from optexport.tracing.trace import copy_graph_module, trace
+from optexport.tracing.trace import Traced, copy_graph_module, trace
 from optexport.transformations import Transformation
 
 logger = logging.getLogger("optexport")
@@ -280,10 +280,7 @@ def symbolic_trace(
         TraceError: The model cannot be traced, or fixes an axis that is declared dynamic.
         ConfigError: A range of `dynamic` has no sizes.
     """
-    for name, dims in (dynamic or {}).items():
-        for dim in dims.values():
-            if isinstance(dim, Dim):
-                _check_range(dim, f"dynamic: {name}")
+    _check_ranges(dynamic or {})
     if not isinstance(model, nn.Module):
         raise TraceError(f"not a module (expected nn.Module, found {type(model).__name__})", location="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)
@@ -299,6 +296,18 @@ def symbolic_trace(
             raise TraceError(f"the tensors for {', '.join(missing)} are missing", location="example_inputs")
         example = {name: example[name] for name in input_names}
     result = trace(model, example, dynamic)
+    _warn_of_limits(result)
+    return result.graph_module
+
+
+def _check_ranges(dynamic: Dynamic) -> None:
+    for name, dims in dynamic.items():
+        for dim in dims.values():
+            if isinstance(dim, Dim):
+                _check_range(dim, f"dynamic: {name}")
+
+
+def _warn_of_limits(result: Traced) -> None:
     if result.fixed:
         logger.warning("The model fixes some axes of its inputs: %s", ", ".join(result.fixed))
     if result.skipped_checks:
@@ -307,7 +316,6 @@ def symbolic_trace(
         logger.warning("The graph computes both ways of branches on values: %s", ", ".join(result.branches))
     if result.is_strict:
         logger.warning("Only torch.export with strict=True could trace the model.")
-    return result.graph_module
 
 
 def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:

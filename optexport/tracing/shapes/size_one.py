@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,7 +82,7 @@ class SizeOneRecorder(TorchFunctionMode):
 def doubt_size_one(program: ExportedProgram) -> None:
     """Makes a size of 1 suspect for every dynamic size; `SizeOneRecorder` cannot see a model in a strict trace."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
-    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    sizes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
     program.graph_module.meta[_META_KEY] = list(dict.fromkeys(expressions))
 
