@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -32,10 +32,25 @@ def is_user_code(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
 
 
+def find_user_frame(frame: FrameType | None, stop: Callable[[str], bool]) -> FrameType | None:
+    """Returns the innermost frame outside torch, the exporters and optexport, also of code without a file (``exec``).
+
+    Args:
+        stop: Returns True for a file at which the search ends without a result.
+    """
+    while frame is not None and not is_user_code(name := frame.f_code.co_filename):
+        if stop(name):
+            return None
+        if name.startswith("<") and not str(frame.f_globals.get("__name__")).startswith("torch"):
+            return frame
+        frame = frame.f_back
+    return frame
+
+
 def describe_frame(frame: FrameType) -> str:
     """Returns the line that a frame is at: ``model.py:12: if x.max() > 3:``."""
     name = frame.f_code.co_filename
-    return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
+    return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}".removesuffix(": ")
 
 
 def find_line(error: BaseException) -> str | None:

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram, _trace
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from optexport._utils.user_lines import describe_frame, find_node_line, is_user_code
+from optexport._utils.user_lines import describe_frame, find_node_line, find_user_frame, is_user_code
 from optexport.transformations.analysis import effects
 
 
@@ -39,7 +39,7 @@ def skip_value_checks() -> Iterator[dict[str, None]]:
         try:
             return guard_bool(node, *args)
         except GuardOnDataDependentSymNode:
-            frame = _find_model_frame(sys._getframe(1))
+            frame = find_user_frame(sys._getframe(1), stop=_TRACE_FILE.__eq__)
             answer = None if frame is None else _passing_answer(frame)
             if frame is None or answer is None:
                 raise
@@ -113,18 +113,9 @@ _TRANSPARENT_MANAGERS = {
 _Span = tuple[int | None, int | None, int | None, int | None]
 
 
-def _find_model_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame of the model; None if its code has no source file."""
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith("<"):
-            return None
-        frame = frame.f_back
-    return frame
-
-
 def _passing_answer(frame: FrameType) -> bool | None:
     """Returns the passing value of the check in a frame's line, if it is a check."""
-    if _is_special_method(frame.f_code.co_name):
+    if _is_special_method(frame.f_code.co_name) or not is_user_code(frame.f_code.co_filename):
         return None
     line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     answer = _checks(frame.f_code.co_filename).conditions.get((line, column, end_line, end_column))

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from optexport._utils.user_lines import describe_frame, is_user_code
+from optexport._utils.user_lines import describe_frame, find_user_frame, is_user_code
 from optexport.errors import OptexportError, TraceError, UntraceableError
 from optexport.tracing.fallbacks.caught_trace_errors import TRACE_ERRORS
 
@@ -301,11 +301,9 @@ def _is_number(frame: FrameType | None) -> bool:
 
 def _find_branch_line(frame: FrameType | None) -> str | None:
     """Returns the model's line that asks for a value; None if torch decides something on its own."""
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        name = frame.f_code.co_filename
-        if name.startswith(_INTERNALS) or name.endswith(f"{os.sep}symbolic_shapes.py"):
-            return None
-        frame = frame.f_back
+    frame = find_user_frame(
+        frame, stop=lambda name: name.startswith(_INTERNALS) or name.endswith(f"{os.sep}symbolic_shapes.py")
+    )
     return None if frame is None else describe_frame(frame)
 
 

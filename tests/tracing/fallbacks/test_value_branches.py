@@ -197,6 +197,13 @@ def test_branch_may_choose_between_weights() -> None:
         assert torch.equal(graph(x), model(x))
 
 
+def test_branch_in_code_without_a_file_is_not_named_after_the_caller() -> None:
+    names: dict[str, Function] = {}
+    exec("def choose(m, x):\n    return m.first(x) if x.sum() > 0 else m.second(x)", names)
+    traced = trace(Branching(names["choose"]).eval(), {"x": torch.randn(3, 4)}, {"x": {0: "rows"}})
+    assert traced.branches == ("<string>:2",)
+
+
 def compares(m: Branching, x: torch.Tensor) -> object:
     return m.first(x) if torch.equal(input=x, other=x.abs()) else m.second(x)
 
