@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from optexport._utils.module_state import restoring_state
@@ -39,6 +39,7 @@ from optexport.tracing.shapes.fixed_sizes import (
 from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
+from optexport.transformations.analysis import effects
 
 # The entry in a program's metadata for the lines of skipped checks.
 _CHECKS = "optexport_skipped_checks"
@@ -136,12 +137,8 @@ def _export_strictly(
 def _find_written_buffers(program: ExportedProgram) -> set[str]:
     """Returns the names of the buffers that a program writes to."""
     buffers = program.graph_signature.inputs_to_buffers
-    targets = (
-        node.args[0]
-        for node in program.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and node.args
-    )
-    return {buffers[node.name] for node in targets if isinstance(node, fx.Node) and node.name in buffers}
+    written = (target for node in program.graph.nodes for target in effects.mutated_inputs(program.graph_module, node))
+    return {buffers[node.name] for node in written if node.name in buffers}
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:

@@ -181,7 +181,8 @@ def _trace_again(
 
     def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
         result = _trace_module(model, example, dynamic, free, values=values)
-        return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
+        fixed = (axis if axis.endswith(_ONE_ROW) else f"{axis}{reason}" for axis in result.fixed)
+        return replace(result, fixed=tuple(fixed))
 
     inputs, is_declared = dict(example), dynamic is not None
     try:
