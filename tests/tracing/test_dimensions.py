@@ -154,6 +154,12 @@ class Shuffled(nn.Module):
         return x.reshape(x.shape[0], int(x.shape[1] * 0.5), 2).sum(1)
 
 
+def test_axis_of_size_one_has_a_single_reason() -> None:
+    row, size = trace(Shuffled(), {"x": torch.randn(1, 8)}).fixed
+    assert row == "x[0] = 1; the example has one row; declare the axis to allow more"
+    assert "if that were dynamic" in size
+
+
 def test_size_that_cannot_be_dynamic_is_fixed_unless_declared() -> None:
     traced = trace(Shuffled(), {"x": torch.randn(3, 8)})
     assert traced.signature.inputs[0].shape == ("batch", 8)
