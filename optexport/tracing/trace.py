@@ -43,6 +43,7 @@ from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.range_limits import RangeLimits, find_multiples
+from optexport.tracing.shapes.size_conditions import LARGEST
 from optexport.tracing.shapes.size_expressions import LongSizeError
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
@@ -240,6 +241,7 @@ def _trace_module(
         program = export_with_axes(model, example, dynamic, free)
     else:
         program = export_with_axes(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
+        _check_ranges(program, dynamic, example)
     program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
     fixed = tuple(f"{axis}; {_ONE_ROW}" if axis.endswith("[0] = 1") else axis for axis in fixed)
     if isinstance(model, fx.GraphModule):
@@ -250,6 +252,20 @@ def _trace_module(
         graph_module = reconstruct_modules(program)
     traced = _make_traced(graph_module, signature, fixed, suspect_sizes)
     return replace(traced, skipped_checks=skipped_checks(program), asks_length=is_fixed_by_len(program))
+
+
+def _check_ranges(program: ExportedProgram, dynamic: Dynamic, example: Mapping[str, torch.Tensor]) -> None:
+    """Checks that a trace without ranges is valid for the declared ones."""
+    _, _, symbols = read_signature(program, dynamic, example)
+    declared = {dim.name: dim for dim in _declared_dims(dynamic)}
+    for symbol, name in symbols.items():
+        limits = program.range_constraints.get(symbol)
+        if limits is None or name not in declared:
+            continue
+        dim = declared[name]
+        # torch.export takes no size below 2; whether smaller sizes take another branch is tried later.
+        if limits.lower > max(dim.min, 2) or limits.upper < (dim.max or LARGEST):
+            raise TraceError(f"the trace is valid for {name} from {limits.lower} to {limits.upper} only")
 
 
 def _make_traced(
