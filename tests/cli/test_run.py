@@ -29,7 +29,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory that is cancelled": (config("halves:cancelled"), 1, "which is not an Exception"),
     "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
     "factory of no model": (config("halves:number"), 3, "expected a torch.nn.Module from the factory, found int"),
-    "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
+    "model that cannot be traced": (config("halves:Forks"), 3, "two ways of the branch at halves.py"),
     "no folder of a model": (config().replace("python:halves:load", "."), 3, "has no config.json"),
     "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves has no input of this name"),
     "inputs of wrong shape": (

@@ -308,7 +308,7 @@ def test_undo_of_an_earlier_selection_is_right_or_refused() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "places"), [("bert", 4), ("bart", 41), ("t5", 45), ("llama", 9), ("resnet", 0)])
+@pytest.mark.parametrize(("name", "places"), [("bert", 4), ("bart", 31), ("t5", 35), ("llama", 9), ("resnet", 0)])
 def test_models(name: str, places: int) -> None:
     _, report = run(ShareEqual(), copy_sharing_modules(models.traced(name)))
     assert len(report.changes) == places
