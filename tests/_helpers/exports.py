@@ -11,12 +11,14 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from optexport import export
 from optexport.bundle import digest_json
+from optexport.exporters import torchscript
 from optexport.result import Result
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
@@ -54,6 +56,11 @@ high = 2
 batch = [1, 16]
 sequence = [2, 32]
 """
+
+
+def without_scripting() -> Any:
+    """Lets scripting fail within the block, so that TorchScript files are traced and have a fixed shape."""
+    return mock.patch.object(torchscript, "make_scriptable", side_effect=RuntimeError("unknown operator"))
 
 
 class Block(nn.Module):

@@ -6,13 +6,11 @@ import functools
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from optexport import export
-from optexport.exporters import torchscript
 from optexport.result import Result
 from optexport.signature.signature import Dim
 from tests._helpers import exports
@@ -63,10 +61,6 @@ class Sine(nn.Module):
         return x.sin() * x.shape[0]
 
 
-def _refuse_to_script(graph_module: fx.GraphModule) -> fx.GraphModule:
-    raise RuntimeError("unknown operator")
-
-
 class Chain(nn.Module):
     """Two layers, wide enough to be lowered."""
 
@@ -113,7 +107,7 @@ def served(name: str) -> Result:
             return laid_out(name, Pairs(), {"x": x}, dynamic=exports.BATCH)
         case "fixed":
             options = {"formats": ["torchscript"], "allow_fixed_shape": True}
-            with mock.patch.object(torchscript, "make_scriptable", _refuse_to_script):
+            with exports.without_scripting():
                 return laid_out(name, Sine(), {"x": x}, dynamic=exports.BATCH, **options)
         case "two batches":
             axes = {"x": {0: "a"}, "y": {0: "b"}}
