@@ -238,10 +238,10 @@ def _trace_module(
             min=0, max=-10". The checks try the declared sizes in any case.
     """
     if has_ranges or dynamic is None:
-        program = export_with_axes(model, example, dynamic, free)
+        program, suspects = export_with_axes(model, example, dynamic, free), list[dict[str, int]]()
     else:
         program = export_with_axes(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
-        _check_ranges(program, dynamic, example)
+        suspects = _check_ranges(program, dynamic, example)
     program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
     fixed = tuple(f"{axis}; {_ONE_ROW}" if axis.endswith("[0] = 1") else axis for axis in fixed)
     if isinstance(model, fx.GraphModule):
@@ -250,22 +250,27 @@ def _trace_module(
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = reconstruct_modules(program)
-    traced = _make_traced(graph_module, signature, fixed, suspect_sizes)
+    traced = _make_traced(graph_module, signature, fixed, [*suspect_sizes, *suspects])
     return replace(traced, skipped_checks=skipped_checks(program), asks_length=is_fixed_by_len(program))
 
 
-def _check_ranges(program: ExportedProgram, dynamic: Dynamic, example: Mapping[str, torch.Tensor]) -> None:
-    """Checks that a trace without ranges is valid for the declared ones."""
+def _check_ranges(
+    program: ExportedProgram, dynamic: Dynamic, example: Mapping[str, torch.Tensor]
+) -> list[dict[str, int]]:
+    """Checks that a trace without ranges covers the declared largest sizes; returns small sizes that are suspect."""
     _, _, symbols = read_signature(program, dynamic, example)
     declared = {dim.name: dim for dim in _declared_dims(dynamic)}
+    suspects: list[dict[str, int]] = []
     for symbol, name in symbols.items():
         limits = program.range_constraints.get(symbol)
         if limits is None or name not in declared:
             continue
         dim = declared[name]
-        # torch.export takes no size below 2; whether smaller sizes take another branch is tried later.
-        if limits.lower > max(dim.min, 2) or limits.upper < (dim.max or LARGEST):
-            raise TraceError(f"the trace is valid for {name} from {limits.lower} to {limits.upper} only")
+        if limits.upper < (dim.max or LARGEST):
+            raise TraceError(f"the trace is valid for {name} up to {limits.upper} only")
+        if limits.lower > max(dim.min, 2):  # torch.export takes no size below 2
+            suspects.append({name: dim.min})
+    return suspects
 
 
 def _make_traced(
