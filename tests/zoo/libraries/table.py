@@ -19,7 +19,8 @@ Written by `python -m tests.zoo.libraries --table`; not to be edited by hand. Ea
 library, with random weights, biases and norm statistics, and exported to ONNX and TorchScript with the axes dynamic
 that a user would declare. The files then run at two sizes that were not traced, with other values, against eager
 PyTorch. `right` means that both files are right at all sizes. Beside them, the same models by torch's own exporters,
-judged in the same way.
+judged in the same way. Results of earlier runs are kept, so rows may come from several commits and efforts; peers run
+on the models that optexport refused.
 
 {machine}; {versions}. The seconds are those of one process beside others.
 """
