@@ -75,7 +75,7 @@ _TRANSFORMER = {"hidden_size": 32, "mlp_dim": 64, "num_heads": 2}
 def _model(name: str, cls: str, options: dict[str, Any], dimensions: int) -> Model:
     image = _IMAGE if dimensions == 2 else _VOLUME
     sizes = [{axis: size for axis, size in sizes.items() if axis in image.shape} for sizes in _SIZES]
-    dims = {axis: {"min": 16, "multiple_of": 16} for axis in image.shape[2:]}
+    dims = {axis: {"min": 32, "multiple_of": 16} for axis in image.shape[2:]}
     make = network(f"monai.networks.nets{cls}", spatial_dims=dimensions, in_channels=1, out_channels=2, **options)
     return Model(f"monai/{name}_{dimensions}d", make, {_ARGUMENTS.get(name, "x"): image}, sizes, dims)
 
