@@ -16,14 +16,13 @@ from optexport.tracing import dynamo_exporter
 
 def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Returns what a model returns, and restores its state and the random numbers."""
-    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # in train mode, a call changes them
     with (
         restoring_state(model),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         dynamo_exporter.one_pass(model),
     ):
-        return torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
+        return model(**copy.deepcopy(as_arguments(inputs)))
 
 
 def run_or_error(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:

@@ -45,7 +45,7 @@ from optexport.transformations.analysis import effects
 _CHECKS = "optexport_skipped_checks"
 
 # Maps each input to the axes that may be dynamic.
-Free = Mapping[str, Sequence[int]]
+DynamicAxes = Mapping[str, Sequence[int]]
 
 
 def skipped_checks(program: ExportedProgram) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def export_with_axes(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
-    free: Free | None = None,
+    free: DynamicAxes | None = None,
     changing: Collection[str] = (),
 ) -> ExportedProgram:
     """Exports a model with the declared axes, or all possible axes, dynamic.
@@ -74,10 +74,10 @@ def export_with_axes(
                 location=f"input {name}",
                 hint="Pass tensors by input name, and set other arguments in the model or its config.",
             )
-    hints = {name: _dynamic_shape(name, tensor, dynamic) for name, tensor in example.items()}
+    by_input = {name: _dynamic_shape(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
-        hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
-    shapes = as_arguments(hints)
+        by_input = {n: {axis: axes[axis] for axis in free[n] if axis in axes} for n, axes in by_input.items()}
+    shapes = as_arguments(by_input)
     if dynamo_exporter.is_strict():
         return _export_strictly(model, example, dynamic, shapes)
     try:
@@ -89,8 +89,8 @@ def export_with_axes(
             skip_value_checks() as checks,
             expand_vmap(),
             refuse_caught_errors(),
-            ScalarTracker(model, changing) as numbers,
-            SizeOneRecorder() as ones,
+            ScalarTracker(model, changing) as scalars,
+            SizeOneRecorder() as size_ones,
             recording_fixed_sizes() as fixing_lines,
             calling_all_ways(model),
             SymbolicSizes(),
@@ -111,10 +111,10 @@ def export_with_axes(
         raise _explain(model, example, error, dynamic, fixing_lines) from error
     program = merge_ways(program)
     drop_value_assertions(program, checks)
-    ones.store(program)
+    size_ones.store(program)
     store_fixing_lines(program, fixing_lines)
     program.graph_module.meta[_CHECKS] = tuple(checks)
-    if written := numbers.used_buffers & _find_written_buffers(program):
+    if written := scalars.used_buffers & _find_written_buffers(program):
         return export_with_axes(model, example, dynamic, free, {*changing, *written})
     return program
 

@@ -34,7 +34,7 @@ from optexport.tracing.fallbacks.attempts import (
 from optexport.tracing.fallbacks.branch_merging import find_branches
 from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
-from optexport.tracing.program_export import Free, export_with_axes, skipped_checks
+from optexport.tracing.program_export import DynamicAxes, export_with_axes, skipped_checks
 from optexport.tracing.script_conversion import converting_scripts
 from optexport.tracing.shapes.fixed_sizes import (
     is_fixed_by_len,
@@ -71,7 +71,7 @@ class Traced:
         constants: Inputs that became constants, with their values. The graph is valid for these values only.
         skipped_checks: The lines of the model that check values and raise, which the graph leaves out.
         is_strict: True if only ``torch.export`` with ``strict=True`` could trace the model.
-        asks_length: True if ``len`` fixed an axis.
+        is_fixed_by_len: True if ``len`` fixed an axis.
     """
 
     graph_module: fx.GraphModule
@@ -81,7 +81,7 @@ class Traced:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     skipped_checks: tuple[str, ...] = ()
     is_strict: bool = False
-    asks_length: bool = False
+    is_fixed_by_len: bool = False
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -120,31 +120,31 @@ def trace(
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     with converting_scripts(model, example):
-        return _trace_converted(model, example, dynamic, values)
+        return _trace_or_fall_back(model, example, dynamic, values)
 
 
-def _trace_converted(
+def _trace_or_fall_back(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
     values: Mapping[str, Sequence[str]],
 ) -> Traced:
-    """Traces a module without TorchScript parts, in the ways that torch.export needs."""
-    trace_axes = functools.partial(_trace_axes, model, example, dynamic, values)
+    """Traces a module without TorchScript parts, with fallbacks if ``torch.export`` refuses it or fixes an axis."""
+    trace_axes = functools.partial(_trace_with_or_without_ranges, model, example, dynamic, values)
     try:
         result = trace_axes()
     except UntraceableError as error:
-        return _trace_again(model, example, dynamic, values, error)
+        return _trace_with_fallbacks(model, example, dynamic, values, error)
     except FixedSizeError:
         if (strict := _try_strict(model, trace_axes)) is None:
             raise
         return strict
-    if result.fixed and result.asks_length and (strict := _try_strict(model, trace_axes)) is not None:
+    if result.fixed and result.is_fixed_by_len and (strict := _try_strict(model, trace_axes)) is not None:
         return strict if len(strict.fixed) < len(result.fixed) else result
     return result
 
 
-def _trace_axes(
+def _trace_with_or_without_ranges(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
@@ -160,7 +160,7 @@ def _trace_axes(
         raise
 
 
-def _trace_again(
+def _trace_with_fallbacks(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
@@ -168,7 +168,7 @@ def _trace_again(
     error: UntraceableError,
 ) -> Traced:
     """Traces a module that torch.export refused: all ways of branches, strictly, or with less that may change."""
-    trace_axes = functools.partial(_trace_axes, model, example, dynamic, values)
+    trace_axes = functools.partial(_trace_with_or_without_ranges, model, example, dynamic, values)
     has_branch = is_branch(error)
     if has_branch:
         try:
@@ -180,7 +180,7 @@ def _trace_again(
     if may_be_strict and dynamic is not None and (strict := _try_strict(model, trace_axes)) is not None:
         return strict  # otherwise, inputs may become constants
 
-    def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
+    def trace_with(model: nn.Module, example: Batch, free: DynamicAxes | None, reason: str) -> Traced:
         result = _trace_module(model, example, dynamic, free, values=values)
         fixed = (axis if axis.endswith(_ONE_ROW) else f"{axis}{reason}" for axis in result.fixed)
         return replace(result, fixed=tuple(fixed))
@@ -224,7 +224,7 @@ def _trace_module(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
-    free: Free | None = None,
+    free: DynamicAxes | None = None,
     *,
     has_ranges: bool = True,
     values: Mapping[str, Sequence[str]] = MappingProxyType({}),
@@ -251,7 +251,7 @@ def _trace_module(
     else:
         graph_module = reconstruct_modules(program)
     traced = _make_traced(graph_module, signature, fixed, [*suspect_sizes, *suspects])
-    return replace(traced, skipped_checks=skipped_checks(program), asks_length=is_fixed_by_len(program))
+    return replace(traced, skipped_checks=skipped_checks(program), is_fixed_by_len=is_fixed_by_len(program))
 
 
 def _check_ranges(
@@ -287,7 +287,7 @@ def _resolve_branches(
     program: ExportedProgram,
     values: Mapping[str, Sequence[str]],
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
-    """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
+    """Exports until the graph is valid in all ranges; limits and fixes dimensions, drops needless assertions."""
     limits = RangeLimits(_declared_dims(dynamic))
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
