@@ -103,8 +103,8 @@ class FoldConstants(Rule):
         node.replace_all_uses_with(stored)
         _erase_unused(graph_module, node)
         stored.target = _register(graph_module, stored, value)
-        layers = [user for user in list(stored.users) if _call_layer(graph_module, user)]
-        return [(layer, match.growth) for layer in layers] or [(stored, match.growth)]
+        reader = next(iter(stored.users))  # a layer has to be its only reader
+        return [(reader if _call_layer(graph_module, reader) else stored, match.growth)]
 
 
 def _is_storable(node: Node) -> bool:

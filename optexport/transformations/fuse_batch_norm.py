@@ -190,9 +190,10 @@ def _find_axis_problem(first: nn.Module, norm: _BatchNorm, layer: nn.Linear | _C
         matches = rank == expected
     else:
         matches = path.axis is not None and path.axis == _channel_axis(first, rank)
+    if matches:
+        return None
     actual = "of unknown rank (trace with example inputs)" if rank is None else f"{rank}-dimensional"
-    problem = f"the result of {call.target} is {actual}, and the channels of the norm may be another axis"
-    return None if matches else problem
+    return f"the result of {call.target} is {actual}, and the channels of the norm may be another axis"
 
 
 def _over_outputs(layer: nn.Linear | _ConvNd, factor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import ExportError
-from optexport.exporters import torchscript
+from tests._helpers import exports
 
 
 @pytest.fixture(autouse=True)
-def _without_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("unknown operator")
-
-    monkeypatch.setattr(torchscript, "make_scriptable", fail)
+def _without_scripting() -> Iterator[None]:
+    with exports.without_scripting():
+        yield
 
 
 def _export(folder: Path, **options: Any) -> Any:

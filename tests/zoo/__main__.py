@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from tests.zoo import runner, stages, table
 from tests.zoo.shrinking import model_types
@@ -38,16 +37,9 @@ def main() -> None:
         jobs=arguments.jobs,
         timeout=arguments.timeout,
         judge=stages.judge_building if arguments.build else stages.judge,
-        tell=_tell,
     )
     if arguments.table is not None:
         arguments.table.write_text(table.table(runner.read(arguments.results), model_types()), encoding="utf-8")
-
-
-def _tell(record: dict[str, Any]) -> None:
-    seconds = sum(record["seconds"].values())
-    stages = " ".join(f"{name}={outcome}" for name, outcome in record["stages"].items() if outcome != "done")
-    print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'done'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -496,7 +496,7 @@ def main() -> None:
     add = parser.add_argument
     add("--results", type=Path, default=Path("build/rescues.jsonl"), help="where results are kept")
     add("--models", type=Path, action="append", default=[], help="a Python file with MODELS, a dictionary of factories")
-    add("--types", nargs="*", default=(), metavar="MODEL_TYPE", help="architectures to add, whatever they cost")
+    add("--types", nargs="*", default=(), metavar="MODEL_TYPE", help="architectures to add, at any cost")
     add("--cost", type=int, default=15, help="seconds that an architecture may have taken in COVERAGE.md")
     add("--enough", type=int, default=5, help="models that need a workaround, after which no more are tried")
     add("--tries", type=int, default=20, help="models on which each workaround is switched off, at most")

@@ -63,7 +63,6 @@ def run(
     timeout: float,
     judge: Judge = stages.judge,
     preload: str = "tests.zoo.child",
-    tell: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
     """Runs model types through the pipeline and appends their results to a file.
 
@@ -72,7 +71,6 @@ def run(
         timeout: Limit of CPU time in seconds for each type.
         judge: Judges a type; a function of a module.
         preload: Module whose imports all processes share.
-        tell: Called with each result.
     """
     os.environ |= {"HF_HUB_OFFLINE": "1", "OPTEXPORT_CACHE": "", "OMP_NUM_THREADS": "1"}
     _CONTEXT.set_forkserver_preload([preload])
@@ -88,7 +86,14 @@ def run(
                     running.remove(model_type)
                     file.write(json.dumps(record, sort_keys=True) + "\n")
                     file.flush()
-                    tell(record)
+                    _show(record)
+
+
+def _show(record: dict[str, Any]) -> None:
+    seconds = sum(record["seconds"].values())
+    stages = " ".join(f"{name}={outcome}" for name, outcome in record["stages"].items() if outcome != "done")
+    reason = " ".join(next(iter(record["reasons"].values()), "").split())[:150]
+    print(f"{record['model_type']:40} {seconds:6.1f} s  {stages or 'done'}  {reason}", flush=True)
 
 
 def _start(model_type: str, judge: Judge) -> _Running:

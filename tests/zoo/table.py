@@ -13,14 +13,14 @@ Record = Mapping[str, Any]
 
 _LIBRARIES = ("transformers", "torch", "onnxruntime")
 _INTRODUCTION = (
-    "Written by `python -m tests.zoo --table tests/zoo/COVERAGE.md`; not to be edited by hand. Each model type of "
+    "Written by `python -m tests.zoo --table tests/zoo/COVERAGE.md`; do not edit it by hand. Each model type of "
     "transformers {transformers} is built tiny from its own config with random weights, biases and norm statistics, "
     "traced with inputs that optexport makes from that config, transformed by the preset, and proven as a graph and in "
     "each file format, also at sizes that were not traced. torch {torch}, onnxruntime {onnxruntime}."
 )
 _LEGEND = (
-    "`fixed sizes`: the file holds the traced sizes only. Rules are those of the preset that found work, with the "
-    "number of places."
+    "`fixed sizes`: the file accepts the traced sizes only. Rules lists the rules of the preset that matched, with "
+    "the number of matches."
 )
 # Symbols of results in the table. A dash marks a stage that did not run.
 MARKS = {"done": "✓", "wrong": "**wrong**", "refused": "refused", "crash": "**crash**", "fixed": "fixed sizes"}
@@ -101,7 +101,7 @@ def _summary(records: Sequence[Record], total: int) -> list[str]:
         ("a result that is wrong", lambda record: "wrong" in record["stages"].values()),
         ("refused somewhere, with exit 3 or 5", lambda record: "refused" in record["stages"].values()),
         ("TorchScript of the traced sizes only", lambda record: "fixed" in record["stages"].values()),
-        ("a crash that is no error of optexport's", lambda record: "crash" in record["stages"].values()),
+        ("a crash: an exception that is not optexport's", lambda record: "crash" in record["stages"].values()),
         ("out of time", lambda record: "timeout" in record["stages"].values()),
     ]
     lines.append(f"| proven throughout | {whole} | {share(whole, ran)} |")

@@ -147,10 +147,11 @@ def _prepare(outcome: Outcome) -> Eager | None:
     module = outcome.run("built", entry.build)
     if module is not None:
         outcome.cls = type(module).__name__
-        outcome.inputs = {name: list(t.shape) for name, t in entry.batches()[0].items() if isinstance(t, torch.Tensor)}
-        outputs = outcome.run("eager", lambda: _run_eagerly(module, entry.batches()))
+        batches = entry.batches()
+        outcome.inputs = {name: list(t.shape) for name, t in batches[0].items() if isinstance(t, torch.Tensor)}
+        outputs = outcome.run("eager", lambda: _run_eagerly(module, batches))
         if outputs is not None:
-            return Eager(entry, module, entry.batches(), outputs)
+            return Eager(entry, module, batches, outputs)
     outcome.stages = {stage: DONE if result == DONE else NOT_BUILT for stage, result in outcome.stages.items()}
     return None
 

@@ -18,7 +18,7 @@ from tests.zoo.libraries.absent import absent
 Sizes = Mapping[str, int]
 # What some libraries import, for parts that no model here uses. torchvision and torchaudio need another torch.
 _ABSENT = ("torchvision", "torchaudio", "librosa", "resampy", "ray")
-# Makes values of a shape. The sizes are those of the named axes.
+# Makes values of a shape; the second argument has the sizes of the named axes.
 Values = Callable[[Sequence[int], Sizes, torch.Generator], torch.Tensor]
 
 
@@ -53,11 +53,6 @@ def indexes(axis: str) -> Values:
     return lambda shape, sizes, generator: torch.randint(0, sizes[axis], tuple(shape), generator=generator)
 
 
-def lengths(axis: str) -> Values:
-    """Returns whole numbers from 1 to the size of an axis."""
-    return lambda shape, sizes, generator: torch.randint(1, sizes[axis] + 1, tuple(shape), generator=generator)
-
-
 @dataclass(frozen=True)
 class Input:
     """A tensor.
@@ -83,7 +78,7 @@ class Model:
         inputs: The tensors by name of the argument of ``forward``.
         sizes: Sizes of the named axes: the traced ones, then others at which the files have to be right.
         dims: Limits of named axes, as the arguments of ``Dim``.
-        constants: Arguments that are no tensors.
+        constants: Arguments that are not tensors.
     """
 
     name: str
@@ -92,10 +87,6 @@ class Model:
     sizes: Sequence[Sizes]
     dims: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def library(self) -> str:
-        return self.name.partition("/")[0]
 
     @property
     def seed(self) -> int:

@@ -15,14 +15,14 @@ _TITLES = {"onnx_dynamo": "torch.onnx", "onnx_legacy": "torch.onnx, dynamo=False
 _INTRODUCTION = """\
 # Models of other libraries
 
-Written by `python -m tests.zoo.libraries --table`; not to be edited by hand. Each model is built small from its
+Written by `python -m tests.zoo.libraries --table`; do not edit it by hand. Each model is built small from its
 library, with random weights, biases and norm statistics, and exported to ONNX and TorchScript with the axes dynamic
 that a user would declare. The files then run at two sizes that were not traced, with other values, against eager
-PyTorch. `right` means that both files are right at all sizes. Beside them, the same models by torch's own exporters,
-judged in the same way. Results of earlier runs are kept, so rows may come from several commits and efforts; peers run
-on the models that optexport refused.
+PyTorch. `right` means that both files are right at all sizes. For comparison, torch's own exporters export the models
+that are not right, judged in the same way. Results of earlier runs are kept, so rows may come from several commits and
+efforts.
 
-{machine}; {versions}. The seconds are those of one process beside others.
+{machine}; {versions}. The seconds were measured while other processes ran.
 """
 
 
@@ -72,8 +72,10 @@ def result(record: Record) -> str:
     """Returns the worst result of a model: right, refused, fixed, wrong, crash, timeout or not built."""
     if is_right(record):
         return "right"
-    found = set(record["stages"].values())
-    return next((name for name in ("wrong", "crash", "timeout", "not built", "fixed", "refused") if name in found), "")
+    outcomes = set(record["stages"].values())
+    return next(
+        (name for name in ("wrong", "crash", "timeout", "not built", "fixed", "refused") if name in outcomes), ""
+    )
 
 
 def _library(record: Record) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.libraries.model import Input, Model, Sizes, Values, ids, indexes, network, uniform
+from tests.zoo.libraries.model import Input, Model, ids, indexes, network, uniform
 
 _SIZES = ({"nodes": 10, "edges": 24}, {"nodes": 7, "edges": 30}, {"nodes": 23, "edges": 11})
 _INPUTS = {"x": Input(("nodes", 8)), "edge_index": Input((2, "edges"), indexes("nodes"))}
@@ -44,16 +44,6 @@ _LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def _segments(groups: str) -> Values:
-    """Returns sorted whole numbers, each below the size of an axis and used at least once."""
-
-    def make(shape: Any, sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-        extra = torch.randint(0, sizes[groups], (shape[0] - sizes[groups],), generator=generator)
-        return torch.cat([torch.arange(sizes[groups]), extra]).sort().values
-
-    return make
-
-
 def models() -> Iterator[Model]:
     """Yields the models."""
     for name, options in _NETWORKS.items():
@@ -69,7 +59,7 @@ def models() -> Iterator[Model]:
         _SIZES,
     )
     yield Model(
-        "torch_geometric/gineconv",
+        "torch_geometric/cgconv",
         network("torch_geometric.nn:CGConv", 8, dim=3),
         {**_INPUTS, "edge_attr": Input(("edges", 3), uniform)},
         _SIZES,

@@ -26,7 +26,7 @@ class _Windows(nn.Module):
         return self.model(windows | dict.fromkeys(("hist_exog", "futr_exog", "stat_exog")))
 
 
-# Options by class of neuralforecast. Those in the second have several series.
+# Options by class of neuralforecast; the classes of _MULTIVARIATE take several series.
 _FORECASTERS: dict[str, dict[str, Any]] = {
     "MLP": {"hidden_size": 16},
     "NBEATS": {"mlp_units": [[16, 16]] * 3, "n_harmonics": 2, "n_polynomials": 2},
