@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,38 @@ class Means(nn.Module):
         return x + sum(self.means)
 
 
+class FirstCall(nn.Module):
+    """Doubles the result of the first call, which takes an entry out of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"first": 2.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factors.pop("first", 1.0)
+
+
+class LastThree(nn.Module):
+    """Adds the largest values of the last three inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: deque[torch.Tensor] = deque(maxlen=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.peaks.append(x.max())
+        return x + sum(self.peaks)
+
+
+class CountingInScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.jit.script(Counting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * 2  # type: ignore[no-any-return]
+
+
 _WRITTEN = {"x": X, "position": torch.arange(2, 2 + len(X))}
 
 
@@ -183,6 +216,9 @@ _WRITTEN = {"x": X, "position": torch.arange(2, 2 + len(X))}
         (Memory, {"x": X}, "last"),
         (Calls, {"x": X}, "calls"),
         (Means, {"x": X}, "means"),
+        (FirstCall, {"x": X}, "factors.first"),
+        (LastThree, {"x": X}, "peaks"),
+        (CountingInScript, {"x": X}, "part.calls"),
     ],
 )
 def test_state_that_a_repeated_batch_hides_is_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_Container = dict[Any, Any] | list[Any]
+_Container = dict[Any, Any] | list[Any] | deque[Any]
 
 
 def copy_shared_outputs(model: nn.Module, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,6 +55,12 @@ class State:
         self._containers = [
             (path, container, container.copy()) for path, container in _walk("", vars(model), set(), hops=2)
         ]
+        # The buffers of a TorchScript program are in no dict of Python.
+        scripts = [
+            (path, dict(module._buffers.items()))
+            for path, module in model.named_modules()
+            if isinstance(module, torch.jit.ScriptModule)
+        ]
         self._tensors = [
             _SavedTensor(
                 _join(path, key),
@@ -64,7 +70,7 @@ class State:
                 None if isinstance(value, nn.Parameter) or _has_no_data(value) else value.clone(),
                 _version(value),
             )
-            for path, container, _ in self._containers
+            for path, container in [*((path, container) for path, container, _ in self._containers), *scripts]
             for key, value in _items(container)
             if isinstance(value, torch.Tensor)
         ]
@@ -74,13 +80,13 @@ class State:
         return {saved.path: saved.tensor for saved in self._tensors if saved.is_written}
 
     def changed_attributes(self) -> list[str]:
-        """Returns the paths of other values that the model replaced or added so far, and of lists that it changed."""
+        """Returns the paths of other values that the model replaced, added or removed, and of lists that it changed."""
         tensors = {saved.path for saved in self._tensors}
         changed = (
-            path if isinstance(container, list) and len(container) != len(saved) else _join(path, key)
+            path if not isinstance(container, dict) and len(container) != len(saved) else _join(path, key)
             for path, container, saved in self._containers
-            for key, value in _items(container)
-            if value is not _find(saved, key)
+            for key in dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
+            if _find(container, key) is not _find(saved, key)
         )
         return [path for path in dict.fromkeys(changed) if path not in tensors]
 
@@ -108,6 +114,8 @@ def restoring_state(model: nn.Module) -> Iterator[State]:
 
 # Containers of a module that are no state, and whose names no path contains.
 _INTERNAL = ("_parameters", "_buffers", "_modules")
+# Hooks are no state, and most of the dicts of a module.
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Tensor, fx.Graph, fx.Node)
 
 
@@ -125,12 +133,13 @@ def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[st
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _walk(_join(path, index), item, seen, hops)
-    if type(value) not in (dict, list, OrderedDict) or id(value) in seen:
+    if type(value) not in (dict, list, OrderedDict, defaultdict, deque) or id(value) in seen:
         return
     seen.add(id(value))
     yield path, value
     for key, item in _items(value):
-        yield from _walk(_join(path, key), item, seen, hops)
+        if key not in _HOOKS:
+            yield from _walk(_join(path, key), item, seen, hops)
 
 
 def _join(path: str, key: Any) -> str:

@@ -20,7 +20,9 @@ from optexport.signature.signature import Batch
 _DATA_BYTES = 1 << 30
 
 
-def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:
+def run_in_own_precision(
+    run: Call, model: nn.Module, cases: Sequence[Case], state: State, *, declared: bool
+) -> Reference:
     """Runs the original on all cases that it accepts, in its own precision.
 
     The reference uses these results in place of float64 ones.
@@ -28,6 +30,7 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original model.
+        state: What the model kept before the first call.
         declared: True if the user declared the sizes. Otherwise a size that the model rejects is skipped.
 
     Raises:
@@ -36,7 +39,6 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
     checked: list[Case] = []
     outputs: list[Outputs] = []
     skipped: list[str] = []
-    state = State(model)
     data_bytes = 0
     for case in cases:
         if case.data and data_bytes > _DATA_BYTES:

@@ -62,9 +62,9 @@ def run_original(
     Raises:
         TraceError: The original fails on a declared case or on the device.
     """
-    with torch.no_grad(), restoring_state(model):
+    with torch.no_grad(), restoring_state(model) as state:
         versions_before = float64_model.weight_versions(model)
-        own = run_in_own_precision(run, model, cases, declared=declared)
+        own = run_in_own_precision(run, model, cases, state, declared=declared)
         writes_weights = versions_before is None or versions_before != float64_model.weight_versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
