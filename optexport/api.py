@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
+from optexport._utils.size_ranges import round_up
 from optexport.bundle import contents
 from optexport.config.consistency import check_formats, check_precision
 from optexport.config.inputs import LARGEST_SIZE
@@ -230,7 +231,7 @@ def _check_range(dim: Dim, location: str) -> None:
             location=location,
             hint="Write a whole number, such as 8, or leave it out.",
         )
-    least = -(-dim.min // dim.multiple_of) * dim.multiple_of
+    least = round_up(dim.min, dim.multiple_of)
     if dim.max is not None and dim.max < least:
         raise ConfigError(
             f"no multiple of {dim.multiple_of} lies in the range {dim.min} to {dim.max}",
@@ -315,7 +316,7 @@ def _warn_of_limits(result: Traced) -> None:
     if result.branches:
         logger.warning("The graph computes both ways of branches on values: %s", ", ".join(result.branches))
     if result.is_strict:
-        logger.warning("Only torch.export with strict=True could trace the model.")
+        logger.warning("Traced with torch.export(strict=True): the default trace failed or fixed more axes.")
 
 
 def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:

@@ -1,8 +1,13 @@
-"""Describes the sizes that a dimension may have."""
+"""Computes and describes the sizes that a dimension may have."""
 
 from __future__ import annotations
 
 import math
+
+
+def round_up(size: int, multiple_of: int) -> int:
+    """Returns the smallest multiple that is at least a size."""
+    return -(-size // multiple_of) * multiple_of
 
 
 def describe_range(minimum: int, maximum: float | None, multiple_of: int) -> str:

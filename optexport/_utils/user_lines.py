@@ -50,7 +50,7 @@ def find_user_frame(frame: FrameType | None, stop: Callable[[str], bool]) -> Fra
 def describe_frame(frame: FrameType) -> str:
     """Returns the line that a frame is at: ``model.py:12: if x.max() > 3:``."""
     name = frame.f_code.co_filename
-    return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}".removesuffix(": ")
+    return _format_line(name, frame.f_lineno, linecache.getline(name, frame.f_lineno).strip())
 
 
 def find_line(error: BaseException) -> str | None:
@@ -61,7 +61,7 @@ def find_line(error: BaseException) -> str | None:
 def find_innermost_line(stack: Iterable[traceback.FrameSummary]) -> str | None:
     """Returns the innermost line of a stack outside torch, the exporters and optexport."""
     frames = [frame for frame in stack if frame.line and is_user_code(frame.filename)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+    return _format_line(frames[-1].filename, frames[-1].lineno, frames[-1].line) if frames else None
 
 
 def find_node_line(stack_trace: str | None) -> str | None:
@@ -69,7 +69,11 @@ def find_node_line(stack_trace: str | None) -> str | None:
     lines = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', stack_trace or "")
     # Nodes that torch.export adds have a path relative to its package.
     user = [line for line in lines if is_user_code(line[0]) and not line[0].startswith("torch/")]
-    return f"{Path(user[-1][0]).name}:{user[-1][1]}: {user[-1][2]}" if user else None
+    return _format_line(*user[-1]) if user else None
+
+
+def _format_line(filename: str, number: int | str | None, text: str | None) -> str:
+    return f"{Path(filename).name}:{number}: {text}".removesuffix(": ")
 
 
 def describe_error(error: BaseException) -> str:

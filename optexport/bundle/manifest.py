@@ -257,7 +257,8 @@ class Manifest(_Record):
         fixed_axes: The axes of inputs that the model fixes to one size, although the config does not.
         skipped_checks: The lines of the model that check values and raise; the files compute on instead.
         branches: The lines of the model that branch on values; the files compute both ways and choose.
-        is_strict_trace: True if only ``torch.export`` with ``strict=True`` could trace the model.
+        is_strict_trace: True if the trace used ``torch.export(strict=True)``, because the default trace failed or
+            fixed more axes.
         nodes_before: The number of nodes after the trace.
         nodes_after: The number of nodes in the graph of the first artifact.
         transformations: The transformations.

@@ -14,7 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from optexport.config.validation import InvalidValueError, Table, dimension_name, finite, show_value
+from optexport._utils.size_ranges import round_up
+from optexport.config.validation import InvalidValueError, Table, check_finite, dimension_name, show_value
 
 LARGEST_SIZE = 2**31 - 1
 
@@ -39,7 +40,7 @@ def _constant(value: Any) -> bool | int | float | str | list[Any]:
             f"expected a number, a text, true, false or a list, found {show_value(value)}",
             "Write the value of the argument, such as 3, or a tensor as a list, such as [[1, 2], [3, 4]].",
         )
-    return cast("bool | int | float | str | list[Any]", finite(value))
+    return cast("bool | int | float | str | list[Any]", check_finite(value))
 
 
 def _check_rows(rows: list[Any]) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ class RangeConfig(Table):
     @property
     def ends(self) -> tuple[int, int]:
         """The smallest and the largest multiple in the range."""
-        return -(-self.min // self.multiple_of) * self.multiple_of, self.max // self.multiple_of * self.multiple_of
+        return round_up(self.min, self.multiple_of), self.max // self.multiple_of * self.multiple_of
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:
@@ -192,7 +193,9 @@ class InputsConfig(Table):
             if sizes.min > sizes.max:
                 raise InvalidValueError(
                     f"dynamic.{name}: the smallest size {sizes.min} is above the largest size {sizes.max}",
-                    f"Write {name} = [{sizes.max}, {sizes.min}].",
+                    f"Write {name} = [{sizes.max}, {sizes.min}]."
+                    if sizes.multiple_of == 1
+                    else f"Write a max of at least {sizes.ends[0]}.",
                 )
             if sizes.ends[0] > sizes.ends[1]:
                 raise InvalidValueError(

@@ -23,7 +23,7 @@ from optexport.config.metrics import MetricGates
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri
-from optexport.config.validation import InvalidValueError, Table, finite, show_value
+from optexport.config.validation import InvalidValueError, Table, check_finite, show_value
 from optexport.errors import did_you_mean
 from optexport.runtime.devices import Device
 from optexport.transformations import registry
@@ -83,7 +83,7 @@ class ModelConfig(Table):
     attn_implementation: str | None = None
     adapter: str | None = Field(default=None, min_length=1)
     trust_remote_code: bool = False
-    arguments: dict[str, Annotated[Any, AfterValidator(finite)]] = {}
+    arguments: dict[str, Annotated[Any, AfterValidator(check_finite)]] = {}
 
     @field_validator("task")
     @classmethod
@@ -142,7 +142,7 @@ class TransformationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_options(self) -> TransformationConfig:
-        finite(self.options)
+        check_finite(self.options)
         return self
 
 

@@ -241,10 +241,10 @@ def find_table(annotation: Any) -> Any:
     return next((table for table in tables if table is not None), None)
 
 
-def finite(value: Any) -> Any:
+def check_finite(value: Any) -> Any:
     """Rejects infinite numbers: the manifest stores all values as JSON, which has none."""
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        finite(inner)
+        check_finite(inner)
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidValueError(f"expected a finite number, found {value}", "Write a number other than inf and nan.")
     return value

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from optexport._utils.paths import as_path
 from optexport._utils.platform import is_of_memory
+from optexport._utils.size_ranges import round_up
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest
 from optexport.errors import (
@@ -247,7 +248,7 @@ class Bundle:
         texts = [self.application.prompt + text for text in texts]
         encoded = _encoded(tokenizer, texts, **truncation)
         lengths = [len(ids) for ids in encoded["input_ids"]]
-        width = -(-max(shortest, *lengths) // step) * step
+        width = round_up(max(shortest, *lengths), step)
         if min(lengths) < width and "attention_mask" not in names:
             raise ConfigError(
                 f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but the model has "

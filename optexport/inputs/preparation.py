@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from optexport._utils import memory
 from optexport.config.inputs import InputsConfig, RangeConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
@@ -22,6 +23,7 @@ from optexport.signature.program_arguments import check_ranks, input_names
 from optexport.signature.resizing import make_traceable, repeat_single_row, split_batch
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 from optexport.tracing.model_run import run_or_error
+from optexport.tracing.shapes.index_search import MAX_WEIGHT_BYTES
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ def _make_from_specs(
     used = {name: indexed for name, indexed in values.items() if name in specs}
     example = inputs_from_specs(specs, dynamic, seed, used)
     names = [name for name, tensor in example.items() if is_whole(tensor) and name not in used]
-    if not names or not isinstance(run_or_error(model, example), Exception):
+    if not names or memory.weight_bytes(model) >= MAX_WEIGHT_BYTES:
+        return example
+    if not isinstance(run_or_error(model, example), Exception):
         return example
     axes = dict.fromkeys(size for spec in specs.values() for size in spec.shape if isinstance(size, str))
     for indexing in [[name] for name in names] + [names] * (len(names) > 1):

@@ -57,7 +57,7 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
     for axis in manifest.fixed_axes:
         _print(console, f"  fixed by the model: {axis}")
     if manifest.is_strict_trace:
-        _print(console, "Traced with torch.export(strict=True); the usual trace would fix a size or needs a value")
+        _print(console, "Traced with torch.export(strict=True); the default trace failed or fixed more axes")
     for line in manifest.skipped_checks:
         _print(console, f"Check left out of the files, which do not raise: {line}")
     for line in manifest.branches:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 # The only values that torch.export accepts as leaves of an output.
-_LEAVES = (torch.Tensor, bool, int, float, str, torch.SymBool, torch.SymInt, torch.SymFloat)
+_LEAVES = (torch.Tensor, bool, int, float, str, torch.SymBool, torch.SymInt, torch.SymFloat, type(None))
 
 
 def named_leaves(outputs: Any, kind: type[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -44,7 +44,7 @@ def as_containers(outputs: Any, owners: tuple[Any, ...] = ()) -> Any:
     """
 
     def as_dict(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, _LEAVES):
+        if isinstance(leaf, _LEAVES):
             return leaf
         if any(leaf is owner for owner in owners):
             return None
@@ -55,12 +55,12 @@ def as_containers(outputs: Any, owners: tuple[Any, ...] = ()) -> Any:
 
 def has_own_classes(outputs: Any) -> bool:
     """Returns True if an output contains an object that `as_containers` replaces."""
-    return not all(leaf is None or isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(outputs))
+    return not all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(outputs))
 
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
     """Returns the parts of an object with their names; empty for a leaf."""
-    if value is None or isinstance(value, (*_LEAVES, nn.Module)) or callable(value):
+    if isinstance(value, (*_LEAVES, nn.Module)) or callable(value):
         return []
     registered = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     if registered is not None and registered.flatten_with_keys_fn is not None:

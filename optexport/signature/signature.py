@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from optexport._utils.size_ranges import describe_range
+from optexport._utils.size_ranges import describe_range, round_up
 from optexport.errors import ConfigError, SourceError
 from optexport.signature.index_values import IndexValues
 from optexport.signature.outputs import named_leaves
@@ -36,7 +36,7 @@ class Dim:
     def __post_init__(self) -> None:
         if type(self.multiple_of) is not int or self.multiple_of < 2:
             return
-        least = -(-self.min // self.multiple_of) * self.multiple_of
+        least = round_up(self.min, self.multiple_of)
         most = None if self.max is None else self.max // self.multiple_of * self.multiple_of
         if most is None or least <= most:  # a range without a multiple stays as written, for the message
             object.__setattr__(self, "min", least)

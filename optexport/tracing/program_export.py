@@ -13,16 +13,9 @@ from torch.export import ExportedProgram
 from optexport._utils.module_state import restoring_state
 from optexport._utils.user_lines import describe_error, find_line
 from optexport.errors import FixedSizeError, OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
-from optexport.signature.signature import (
-    Dim,
-    Dynamic,
-    as_arguments,
-)
+from optexport.signature.signature import Dim, Dynamic, as_arguments
 from optexport.tracing import dynamo_exporter
-from optexport.tracing.fallbacks.attempts import (
-    returning_containers,
-    returns_own_classes,
-)
+from optexport.tracing.fallbacks.attempts import returning_containers, returns_own_classes
 from optexport.tracing.fallbacks.branch_merging import merge_ways
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker

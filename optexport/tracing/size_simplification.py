@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import sympy
 from torch.fx.experimental.sym_node import SymNode
@@ -42,11 +43,8 @@ def simplifying_sizes() -> Iterator[None]:
     def simplifying_init(self: SymNode, expr: Any, *args: Any, **kwargs: Any) -> None:
         original(self, simplify(expr) if isinstance(expr, sympy.Basic) and expr.args else expr, *args, **kwargs)
 
-    SymNode.__init__ = simplifying_init  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(SymNode, "__init__", simplifying_init):
         yield
-    finally:
-        SymNode.__init__ = original  # type: ignore[method-assign]
 
 
 @functools.lru_cache(maxsize=4096)

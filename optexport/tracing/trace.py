@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport.errors import FixedSizeError, TraceError, UntraceableError
+from optexport.signature.index_values import IndexValues
 from optexport.signature.signature import (
     Batch,
     Dim,
@@ -36,9 +37,7 @@ from optexport.tracing.fallbacks.value_branches import exploring_branches, is_br
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.program_export import DynamicAxes, export_with_axes, skipped_checks
 from optexport.tracing.script_conversion import converting_scripts
-from optexport.tracing.shapes.fixed_sizes import (
-    is_fixed_by_len,
-)
+from optexport.tracing.shapes.fixed_sizes import is_fixed_by_len
 from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
@@ -70,7 +69,8 @@ class Traced:
             only the dimensions that decide it.
         constants: Inputs that became constants, with their values. The graph is valid for these values only.
         skipped_checks: The lines of the model that check values and raise, which the graph leaves out.
-        is_strict: True if only ``torch.export`` with ``strict=True`` could trace the model.
+        is_strict: True if the trace used ``torch.export(strict=True)``, because the default trace failed or fixed more
+            axes.
         is_fixed_by_len: True if ``len`` fixed an axis.
     """
 
@@ -134,7 +134,7 @@ def _trace_or_fall_back(
     try:
         result = trace_axes()
     except UntraceableError as error:
-        return _trace_with_fallbacks(model, example, dynamic, values, error)
+        return _trace_with_fallbacks(model, example, dynamic, values, error, trace_axes)
     except FixedSizeError:
         if (strict := _try_strict(model, trace_axes)) is None:
             raise
@@ -166,9 +166,9 @@ def _trace_with_fallbacks(
     dynamic: Dynamic | None,
     values: Mapping[str, Sequence[str]],
     error: UntraceableError,
+    trace_axes: Callable[[], Traced],
 ) -> Traced:
     """Traces a module that torch.export refused: all ways of branches, strictly, or with less that may change."""
-    trace_axes = functools.partial(_trace_with_or_without_ranges, model, example, dynamic, values)
     has_branch = is_branch(error)
     if has_branch:
         try:
@@ -237,8 +237,9 @@ def _trace_module(
             model computes: padding to a multiple and cutting back fails with "Cannot create Dim with inconsistent
             min=0, max=-10". The checks try the declared sizes in any case.
     """
+    suspects: list[dict[str, int]] = []
     if has_ranges or dynamic is None:
-        program, suspects = export_with_axes(model, example, dynamic, free), list[dict[str, int]]()
+        program = export_with_axes(model, example, dynamic, free)
     else:
         program = export_with_axes(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
         suspects = _check_ranges(program, dynamic, example)
@@ -267,6 +268,7 @@ def _check_ranges(
             continue
         dim = declared[name]
         if limits.upper < (dim.max or LARGEST):
+            # Never shown: the error of the trace with ranges says more.
             raise TraceError(f"the trace is valid for {name} up to {limits.upper} only")
         if limits.lower > max(dim.min, 2):  # torch.export takes no size below 2
             suspects.append({name: dim.min})
@@ -289,6 +291,8 @@ def _resolve_branches(
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Exports until the graph is valid in all ranges; limits and fixes dimensions, drops needless assertions."""
     limits = RangeLimits(_declared_dims(dynamic))
+    indexes: Mapping[str, IndexValues] = {}
+    searched: Mapping[str, Dim] | None = None
     while True:
         full_signature, fixed, symbols = read_signature(program, dynamic, example)
         sizes = full_signature.sizes(example)
@@ -296,7 +300,9 @@ def _resolve_branches(
         suspects = find_suspect_sizes(program, symbols, signature.dims, sizes)
         if limits.add(signature, suspects, (), example):
             continue
-        signature = replace(signature, indexes=find_indexes(model, dict(example), signature, values))
+        if searched != signature.dims:
+            indexes, searched = find_indexes(model, dict(example), signature, values), signature.dims
+        signature = replace(signature, indexes=indexes)
         export_again = functools.partial(export_with_axes, model, dynamic=None, free=_axes(signature))
         probed = probe_paths(model, dict(example), program, signature, suspects, export_again)
         fixing = probed.fixed_dims.values()

@@ -11,10 +11,11 @@ import functools
 import itertools
 import linecache
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeGuard
+from unittest import mock
 
 import torch
 from torch import fx
@@ -46,11 +47,8 @@ def skip_value_checks() -> Iterator[dict[str, None]]:
             lines[describe_frame(frame)] = None
             return answer
 
-    SymNode.guard_bool = skipping_guard_bool  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(SymNode, "guard_bool", skipping_guard_bool):
         yield lines
-    finally:
-        SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
 
 
 def drop_value_assertions(program: ExportedProgram, lines: dict[str, None]) -> None:
@@ -67,13 +65,14 @@ def drop_value_assertions(program: ExportedProgram, lines: dict[str, None]) -> N
     tensor = [node for target in _TENSOR_ASSERTIONS for node in graph.find_nodes(op="call_function", target=target)]
     if not scalar and not tensor:
         return
-    others = [node for node in graph.nodes if node.is_impure() and node not in (*scalar, *tensor)]
-    needed = _ancestors(others)
+    asserted = {*tensor, *scalar}
+    needed = {*_ancestors([node for node in graph.nodes if node.is_impure() and node not in asserted])}
     for node in (*tensor, *scalar):
-        read = [source for source in _ancestors([node]) if "unbacked_bindings" in source.meta]
+        sources = _ancestors([node])
+        read = [source for source in sources if "unbacked_bindings" in source.meta]
         if node in scalar and (not read or needed.issuperset(read)):
             continue  # about a size
-        if node in tensor or not any(source.target is torch.sym_ite for source in _ancestors([node])):
+        if node in tensor or not any(source.target is torch.sym_ite for source in sources):
             line = find_node_line((node if node in tensor else read[0]).stack_trace)
             lines.update({} if line is None else {line: None})
         graph.erase_node(node)
@@ -91,14 +90,14 @@ def eliminate_dead_code(program: ExportedProgram) -> None:
 _TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns nodes, and all nodes that they depend on."""
+def _ancestors(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """Returns nodes, and all nodes that they depend on, nearest first."""
     visited, queue = set(nodes), list(nodes)
     for node in queue:
         new = [source for source in node.all_input_nodes if source not in visited]
         visited.update(new)
         queue += new
-    return visited
+    return queue
 
 
 # The file of torch.export that calls the model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,10 +37,12 @@ def branch_cases(
     probe = _returning(graph_module, [node.args[0] for node in conditions])  # type: ignore[misc]
 
     def ways(batch: Batch) -> set[_Way]:
-        with contextlib.suppress(Exception), torch.no_grad():  # the model rejects a batch that the graph rejects
-            answers = probe(*(batch[spec.name].clone() for spec in signature.inputs))
-            return {(line, index, bool(answers[index])) for index, line in enumerate(lines)}
-        return set()
+        try:
+            with torch.no_grad():
+                answers = probe(*(batch[spec.name].clone() for spec in signature.inputs))
+        except Exception:  # the model rejects a batch that the graph rejects
+            return set()
+        return {(line, index, bool(answers[index])) for index, line in enumerate(lines)}
 
     missing = {(line, index, way) for index, line in enumerate(lines) for way in (True, False)}
     for case in cases:

@@ -16,6 +16,7 @@ from optexport.config.inputs import TensorConfig
 from optexport.config.schema import Effort
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.padding import LESS_PADDING, PADDINGS, is_mask, with_padding
+from optexport.signature.index_values import is_whole
 from optexport.signature.signature import Batch
 
 # Normal values times 64 reach 200: beyond the range of exp in float32 and beyond the clamps of common activations.
@@ -166,8 +167,7 @@ def _draw_near_constant(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _has_free_integers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
     """Returns True if an input contains free integers: neither ids nor the marks of a mask."""
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    return is_whole and name not in vocabularies and "mask" not in name
+    return is_whole(tensor) and name not in vocabularies and "mask" not in name
 
 
 def _integer_range(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from optexport.signature.index_values import is_whole
 from optexport.tracing.fallbacks.constants import overwritten
 
 Integer = int | torch.SymInt
@@ -141,7 +142,7 @@ class ScalarTracker(TorchFunctionMode):
             for name, buffer in module.named_buffers(recurse=False)
             if f"{path}.{name}".lstrip(".") not in changing
             and buffer.dim() == 0
-            and _is_integer(buffer)
+            and is_whole(buffer)
             and not buffer.is_meta
         ]
 
@@ -200,9 +201,5 @@ class ScalarTracker(TorchFunctionMode):
         """Returns an argument, with numbers in place of known tensors."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._as_size, value))
-        ratio = self._find_value(value) if isinstance(value, torch.Tensor) and _is_integer(value) else None
+        ratio = self._find_value(value) if isinstance(value, torch.Tensor) and is_whole(value) else None
         return value if ratio is None else ratio.numerator
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

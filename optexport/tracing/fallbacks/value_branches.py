@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from optexport._utils.user_lines import describe_frame, find_user_frame, is_user_code
 from optexport.errors import OptexportError, TraceError, UntraceableError
+from optexport.signature.outputs import has_own_classes
 from optexport.tracing.fallbacks.caught_trace_errors import TRACE_ERRORS
 
 # Each branch may double the number of ways.
@@ -41,8 +43,6 @@ _INTERNALS = tuple(
     str(Path(torch.__file__).with_name(name))
     for name in ("_decomp", "_higher_order_ops", "_meta_registrations.py", "_prims", "_refs", "_subclasses")
 )
-# Outputs that are not tensors. torch.export replaces those of other classes.
-_PLAIN = (torch.Tensor, bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
 _PACKAGE = str(Path(__file__).parents[1])
 _UNKNOWN = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _MANY_HINT = "Choose with torch.where(condition, a, b) instead, or repeat a loop a fixed number of times."
@@ -180,12 +180,8 @@ class BranchExplorer(TorchFunctionMode):
             condition = torch.ops.aten.scalar_tensor.default(torch.SymBool(node), dtype=torch.bool)
             return self._answer(condition, line)
 
-        SymNode.guard_bool = answering_guard_bool  # type: ignore[method-assign,assignment]
-        try:
-            with self:
-                yield
-        finally:
-            SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+        with mock.patch.object(SymNode, "guard_bool", answering_guard_bool), self:
+            yield
 
     def _answer(self, condition: torch.Tensor, line: str) -> bool:
         way = self._way
@@ -323,7 +319,7 @@ def _choose_leaf(condition: torch.Tensor, if_true: Any, if_false: Any, line: str
         if if_true.dtype != if_false.dtype:
             raise _different_results(line, f"results of the dtypes {if_true.dtype} and {if_false.dtype}")
         return SELECT(condition, if_true, if_false, line)
-    if not (isinstance(if_true, _PLAIN) and isinstance(if_false, _PLAIN)):
+    if has_own_classes((if_true, if_false)):
         raise TypeError(f"a class that torch does not know (found {type(if_true).__name__})")
     if isinstance(if_true, torch.Tensor) or isinstance(if_false, torch.Tensor) or if_true != if_false:
         raise _different_results(line, f"other results ({type(if_true).__name__} and {type(if_false).__name__})")

@@ -18,7 +18,7 @@ from optexport.tracing.shapes.path_probe import is_affordable
 # Several inputs that index one dimension have at most this many combinations of ranges.
 _MAX_COMBINATIONS = 16
 # In bytes of weights. A run of a larger model is slow; its indexes have to be declared.
-_TOO_LARGE = 1 << 30
+MAX_WEIGHT_BYTES = 1 << 30
 # Sizes to try. Some models reject the smallest, so there are others that are smaller than the traced one.
 _CHANGES: tuple[Callable[[int], int], ...] = (
     lambda size: 1,
@@ -47,7 +47,7 @@ def find_indexes(
         if dynamic and name in example:  # a fallback may have made the input a constant
             search.indexes[name] = next(list_ranges(example[name], dynamic, search.traced))
     indexed = {name: list(index.dims) for name, index in search.indexes.items()}
-    is_small = memory.weight_bytes(model) < _TOO_LARGE
+    is_small = memory.weight_bytes(model) < MAX_WEIGHT_BYTES
     search.improve(indexed, _find_candidates(example, signature, declared) if is_small else {})
     return search.indexes
 

@@ -73,8 +73,7 @@ class RangeLimits:
         sizes = signature.sizes(example)
         maxima = _find_maxima(suspects, signature, signature.dims.keys() - self._bounded, dict(example))
         multiples = find_multiples([s.expression for s in needed if s.is_asserted], dims, sizes)
-        known = self._maxima.items(), self._multiples.items()
-        if maxima.items() <= known[0] and multiples.items() <= known[1]:
+        if maxima.items() <= self._maxima.items() and multiples.items() <= self._multiples.items():
             return False
         self._maxima |= maxima
         self._multiples |= multiples
