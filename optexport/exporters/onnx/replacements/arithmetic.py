@@ -51,12 +51,19 @@ def rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_: Any) 
 
 def fmax(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Computes the larger number, ignoring NaN."""
-    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.maximum(x, y)))
+    return _ignore_nan(torch.maximum, x, y)
 
 
 def fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Computes the smaller number, ignoring NaN."""
-    return -fmax(-x, -y)
+    return _ignore_nan(torch.minimum, x, y)
+
+
+def _ignore_nan(extreme: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x, y = _promote(x, y)
+    if not x.is_floating_point():  # ONNX Runtime has no Max of small integers
+        return extreme(x.long(), y.long()).to(x.dtype)  # type: ignore[no-any-return]
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, extreme(x, y)))
 
 
 def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -69,6 +76,8 @@ def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def copysign(x: torch.Tensor, y: Any) -> torch.Tensor:
     """Gives numbers the signs of others; a zero may be negative."""
     x, y = _promote(x, y)
+    if not x.is_floating_point():
+        x, y = x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype())
     return torch.where((y < 0) | (1 / y < 0), -x.abs(), x.abs())
 
 
