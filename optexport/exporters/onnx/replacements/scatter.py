@@ -40,11 +40,11 @@ def index_reduce(
 
 def bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     """Computes ``torch.bincount``; the translation of transformers ignores the weights."""
+    counts = torch.bincount(x, minlength=minlength)
     if weights is None:
-        return torch.bincount(x, minlength=minlength)
-    places = torch.bincount(x, minlength=minlength)
-    weights = weights if weights.is_floating_point() and weights.dtype == torch.float32 else weights.double()
-    return torch.zeros_like(places, dtype=weights.dtype).scatter_add(0, x, weights)
+        return counts
+    weights = weights if weights.dtype == torch.float32 else weights.double()
+    return torch.zeros_like(counts, dtype=weights.dtype).scatter_add(0, x, weights)
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
