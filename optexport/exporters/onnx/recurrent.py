@@ -44,10 +44,10 @@ _KINDS = {
 class _Direction:
     """Weights of one layer in one direction, in PyTorch's order; only an LSTM can have a projection."""
 
-    of_input: Any
-    of_state: Any
+    weight_ih: Any
+    weight_hh: Any
     biases: Sequence[Any]
-    projection: Any = None
+    weight_hr: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Layers:
         for index, layer in enumerate(layers):
             size = len(layer)
             first = [_slice(state, index * size, size, len(layers) * size) for state in states]
-            if layer[0].projection is not None:
+            if layer[0].weight_hr is not None:
                 x, *ends = self._write_projected(x, first, layer)
             else:
                 y, *ends = self._call(x, first, layer, "bidirectional" if size == 2 else "forward")
@@ -79,14 +79,14 @@ class _Layers:
 
     def _call(self, x: Any, states: Sequence[Any], layer: Sequence[_Direction], direction: str) -> list[Any]:
         rows = _ints(*(gate * self.hidden + row for gate in self.kind.gates for row in range(self.hidden)))
-        biases = [op.Concat(*(op.Gather(bias, rows) for bias in way.biases), axis=0) for way in layer if way.biases]
+        biases = [op.Concat(*(op.Gather(bias, rows) for bias in part.biases), axis=0) for part in layer if part.biases]
         attributes: dict[str, Any] = dict(self.kind.attributes)
         if self.kind.activation:
             attributes["activations"] = [self.kind.activation] * len(layer)
         results = getattr(op, self.kind.op_type)(
             x,
-            _stack([op.Gather(way.of_input, rows) for way in layer]),
-            _stack([op.Gather(way.of_state, rows) for way in layer]),
+            _stack([op.Gather(part.weight_ih, rows) for part in layer]),
+            _stack([op.Gather(part.weight_hh, rows) for part in layer]),
             _stack(biases) if biases else None,
             self.lengths,
             *states,
@@ -103,17 +103,19 @@ class _Layers:
         already. So it becomes an additional input of the first step.
         """
         results = []
-        for index, way in enumerate(layer):
+        for index, direction in enumerate(layer):
             h, c = (_slice(state, index, 1, len(layer)) for state in states)
             first = op.Where(
                 self._is_first_step(x, reverse=index == 1), h, op.CastLike(op.Constant(value_float=0.0), h)
             )
             unprojected = _Direction(
-                op.Concat(way.of_input, way.of_state, axis=1), op.MatMul(way.of_state, way.projection), way.biases
+                op.Concat(direction.weight_ih, direction.weight_hh, axis=1),
+                op.MatMul(direction.weight_hh, direction.weight_hr),
+                direction.biases,
             )
             inputs = op.Concat(x, first, axis=2)
             y, last_h, last_c = self._call(inputs, (None, c), [unprojected], ("forward", "reverse")[index])
-            projection = op.Transpose(way.projection, perm=[1, 0])
+            projection = op.Transpose(direction.weight_hr, perm=[1, 0])
             results.append((op.MatMul(op.Squeeze(y, _ints(1)), projection), op.MatMul(last_h, projection), last_c))
         return [_concat(parts, axis) for parts, axis in zip(zip(*results, strict=True), (2, 0, 0), strict=True)]
 
@@ -127,49 +129,49 @@ class _Layers:
         return op.Unsqueeze(op.Equal(op.Unsqueeze(_range(steps), _ints(1)), first), _ints(2))
 
 
-def _translate_padded(
-    kind: _Kind, x: Any, states: Any, weights: Sequence[Any], has_biases: bool, layers: int, *options: Any
-) -> tuple[Any, ...]:
-    *_, bidirectional, batch_first = options
+def _translate_padded(kind: _Kind, x: Any, states: Any, weights: Sequence[Any], *options: Any) -> tuple[Any, ...]:
+    *others, batch_first = options
     if batch_first:  # ONNX Runtime 1.31 does not support layout=1
         x = op.Transpose(x, perm=[1, 0, 2])
-    groups = _group(weights, layers, has_biases=has_biases, bidirectional=bidirectional)
-    y, *last = _Layers(kind, _hidden_size(kind, weights)).write(x, _as_list(states), groups)
+    y, *last = _write(kind, x, states, weights, others)
     return (op.Transpose(y, perm=[1, 0, 2]) if batch_first else y, *last)
 
 
 def _translate_packed(
     kind: _Kind, data: Any, batch_sizes: Any, states: Any, weights: Sequence[Any], *options: Any
 ) -> tuple[Any, ...]:
-    has_biases, layers, *_, bidirectional = options
     is_step = _steps_of(batch_sizes)
     places = _places(is_step)
     sizes = op.Concat(op.Shape(is_step), op.Shape(data, start=1), axis=0)
     x = op.ScatterND(op.Expand(op.CastLike(_ints(0), data), sizes), places, data)
     lengths = op.Cast(_count(is_step, axis=0), to=onnx_ir.DataType.INT32)
-    groups = _group(weights, layers, has_biases=has_biases, bidirectional=bidirectional)
-    y, *last = _Layers(kind, _hidden_size(kind, weights), lengths).write(x, _as_list(states), groups)
+    y, *last = _write(kind, x, states, weights, options, lengths)
     return (op.GatherND(y, places), *last)
 
 
-def _group(weights: Sequence[Any], layers: int, *, has_biases: bool, bidirectional: bool) -> list[list[_Direction]]:
-    """Returns the weights of each layer and direction."""
-    directions = 2 if bidirectional else 1
-    count = len(weights) // (layers * directions)
-    ways = []
+def _write(
+    kind: _Kind, x: Any, states: Any, weights: Sequence[Any], options: Sequence[Any], lengths: Any = None
+) -> list[Any]:
+    """Writes all layers of one call; see `_Layers.write`.
+
+    Args:
+        weights: Weights and biases of each layer and direction.
+        options: The arguments that follow the weights, from ``has_biases`` to ``bidirectional``.
+    """
+    has_biases, layers, *_, bidirectional = options
+    size = 2 if bidirectional else 1
+    count = len(weights) // (layers * size)
+    directions = []
     for start in range(0, len(weights), count):
-        of_input, of_state, *others = weights[start : start + count]
-        biases, projection = (others[:2], others[2:]) if has_biases else ([], others)
-        ways.append(_Direction(of_input, of_state, biases, *projection))
-    return [ways[start : start + directions] for start in range(0, len(ways), directions)]
-
-
-def _hidden_size(kind: _Kind, weights: Sequence[Any]) -> int:
-    return int(weights[0].shape[0]) // len(kind.gates)
-
-
-def _as_list(states: Any) -> Sequence[Any]:
-    return [states] if isinstance(states, onnx_ir.Value) else states
+        weight_ih, weight_hh, *others = weights[start : start + count]
+        biases, weight_hr = (others[:2], others[2:]) if has_biases else ([], others)
+        directions.append(_Direction(weight_ih, weight_hh, biases, *weight_hr))
+    hidden = int(weights[0].shape[0]) // len(kind.gates)
+    return _Layers(kind, hidden, lengths).write(
+        x,
+        [states] if isinstance(states, onnx_ir.Value) else states,
+        [directions[start : start + size] for start in range(0, len(directions), size)],
+    )
 
 
 def _pack(x: Any, lengths: Any, batch_first: bool) -> tuple[Any, Any]:
