@@ -19,9 +19,12 @@ _OUTSIDE = f"Compute it outside the model and pass the result as an input, {_LEA
 # What to write instead, by the name of the operator.
 _HINTS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("linalg_svd", "linalg_svdvals", "_linalg_svd", "linalg_eig", "linalg_qr", "linalg_lstsq"), _OUTSIDE
+        (
+            *("linalg_svd", "linalg_svdvals", "_linalg_svd", "linalg_eig", "linalg_eigh", "linalg_eigvalsh"),
+            *("_linalg_eigh", "linalg_qr", "linalg_lstsq", "linalg_matrix_exp", "gcd"),
+        ),
+        _OUTSIDE,
     ),
-    **dict.fromkeys(("linalg_eigh", "linalg_eigvalsh", "_linalg_eigh", "linalg_matrix_exp", "gcd"), _OUTSIDE),
     "linalg_pinv": "For a matrix of full rank, write torch.linalg.inv(x.mT @ x) @ x.mT.",
     "mode": f"Count with torch.bincount and take its argmax, {_LEAVE_OUT}",
     "unique_consecutive": f"Cast to int64 first, {_LEAVE_OUT}",
