@@ -20,11 +20,6 @@ def _of_one_type(*bounds: Any) -> tuple[Any, ...]:
     return tuple(None if bound is None else float(bound) for bound in bounds) if _has_float(*bounds) else bounds
 
 
-def angle(x: torch.Tensor) -> torch.Tensor:
-    """Computes the angle of complex numbers; ``torch.onnx`` gives -π for negative real ones."""
-    return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
-
-
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
     """Computes the logarithm of a sigmoid.
 

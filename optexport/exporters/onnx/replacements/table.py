@@ -32,11 +32,9 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.where.ScalarOther: lambda *a: torch.where(*a),
     aten.where.ScalarSelf: lambda *a: torch.where(*a),
     aten.where.Scalar: lambda *a: torch.where(*a),
-    aten.unsqueeze.default: lambda *a: torch.unsqueeze(*a),
     aten.split.Tensor: lambda *a: torch.split(*a),
     aten.chunk.default: lambda *a: torch.chunk(*a),
     aten.roll.default: indexing.roll,
-    aten.exp.default: lambda *a: torch.exp(*a),
     aten.masked_scatter.default: indexing.masked_scatter,
     aten.squeeze.default: indexing.squeeze,
     aten.squeeze.dim: indexing.squeeze,
@@ -74,7 +72,6 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.ceil.default: lambda x: arithmetic.round_floats(aten.ceil.default, x),
     aten.trunc.default: lambda x: arithmetic.round_floats(aten.trunc.default, x),
     aten.round.default: lambda x: arithmetic.round_floats(aten.round.default, x),
-    aten.angle.default: arithmetic.angle,
     aten.clamp.default: arithmetic.clamp,
     aten.fft_fftshift.default: indexing.fftshift,
     aten.fft_ifftshift.default: lambda *a: indexing.fftshift(*a, back=True),
@@ -111,8 +108,7 @@ _FUNCTIONS: Mapping[Any, Function] = {
 }
 
 
-# Operators whose in-place form changes a shape, and those that are replaced for complex numbers only.
-_WITHOUT_IN_PLACE_FORM = ("squeeze", "unsqueeze", "exp")
+_WITHOUT_IN_PLACE_FORM = ("squeeze",)  # its in-place form changes a shape
 
 
 def _in_place_forms() -> dict[Any, Function]:
@@ -137,7 +133,7 @@ _IN_PLACE_FUNCTIONS: Mapping[Any, Function] = _in_place_forms()
 
 
 def replace_operators(graph_module: fx.GraphModule, *, has_attention: bool) -> None:
-    """Replaces, in place, operators by functions of which ``torch.onnx`` exports every operator rightly.
+    """Replaces operators, in place, by functions that ``torch.onnx`` converts correctly.
 
     Args:
         has_attention: Whether the opset has an operator for attention.
