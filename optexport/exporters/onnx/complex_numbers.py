@@ -157,7 +157,7 @@ def _fill(name: str, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> 
         dtype = dtype or like.dtype.to_complex()
     else:
         size, rest = args[0], args[1:]
-    assert dtype is not None
+    dtype = dtype or torch.get_default_dtype().to_complex()
     number = complex(rest[0]) if "full" in name else complex("ones" in name)
     real = torch.full(size, number.real, dtype=dtype.to_real())
     return Pair(real, torch.full_like(real, number.imag)) if dtype.is_complex else real

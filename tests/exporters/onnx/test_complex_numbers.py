@@ -139,7 +139,7 @@ class Named(nn.Module):
 
 def _doubles(m: nn.Module, x: torch.Tensor) -> Any:
     z = torch.complex(x, x.flip(0))
-    numbers = torch.arange(4) + z, torch.where(x > 0, z, 0.1), torch.cat([z, torch.arange(4) * z])
+    numbers = torch.full((4,), 1j), torch.arange(4) + z, torch.where(x > 0, z, 0.1), torch.cat([z, torch.arange(4) * z])
     powers = x**z, 2**z, (-2) ** z, x ** (1 + 2j), torch.tensor([0.0, -2.0, 3.0, -1.0]).double() ** (z.abs() + 1j)
     single = x.float().type_as(z), z.to(x.to(torch.complex64)), z + x.shape[0], z + 0.1, 0.7 - z
     return *map(torch.view_as_real, (*numbers, *powers, *single)), z.type_as(x.float()), (z * torch.inf).abs()
