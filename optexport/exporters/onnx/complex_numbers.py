@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from optexport.exporters.graph_export import to_program
-from optexport.exporters.onnx.refusals import UnsupportedError
+from optexport.exporters.onnx.refusals import UnsupportedError, naming_node
 from optexport.exporters.onnx.replacements.arithmetic import hypot
 from optexport.signature.signature import Signature
 
@@ -95,12 +95,7 @@ class _PairInterpreter(fx.Interpreter):
         self._part_names = part_names
 
     def run_node(self, n: fx.Node) -> Any:
-        try:
-            return super().run_node(n)
-        except UnsupportedError as error:
-            if error.node is None:
-                error.node, error.operator = n, str(n.target).removesuffix(".default")
-            raise
+        return naming_node(super().run_node, n)(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target not in self._part_names:
@@ -115,7 +110,7 @@ class _PairInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
         name = target._schema.name.removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else str(target)
-        creates = name in ("complex", "polar", "view_as_complex") or any(_is_complex_scalar(leaf) for leaf in leaves)
+        creates = name in ("complex", "polar", "view_as_complex") or any(_makes_complex(leaf) for leaf in leaves)
         if target is operator.getitem or (not creates and not any(isinstance(leaf, Pair) for leaf in leaves)):
             return super().call_function(target, args, kwargs)
         if name.endswith("_") and isinstance(args[0], Pair):
@@ -127,7 +122,7 @@ class _PairInterpreter(fx.Interpreter):
 
 
 def _call(target: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operator of which an argument or the result is complex."""
+    """Calls an operator that has a complex argument or result."""
     kwargs = {**kwargs}
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](*args, **kwargs)
@@ -175,7 +170,7 @@ _APPLIED_TO_PARTS = frozenset(
         *("permute", "transpose", "t", "mT", "numpy_T", "swapaxes", "moveaxis", "movedim", "flip", "roll", "expand"),
         *("select", "slice", "narrow", "index", "index_select", "gather", "diagonal", "unfold", "embedding", "tril"),
         *("split", "split_with_sizes", "chunk", "unbind", "repeat", "tile", "repeat_interleave", "triu"),
-        *("sum", "mean", "cumsum", "diff", "neg", "positive", "zero", "fft_fftshift", "fft_ifftshift"),
+        *("sum", "mean", "cumsum", "diff", "neg", "positive", "zero"),
         *("clone", "contiguous", "detach", "alias", "lift_fresh", "lift_fresh_copy", "resolve_conj", "resolve_neg"),
     }
 )
@@ -190,7 +185,7 @@ def _product(multiply: Callable[..., torch.Tensor], *args: Any) -> Pair:
         return _product(lambda x, y: multiply(formula, [x, y]), *operands)
     (x, y), rest = args[:2], args[2:]
     if any(_is_pair(argument) for argument in rest):
-        raise UnsupportedError("it has no form for a complex bias in ONNX", "Add the bias in a line of its own.")
+        raise UnsupportedError("it has no form for a complex bias in ONNX", "Add the bias in a separate line.")
     if not _is_pair(x):
         return Pair(multiply(x, y.real, *rest), multiply(x, y.imag, *rest))
     if not _is_pair(y):
@@ -202,17 +197,13 @@ def _product(multiply: Callable[..., torch.Tensor], *args: Any) -> Pair:
 
 
 def _multiply(x: Any, y: Any) -> Pair:
-    """Multiplies two numbers, of which one may be a Python number."""
-    if _is_complex_scalar(x) or _is_complex_scalar(y):
-        number, tensor = (x, y) if _is_complex_scalar(x) else (y, x)
-        if not _is_pair(tensor):
-            return Pair(tensor * number.real, tensor * number.imag)
-        return _product(torch.mul, tensor, Pair(*(torch.full((), v, dtype=tensor.real.dtype) for v in _parts(number))))
-    return _product(torch.mul, x, y)
+    """Multiplies two numbers; one may be a Python number."""
+    x, y = (y, x) if isinstance(x, complex) else (x, y)
+    return _product(torch.mul, x, Pair(*_parts(y)) if isinstance(y, complex) else y)
 
 
 def _divide(x: Any, y: Any) -> Pair:
-    if _is_complex_scalar(y):
+    if _makes_complex(y):
         return _multiply(x, 1 / y)
     if not _is_pair(y):
         return Pair(x.real / y, x.imag / y)
@@ -248,7 +239,7 @@ def _power(x: Any, exponent: Any) -> Pair:
     if isinstance(exponent, int | float) and exponent in range(1, 9) and _is_pair(x):
         power: Pair = functools.reduce(_multiply, [x] * int(exponent))
         return power
-    if _is_pair(x) and not _is_pair(exponent) and not _is_complex_scalar(exponent):
+    if _is_pair(x) and not _is_pair(exponent) and not _makes_complex(exponent):
         return _polar(_abs(x) ** exponent, _angle(x) * exponent)
     x = _as_pair(x, exponent)
     is_zero = (x.real == 0) & (x.imag == 0) & (exponent.real > 0)
@@ -265,27 +256,26 @@ def _sign(x: Pair) -> Pair:
     return Pair(x.real / divisor, x.imag / divisor)
 
 
-def _where(condition: torch.Tensor, x: Any, y: Any) -> Pair:
+def _by_parts(function: Callable[[Any, Any], torch.Tensor], x: Any, y: Any) -> Pair:
+    """Applies a function to the real parts and to the imaginary parts of two numbers."""
     x, y = _as_pair(x, y), _as_pair(y, x)
-    return Pair(torch.where(condition, x.real, y.real), torch.where(condition, x.imag, y.imag))
+    return Pair(function(x.real, y.real), function(x.imag, y.imag))
 
 
-def _masked_fill(x: Pair, mask: torch.Tensor, value: Any) -> Pair:
-    return Pair(*(part.masked_fill(mask, v) for part, v in zip(_parts(x), _parts(value), strict=True)))
+def _where(condition: torch.Tensor, x: Any, y: Any) -> Pair:
+    return _by_parts(functools.partial(torch.where, condition), x, y)
 
 
 def _scatter(scatter: Any, x: Any, dim: int, index: torch.Tensor, source: Any, **kw: Any) -> Pair:
-    both = zip(_parts(_as_pair(x, source)), _parts(_as_pair(source, x)), strict=True)
-    return Pair(*(scatter(part, dim, index, values, **kw) for part, values in both))
+    return _by_parts(lambda part, values: scatter(part, dim, index, values, **kw), x, source)
 
 
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Pair:
-    both = zip(_parts(_as_pair(x, values)), _parts(_as_pair(values, x)), strict=True)
-    return Pair(*(aten.index_put(part, indices, value, accumulate) for part, value in both))
+    return _by_parts(lambda part, value: aten.index_put(part, indices, value, accumulate), x, values)
 
 
 def _convert(x: Any, *args: Any, **kw: Any) -> Any:
-    """Converts to another dtype, or that of another tensor; a real dtype drops the imaginary part."""
+    """Converts to another dtype, or to the dtype of another tensor; a real dtype drops the imaginary part."""
     dtypes = (_dtype(value) for value in (*args, *kw.values()))
     dtype = next((dtype for dtype in dtypes if dtype is not None), None)
     if dtype is None:
@@ -304,8 +294,7 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 
 def _add(x: Any, y: Any, alpha: float = 1) -> Pair:
-    x, y = _as_pair(x, y), _as_pair(y, x)
-    return Pair(x.real + y.real * alpha, x.imag + y.imag * alpha)
+    return _by_parts(lambda first, second: first + second * alpha, x, y)
 
 
 def _pad(x: Pair, size: Any, value: Any, mode: str = "constant") -> Pair:
@@ -349,7 +338,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "pow": _power,
     "sgn": _sign,
     "where": _where,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda x, mask, value: _where(mask, value, x),
     "index_add": lambda *a, **kw: _scatter(aten.index_add, *a, **kw),
     "scatter_add": lambda *a: _scatter(aten.scatter_add, *a),
     "index_put": _index_put,
@@ -403,5 +392,5 @@ def _is_complex(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-def _is_complex_scalar(value: Any) -> bool:
+def _makes_complex(value: Any) -> bool:
     return isinstance(value, complex) or (isinstance(value, torch.dtype) and value.is_complex)
