@@ -304,19 +304,6 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_masks_keep_their_type_in_arithmetic_with_numbers(kind: str, tmp_path: Path) -> None:
-    compute = MASKS[kind]
-    subject = files.prepare(Program(lambda _, x: compute(x)).eval(), {"x": X}, BATCH)
-    path, reason = saved(subject, tmp_path)
-    assert reason is None
-    run = runners.open_torchscript(path, ["output"])
-    for size in (1, 5, 8, 5):  # TorchScript optimizes after the first calls
-        x = torch.randn(size, 4)
-        assert run({"x": x})["output"].dtype == compute(x).dtype
-        torch.testing.assert_close(run({"x": x})["output"], compute(x))
-
-
 SIZE_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "abs": lambda x: x * abs(x.shape[0] - 9),
     "round": lambda x: x[: round(x.shape[0] * 0.5) + 1],
@@ -327,14 +314,15 @@ SIZE_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SIZE_FUNCTIONS)
-def test_functions_of_sizes_are_compiled(kind: str, tmp_path: Path) -> None:
-    compute = SIZE_FUNCTIONS[kind]
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", [*MASKS, *SIZE_FUNCTIONS])
+def test_arithmetic_with_masks_and_sizes_keeps_its_dtypes(kind: str, tmp_path: Path) -> None:
+    compute = {**MASKS, **SIZE_FUNCTIONS}[kind]
     subject = files.prepare(Program(lambda _, x: compute(x)).eval(), {"x": X}, BATCH)
     path, reason = saved(subject, tmp_path)
     assert reason is None
     run = runners.open_torchscript(path, ["output"])
-    for size in (1, 5, 8):
+    for size in (1, 5, 8, 5):  # TorchScript optimizes after the first calls
         x = torch.randn(size, 4)
         torch.testing.assert_close(run({"x": x})["output"], compute(x))
 
