@@ -122,6 +122,19 @@ def assert_outputs(subject: Prepared, path: Path, *inputs: dict[str, torch.Tenso
                 torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def assert_onnx(
+    model: nn.Module,
+    example: dict[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    place: Path,
+    *inputs: dict[str, torch.Tensor],
+) -> None:
+    """Writes an ONNX file into a folder and asserts that it gives the outputs of the model."""
+    subject = prepare(model, example, dynamic)
+    save_onnx(subject, place / "model.onnx")
+    assert_outputs(subject, place / "model.onnx", *inputs)
+
+
 def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yields batches of sizes that were never traced, with every kind of padding."""
     for size, sequence in ((1, 2), (1, 17), (5, 3), (3, 40)):

@@ -31,9 +31,8 @@ class Rotary(nn.Module):
 
 
 def test_rotary_embedding_turns_complex_numbers(tmp_path: Path) -> None:
-    subject = files.prepare(Rotary(), {"x": torch.randn(2, 5, 3, 4)}, {"x": {0: "batch", 1: Dim("time", 2, 60)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, n, 3, 4)} for n in (2, 9, 40)))
+    example, dynamic = {"x": torch.randn(2, 5, 3, 4)}, {"x": {0: "batch", 1: Dim("time", 2, 60)}}
+    files.assert_onnx(Rotary(), example, dynamic, tmp_path, *({"x": torch.randn(3, n, 3, 4)} for n in (2, 9, 40)))
 
 
 def _arithmetic(m: nn.Module, x: torch.Tensor) -> Any:
@@ -53,9 +52,8 @@ def _arithmetic(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_arithmetic_is_done_with_both_parts(tmp_path: Path) -> None:
     """torch.onnx has no powers, roots, conditions or sums by index for complex numbers."""
-    subject = files.prepare(Program(_arithmetic), {"x": torch.randn(4, 6)}, {"x": {0: Dim("rows", 2, 40)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 6) * 100})
+    model, example, dynamic = Program(_arithmetic), {"x": torch.randn(4, 6)}, {"x": {0: Dim("rows", 2, 40)}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 6) * 100})
 
 
 class Denoiser(nn.Module):
@@ -81,9 +79,8 @@ class Denoiser(nn.Module):
 def test_masked_spectrogram_goes_back_to_sound_of_any_length(onto_length: bool, tmp_path: Path) -> None:
     """A trace of istft fixed the length."""
     dynamic = {"x": {0: Dim("batch", 1, 9), 1: Dim("time", 32, 400)}}
-    subject = files.prepare(Denoiser(onto_length=onto_length).eval(), {"x": torch.randn(2, 64)}, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, n)} for n in (33, 98, 200)))
+    model, example = Denoiser(onto_length=onto_length).eval(), {"x": torch.randn(2, 64)}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(3, n)} for n in (33, 98, 200)))
 
 
 class SpectralConvolution(nn.Module):
@@ -103,9 +100,8 @@ class SpectralConvolution(nn.Module):
 @pytest.mark.slow
 def test_complex_weight_is_stored_as_two_real_ones(tmp_path: Path) -> None:
     dynamic = {"x": {0: Dim("batch", 1, 9), 2: Dim("time", 10, 400)}}
-    subject = files.prepare(SpectralConvolution(), {"x": torch.randn(2, 3, 16)}, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(1, 3, n)} for n in (10, 31, 64)))
+    model, example = SpectralConvolution(), {"x": torch.randn(2, 3, 16)}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(1, 3, n)} for n in (10, 31, 64)))
 
 
 def test_missing_form_names_the_line(tmp_path: Path) -> None:

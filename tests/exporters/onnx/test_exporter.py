@@ -181,20 +181,15 @@ def test_every_kind_of_attention_gives_the_numbers_of_torch(arguments: dict[str,
         "q": {0: Dim("batch", 1, 16), 2: Dim("rows", 2, 32)},
         "k": {0: Dim("batch", 1, 16), 2: Dim("columns", 2, 32)},
     }
-    subject = files.prepare(Attention(**arguments), example, axes)
-    files.save_onnx(subject, tmp_path / "model.onnx", example=example)
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)}
-    )
+    model = Attention(**arguments)
+    files.assert_onnx(model, example, axes, tmp_path, {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
 
 
 @pytest.mark.slow
 def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.conv(x), conv=nn.Conv3d(2, 3, 2, bias=False))
     x = torch.randn(5, 2, 3, 4, 5)
-    subject = files.prepare(model, {"x": x[:2]}, BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx", example={"x": x[:2]})
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x})
+    files.assert_onnx(model, {"x": x[:2]}, BATCH, tmp_path, {"x": x})
 
 
 @pytest.mark.slow
@@ -213,9 +208,8 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
 )
 def test_functions_without_an_onnx_operator_are_decomposed(forward: Any, tmp_path: Path) -> None:
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
-    subject = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
-    files.save_onnx(subject, tmp_path / "model.onnx", example={"x": x})
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
+    model, example, dynamic = Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
 
 
 @pytest.mark.slow
@@ -296,9 +290,8 @@ def test_saving_does_not_change_the_graph_or_the_inputs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_unread_input_is_accepted(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
-    subject = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
-    files.save_onnx(subject, tmp_path / "model.onnx", example=both)
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
+    dynamic = {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}}
+    files.assert_onnx(Unread(), both, dynamic, tmp_path, {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
 
 
 class Unread(nn.Module):
@@ -312,9 +305,7 @@ class Unread(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
 def test_inputs_and_outputs_may_have_any_supported_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
-    subject = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
+    files.assert_onnx(model, {"x": (X > 0).to(dtype)}, BATCH, tmp_path, {"x": (torch.randn(5, 4) > 0).to(dtype)})
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])

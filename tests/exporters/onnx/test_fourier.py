@@ -40,19 +40,17 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("transforms", [_complex, pytest.param(_half, marks=pytest.mark.nightly), _back])
 def test_transforms_of_any_length_are_as_exact_as_products(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
-    subject = files.prepare(Program(transforms), {"x": torch.randn(2, 6, 9)}, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    example = {"x": torch.randn(2, 6, 9)}
     sizes = [(1, 6, 9), (3, 8, 16), (2, 13, 10), (2, 36, 37), (1, 5, 97)]
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(*size)} for size in sizes))
+    files.assert_onnx(Program(transforms), example, dynamic, tmp_path, *({"x": torch.randn(*size)} for size in sizes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transforms", [_complex, _half, _back])
 @pytest.mark.parametrize("length", [pytest.param(one, marks=pytest.mark.nightly) for one in (16, 37)] + [10])
 def test_transforms_of_a_fixed_length_are_written(length: int, transforms: Any, tmp_path: Path) -> None:
-    subject = files.prepare(Program(transforms), {"x": torch.randn(2, 4, length)}, {"x": {0: "batch"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(5, 4, length)})
+    example = {"x": torch.randn(2, 4, length)}
+    files.assert_onnx(Program(transforms), example, {"x": {0: "batch"}}, tmp_path, {"x": torch.randn(5, 4, length)})
 
 
 @pytest.mark.slow
@@ -63,9 +61,8 @@ def test_spectrogram_and_its_inverse_are_written(tmp_path: Path) -> None:
         spectrum = torch.stft(x, 20, hop_length=5, window=window.to(x.dtype), return_complex=True)
         return torch.view_as_real(spectrum), torch.istft(spectrum * 0.5, 20, hop_length=5, window=window.to(x.dtype))
 
-    subject = files.prepare(Program(there_and_back), {"x": torch.randn(2, 80)}, {"x": {0: "batch", 1: "samples"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(3, 80)}, {"x": torch.randn(1, 111)})
+    model, example, dynamic = Program(there_and_back), {"x": torch.randn(2, 80)}, {"x": {0: "batch", 1: "samples"}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": torch.randn(3, 80)}, {"x": torch.randn(1, 111)})
 
 
 @pytest.mark.slow
@@ -74,9 +71,8 @@ def test_real_numbers_of_a_spectrum_have_the_angle_of_torch(tmp_path: Path) -> N
         spectrum = fft.rfft(x)
         return spectrum.angle()[:, 0], spectrum.angle()[:, -1], spectrum.conj().imag
 
-    subject = files.prepare(Program(angles), {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(9, size)} for size in (8, 22, 64)))
+    model, example, dynamic = Program(angles), {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(9, size)} for size in (8, 22, 64)))
 
 
 @pytest.mark.slow
@@ -84,6 +80,5 @@ def test_a_spectrum_is_shifted_to_its_middle_and_back(tmp_path: Path) -> None:
     def shifted(m: nn.Module, x: torch.Tensor) -> Any:
         return fft.fftshift(x), fft.ifftshift(x, dim=1), torch.view_as_real(fft.fftshift(fft.fft(x), dim=(1,)))
 
-    subject = files.prepare(Program(shifted), {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(3, 7)}, {"x": torch.randn(1, 8)})
+    example, dynamic = {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}}
+    files.assert_onnx(Program(shifted), example, dynamic, tmp_path, {"x": torch.randn(3, 7)}, {"x": torch.randn(1, 8)})

@@ -30,9 +30,7 @@ def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def test_inverse_chooses_pivots(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_inverses), _matrices(3, 3), BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", _matrices(7, 3), _matrices(1, 3))
+    files.assert_onnx(Program(_inverses), _matrices(3, 3), BATCH, tmp_path, _matrices(7, 3), _matrices(1, 3))
 
 
 def _factors(m: nn.Module, x: torch.Tensor) -> Any:
@@ -57,9 +55,7 @@ def _factors(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_factors_and_equations_agree_with_torch(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_factors), _matrices(3, 4), BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", _matrices(5, 4))
+    files.assert_onnx(Program(_factors), _matrices(3, 4), BATCH, tmp_path, _matrices(5, 4))
 
 
 def _distances(m: nn.Module, x: torch.Tensor) -> Any:
@@ -70,9 +66,8 @@ def _distances(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_distances_of_any_number_of_points(tmp_path: Path) -> None:
     """torch.onnx refuses cdist, and a trace at 5 points was valid up to 25 points."""
-    subject = files.prepare(Program(_distances), {"x": torch.randn(2, 5, 3)}, {"x": {1: Dim("points", 2, 100)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(2, n, 3)} for n in (2, 9, 60)))
+    model, example, dynamic = Program(_distances), {"x": torch.randn(2, 5, 3)}, {"x": {1: Dim("points", 2, 100)}}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(2, n, 3)} for n in (2, 9, 60)))
 
 
 @pytest.mark.parametrize("size", ["a dynamic number", "17"])

@@ -21,9 +21,7 @@ def test_zeros_padded_before_a_max_pool_stay_zeros(tmp_path: Path) -> None:
     """ONNX Runtime fuses Pad into MaxPool, whose padding is minus infinity instead of zero."""
     model = Program(lambda m, x: functional.max_pool2d(functional.pad(x, (1, 1, 1, 1)), 3, 2))
     x = -1 - torch.rand(2, 3, 8, 8)
-    subject = files.prepare(model, {"x": x}, _BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx", example={"x": x})
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x})
+    files.assert_onnx(model, {"x": x}, _BATCH, tmp_path, {"x": x})
 
 
 def _windows(m: nn.Module, x: torch.Tensor) -> Any:
@@ -36,13 +34,11 @@ def _windows(m: nn.Module, x: torch.Tensor) -> Any:
 def test_maximum_of_a_window_of_minus_infinity_is_exact(dtype: torch.dtype, tmp_path: Path) -> None:
     """ONNX Runtime returns the smallest finite number. A window that contains that number keeps it."""
     x = torch.randn(2, 3, 9, 7, dtype=dtype)
-    subject = files.prepare(Program(_windows), {"x": x}, _BATCH)
-    files.save_onnx(subject, tmp_path / "model.onnx")
     low = torch.full((4, 3, 9, 7), torch.finfo(dtype).min, dtype=dtype)
     low = low.masked_fill(torch.rand(low.shape) < 0.5, -torch.inf)
     nothing = torch.full_like(low, -torch.inf)
     nothing[0] = low[0]
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x}, {"x": low}, {"x": nothing})
+    files.assert_onnx(Program(_windows), {"x": x}, _BATCH, tmp_path, {"x": x}, {"x": low}, {"x": nothing})
 
 
 def _layers(m: Any, x: torch.Tensor) -> Any:

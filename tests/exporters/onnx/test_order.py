@@ -23,9 +23,8 @@ def _medians(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 def test_median_is_the_lower_of_two_in_the_middle(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_medians), {"x": torch.randn(4, 5)}, SIZES)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 3)})
+    example = {"x": torch.randn(4, 5)}
+    files.assert_onnx(Program(_medians), example, SIZES, tmp_path, {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 3)})
 
 
 def _ranks(m: nn.Module, x: torch.Tensor) -> Any:
@@ -41,13 +40,11 @@ def _ranks(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_nan_is_the_median_or_left_out(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_ranks), {"x": torch.randn(4, 5)}, SIZES)
-    files.save_onnx(subject, tmp_path / "model.onnx")
     nan = torch.nan
     gaps = torch.tensor(
         [[nan, 3, 1, nan, 2, -1], [1, 2, 3, 4, 5, 6], [7, nan, 6, torch.inf, -3, 0], [3, 2, 8, 0, nan, 9]]
     )
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": gaps}, {"x": torch.randn(9, 2)})
+    files.assert_onnx(Program(_ranks), {"x": torch.randn(4, 5)}, SIZES, tmp_path, {"x": gaps}, {"x": torch.randn(9, 2)})
 
 
 def _running(m: nn.Module, x: torch.Tensor) -> Any:
@@ -60,6 +57,5 @@ def _running(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_running_products_have_any_length(tmp_path: Path) -> None:
     dynamic = {"x": {0: Dim("rows", 2, 40), 1: Dim("columns", 3, 40)}}
-    subject = files.prepare(Program(_running), {"x": torch.randn(4, 5)}, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(9, 7)}, {"x": torch.zeros(2, 3)})
+    example = {"x": torch.randn(4, 5)}
+    files.assert_onnx(Program(_running), example, dynamic, tmp_path, {"x": torch.randn(9, 7)}, {"x": torch.zeros(2, 3)})

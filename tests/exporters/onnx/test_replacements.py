@@ -39,9 +39,8 @@ def _pools_3(m: nn.Module, x: torch.Tensor) -> Any:
 def test_adaptive_pooling_works_at_uneven_sizes(pools: Any, axes: int, tmp_path: Path) -> None:
     example = {"x": torch.randn(2, 3, *(6, 9, 7)[:axes])}  # 6 and 9 divide evenly, unlike most other sizes
     dynamic = {"x": {0: "batch", **{2 + axis: f"size_{axis}" for axis in range(axes)}}}
-    subject = files.prepare(Program(pools), example, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size[:axes])} for size in _SIZES))
+    model = Program(pools)
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(3, 3, *size[:axes])} for size in _SIZES))
 
 
 @pytest.mark.slow
@@ -51,17 +50,14 @@ def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
         in_two = [[average(x, size), maximum(x, size, return_indices=True)] for size in ((3, 3), (3, 4))]
         return in_two, functional.adaptive_avg_pool3d(x[:, None], (1, 3, 2))
 
-    subject = files.prepare(Program(pools), {"x": torch.randn(2, 3, 6, 9)}, {"x": {0: "batch"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(5, 3, 6, 9)})
+    example = {"x": torch.randn(2, 3, 6, 9)}
+    files.assert_onnx(Program(pools), example, {"x": {0: "batch"}}, tmp_path, {"x": torch.randn(5, 3, 6, 9)})
 
 
 @pytest.mark.slow
 def test_squeeze_keeps_axes_that_are_not_of_size_1(tmp_path: Path) -> None:
     model = Program(lambda m, x: (x.squeeze(1), x.squeeze(2), x.squeeze((0, 2)), x.squeeze(0), x.squeeze(), x))
-    subject = files.prepare(model, {"x": torch.randn(3, 4, 1)}, {"x": {0: "batch"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(5, 4, 1)})
+    files.assert_onnx(model, {"x": torch.randn(3, 4, 1)}, {"x": {0: "batch"}}, tmp_path, {"x": torch.randn(5, 4, 1)})
 
 
 class Placed(nn.Module):
@@ -85,10 +81,9 @@ class Placed(nn.Module):
 @pytest.mark.parametrize("scattered", [False, True])
 def test_mask_without_true_elements_writes_nothing(scattered: bool, tmp_path: Path) -> None:
     example = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
-    subject = files.prepare(Placed(scattered=scattered), example, {"x": {0: "batch"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model = Placed(scattered=scattered)
     x = torch.randn(5, 4)
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": x}, {"x": -x.abs()}, {"x": x.abs()})
+    files.assert_onnx(model, example, {"x": {0: "batch"}}, tmp_path, {"x": x}, {"x": -x.abs()}, {"x": x.abs()})
 
 
 def _resized(m: nn.Module, x: torch.Tensor) -> Any:
@@ -99,21 +94,17 @@ def _resized(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_nearest_neighbours_are_the_same_as_in_torch(tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
-    subject = files.prepare(Program(_resized), {"x": torch.randn(2, 3, 14, 12)}, dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example = Program(_resized), {"x": torch.randn(2, 3, 14, 12)}
     sizes = [(14, 14), (14, 12), (10, 49), (33, 7), (5, 28)]
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(3, 3, *size)} for size in sizes))
 
 
 @pytest.mark.slow
 def test_scale_factor_that_keeps_the_size_still_moves_elements(tmp_path: Path) -> None:
     """ONNX Runtime copies the input if the size stays the same."""
     model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
-    subject = files.prepare(model, {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, size)} for size in (2, 3, 4, 7, 32))
-    )
+    example, dynamic = {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(3, 3, size)} for size in (2, 3, 4, 7, 32)))
 
 
 def _floors(m: nn.Module, x: torch.Tensor) -> Any:
@@ -130,11 +121,10 @@ def _floors(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_floor_division_rounds_as_torch_does(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example, dynamic = Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}}
     multiples = torch.arange(-40, 40).reshape(8, 10) * 0.7  # torch gives -11 for -7 // 0.7
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9}
+    files.assert_onnx(
+        model, example, dynamic, tmp_path, {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9}
     )
 
 
@@ -166,11 +156,10 @@ def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_logarithms_of_overflowing_exponentials_are_finite(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example, dynamic = Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}}
     ends = torch.tensor([[-1e4, -104.0, -88.5, 0.0, 30.0], [1e4, 104.0, 88.5, -1.0, -1e4]])
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": ends}, {"x": torch.tensor([[-torch.inf, 2, 3, 2, -torch.inf]])}
+    files.assert_onnx(
+        model, example, dynamic, tmp_path, {"x": ends}, {"x": torch.tensor([[-torch.inf, 2, 3, 2, -torch.inf]])}
     )
 
 
@@ -191,20 +180,18 @@ def _rests(m: nn.Module, x: torch.Tensor) -> Any:
 
 def test_remainder_is_exact(tmp_path: Path) -> None:
     """``torch.onnx`` subtracts a rounded product, which is inexact for large numbers."""
-    subject = files.prepare(Program(_rests), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example, dynamic = Program(_rests), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}}
     integers = torch.arange(1, 81).reshape(8, 10).float()
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": integers}, {"x": -integers * 1e5}, {"x": torch.randn(3, 7) * 1e6}
+    files.assert_onnx(
+        model, example, dynamic, tmp_path, {"x": integers}, {"x": -integers * 1e5}, {"x": torch.randn(3, 7) * 1e6}
     )
 
 
 @pytest.mark.slow
 def test_remainder_of_a_division_by_infinity_is_the_dividend(tmp_path: Path) -> None:
-    subject = files.prepare(Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": torch.tensor([[100.0] * 5, [-2.0, -0.5, 0.0, 0.5, 2.0]])}
+    model, example, dynamic = Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}}
+    files.assert_onnx(
+        model, example, dynamic, tmp_path, {"x": torch.tensor([[100.0] * 5, [-2.0, -0.5, 0.0, 0.5, 2.0]])}
     )
 
 
@@ -221,9 +208,8 @@ def _reduced(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_scatter_reduces_with_and_without_the_present_values(tmp_path: Path) -> None:
     """Includes means, for which ONNX has no reduction."""
-    subject = files.prepare(Program(_reduced), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
+    model, example = Program(_reduced), {"x": torch.randn(4, 5)}
+    files.assert_onnx(model, example, {"x": {0: "rows"}}, tmp_path, {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
 
 
 def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
@@ -233,21 +219,19 @@ def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_extreme_of_infinite_numbers_only_is_infinite(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example, dynamic = Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}}
     infinite = torch.tensor([-torch.inf, -torch.inf, torch.inf, -torch.inf, torch.inf])[None]
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": infinite}, {"x": -infinite}, {"x": torch.randn(3, 5)})
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": infinite}, {"x": -infinite}, {"x": torch.randn(3, 5)})
 
 
 @pytest.mark.slow
 def test_a_running_extreme_may_be_infinite(tmp_path: Path) -> None:
-    subject = files.prepare(
-        Program(lambda m, x: (x.cummax(1), x.cummin(0))), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}}
-    )
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model = Program(lambda m, x: (x.cummax(1), x.cummin(0)))
+    example = {"x": torch.randn(4, 5)}
+    dynamic = {"x": {0: "rows"}}
     low = torch.tensor([[-torch.inf, -torch.inf, -torch.finfo(torch.float32).max, 1.0, torch.inf]])
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": low}, {"x": -low}, {"x": torch.cat([-low, low.flip(1), low])}
+    files.assert_onnx(
+        model, example, dynamic, tmp_path, {"x": low}, {"x": -low}, {"x": torch.cat([-low, low.flip(1), low])}
     )
 
 
@@ -259,16 +243,14 @@ def _turned(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_roll_works_at_every_size(tmp_path: Path) -> None:
     """A roll by 7 changes nothing at the traced size 7, but it does at other sizes."""
-    subject = files.prepare(Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
+    model, example, dynamic = Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}}
+    files.assert_onnx(model, example, dynamic, tmp_path, *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
 
 
 @pytest.mark.slow
 def test_roll_by_the_full_size_has_its_own_output(tmp_path: Path) -> None:
-    subject = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(2, 5)})
+    model = Program(lambda m, x: (x.roll(5, 1), x + 1))
+    files.assert_onnx(model, {"x": torch.randn(4, 5)}, {"x": {0: "rows"}}, tmp_path, {"x": torch.randn(2, 5)})
 
 
 def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
@@ -277,9 +259,6 @@ def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_erfinv_is_written_in_both_precisions(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example, dynamic = Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}}
     ends = torch.tensor([[-1.0, -0.9999999, -0.85, -0.1, 0.0], [1.0, 0.9999999, 0.8500001, 1e-20, 0.5]])
-    files.assert_outputs(
-        subject, tmp_path / "model.onnx", {"x": ends}, {"x": torch.linspace(-1, 1, 300).reshape(60, 5)}
-    )
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": ends}, {"x": torch.linspace(-1, 1, 300).reshape(60, 5)})

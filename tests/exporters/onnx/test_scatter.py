@@ -45,9 +45,8 @@ def _graph(nodes: int, edges: int, *, among: int) -> dict[str, torch.Tensor]:
 def test_graph_attention_reduces_in_place(tmp_path: Path) -> None:
     """torch.onnx failed with KeyError: 'val', or wrote the last message instead of the mean."""
     dynamic = {"x": {0: Dim("nodes", 2, 60)}, "edges": {1: Dim("edges", 2, 90)}}
-    subject = files.prepare(GraphAttention().eval(), _graph(6, 9, among=6), dynamic)
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", _graph(20, 50, among=7), _graph(3, 2, among=1))
+    model = GraphAttention().eval()
+    files.assert_onnx(model, _graph(6, 9, among=6), dynamic, tmp_path, _graph(20, 50, among=7), _graph(3, 2, among=1))
 
 
 def _in_place(m: nn.Module, x: torch.Tensor) -> Any:
@@ -65,9 +64,8 @@ def _in_place(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_every_reduction_in_place_reaches_its_base(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_in_place), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
+    model, example = Program(_in_place), {"x": torch.randn(4, 5)}
+    files.assert_onnx(model, example, {"x": {0: "rows"}}, tmp_path, {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
 
 
 def _by_index(m: nn.Module, x: torch.Tensor) -> Any:
@@ -87,9 +85,8 @@ def _by_index(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore:index_reduce")  # torch calls it beta
 def test_reductions_by_index_are_written(tmp_path: Path) -> None:
     """ONNX has no index_reduce, and the translation of transformers ignored the weights of bincount."""
-    subject = files.prepare(Program(_by_index), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: Dim("columns", 2, 40)}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(3, 9)}, {"x": torch.zeros(2, 3)})
+    model, example, dynamic = Program(_by_index), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: Dim("columns", 2, 40)}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": torch.randn(3, 9)}, {"x": torch.zeros(2, 3)})
 
 
 def _rounded(m: nn.Module, x: torch.Tensor) -> Any:
@@ -105,7 +102,6 @@ def _rounded(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_rounding_in_place_is_as_exact_as_elsewhere(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_rounded), {"x": torch.randn(4, 4)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example = Program(_rounded), {"x": torch.randn(4, 4)}
     multiples = torch.arange(-12, 12).reshape(6, 4) * 0.7 / 3
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": multiples}, {"x": torch.randn(2, 4)})
+    files.assert_onnx(model, example, {"x": {0: "rows"}}, tmp_path, {"x": multiples}, {"x": torch.randn(2, 4)})

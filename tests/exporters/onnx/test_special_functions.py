@@ -30,10 +30,9 @@ def _values(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_functions_without_an_operator_are_written(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_values), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    example, dynamic = {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}}
     ends = torch.tensor([[torch.inf, 1e20, -3.0, 0.25, torch.nan, 2.0, 1.0, -0.5, 1e20, 150.0, 0.0]])
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(7, 6) * 5}, {"x": ends})
+    files.assert_onnx(Program(_values), example, dynamic, tmp_path, {"x": torch.randn(7, 6) * 5}, {"x": ends})
 
 
 def _integers(m: nn.Module, x: torch.Tensor) -> Any:
@@ -47,6 +46,5 @@ def _integers(m: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.slow
 def test_functions_of_integers_are_written(tmp_path: Path) -> None:
     """ONNX Runtime refused IsNaN of integers, and the minimum of bytes was wrong."""
-    subject = files.prepare(Program(_integers), {"x": torch.arange(6).reshape(2, 3)}, {"x": {0: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.tensor([[0, 5, 2], [7, 100, 3], [1, 0, 250]])})
+    model, example, dynamic = Program(_integers), {"x": torch.arange(6).reshape(2, 3)}, {"x": {0: "rows"}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": torch.tensor([[0, 5, 2], [7, 100, 3], [1, 0, 250]])})

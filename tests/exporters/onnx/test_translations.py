@@ -41,9 +41,7 @@ def test_clamp_takes_bounds_of_two_types(tmp_path: Path) -> None:
         return x.clamp(0, 0.999), x.clamp(max=1), n.clamp(0, 3), n.clamp(0, 2.5), (x * 2).clamp_(-1, 0.5)
 
     inputs = {"x": torch.tensor([-1.0, 0.5, 2.0])}
-    subject = files.prepare(Program(clamped), inputs, {})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", inputs)
+    files.assert_onnx(Program(clamped), inputs, {}, tmp_path, inputs)
 
 
 @pytest.mark.slow
@@ -58,11 +56,10 @@ def test_float32_model_may_compute_in_float64(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_atan2_is_right_for_signed_zeros_and_infinities(tmp_path: Path) -> None:
-    subject = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    model, example = Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}
     numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
     points = torch.cartesian_prod(numbers, numbers).T
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
+    files.assert_onnx(model, example, {"x": {1: "points"}}, tmp_path, {"x": points[:, points.isfinite().any(0)]})
 
 
 def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
@@ -72,17 +69,15 @@ def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
 
 @pytest.mark.slow
 def test_diagonal_is_the_same_as_in_torch_at_other_sizes(tmp_path: Path) -> None:
-    subject = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
+    model, example, dynamic = Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}}
+    files.assert_onnx(model, example, dynamic, tmp_path, {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
 
 
 @pytest.mark.slow
 def test_diagonal_with_infinite_neighbours_is_finite(tmp_path: Path) -> None:
-    subject = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
-    files.save_onnx(subject, tmp_path / "model.onnx")
+    example = {"x": torch.randn(2, 4, 4)}
     masked = torch.randn(3, 4, 4).masked_fill(~torch.eye(4, dtype=torch.bool), -torch.inf)
-    files.assert_outputs(subject, tmp_path / "model.onnx", {"x": masked})
+    files.assert_onnx(Program(lambda m, x: x.diagonal(0, 1, 2)), example, {"x": {0: "batch"}}, tmp_path, {"x": masked})
 
 
 @pytest.mark.slow
