@@ -204,6 +204,48 @@ class CountingInScript(nn.Module):
 _WRITTEN = {"x": X, "position": torch.arange(2, 2 + len(X))}
 
 
+class Streaming(nn.Module):
+    """Continues from the last call, and starts again for another number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hidden is None or self.hidden.shape[0] != x.shape[0]:
+            self.hidden = x.new_zeros(x.shape[0], 4)
+        self.hidden = self.cell(x, self.hidden)
+        return self.hidden
+
+
+class StreamingPeak(nn.Module):
+    """Divides by the largest value since the number of rows changed, which a repeated batch does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = torch.zeros(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.peak.shape != x.shape:
+            self.peak = x.abs()
+        self.peak = torch.maximum(self.peak, x.abs())
+        return x / self.peak
+
+
+class KeepingInput(nn.Module):
+    """Keeps its input and its result for a debugger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = [x, self.linear(x)]
+        return self.kept[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"effort": "quick"}, {"atol": 1e-3, "rtol": 1e-3}])
 @pytest.mark.parametrize(
     ("make", "inputs", "place"),
@@ -219,6 +261,8 @@ _WRITTEN = {"x": X, "position": torch.arange(2, 2 + len(X))}
         (FirstCall, {"x": X}, "factors.first"),
         (LastThree, {"x": X}, "peaks"),
         (CountingInScript, {"x": X}, "part.calls"),
+        (Streaming, {"x": X}, "hidden"),
+        (StreamingPeak, {"x": X}, "peak"),
     ],
 )
 def test_state_that_a_repeated_batch_hides_is_refused(
@@ -227,6 +271,12 @@ def test_state_that_a_repeated_batch_hides_is_refused(
     """The files passed, and disagreed with the model on the second call."""
     with pytest.raises(TraceError, match=f"depend on what earlier calls wrote to {place} "):
         export(make().eval(), inputs, tmp_path / "bundle", formats=["pt2"], **options)
+
+
+def test_values_that_no_later_call_reads_are_no_state(tmp_path: Path) -> None:
+    model = KeepingInput().eval()
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    torch.testing.assert_close(run(result, x=2 * X)["output"], model(2 * X))
 
 
 class Position(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,7 +72,8 @@ def run_in_own_precision(
         data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
         checked.append(case)
         outputs.append(store_results(case, results))
-    _check_unaffected(run, model, checked[0].batch, outputs[0], state)
+    if changed := state.changed_attributes():
+        _check_unaffected(run, model, checked[0].batch, outputs[0], changed)
     return Reference(tuple(checked), tuple(outputs), tuple(outputs), skipped=tuple(skipped))
 
 
@@ -102,7 +103,7 @@ def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Runs a model, and rejects it if its next call returns other results: their noise floor would be meaningless."""
     with restoring_state(model) as state:
         first = run(model, batch)
-        written = state.written_tensors()
+        written, changed = state.written_tensors(), state.changed_attributes()
     with restoring_state(model):
         again = run(model, batch)
     if difference := _find_difference(first, again):
@@ -114,6 +115,8 @@ def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
             hint="Remove random numbers from the model, because their results cannot be checked.",
         )
     _check_written_tensors(run, model, batch, first, written)
+    if written or changed:
+        _check_second_call(run, model, batch, first)
     return first
 
 
@@ -134,36 +137,64 @@ def _check_written_tensors(
     Raises:
         TraceError: An output differs.
     """
+    difference = _find_effect(run, model, batch, outputs, written.values())
+    if difference is None:
+        return
     for path, tensor in written.items():
-        before = tensor.clone()
-        for value in (torch.nan, 1e4, -1e4):
-            try:
-                with restoring_state(model):
-                    tensor.copy_(_changed(before, value))
-                    difference = _find_difference(outputs, run(model, batch))
-            except Exception as error:  # for example for a value that is no valid position
-                difference = f"{type(error).__name__}: {first_line(error)}"
-            finally:
-                tensor.copy_(before)
-            if difference is not None:
-                raise _state_error(model, path, difference)
+        if alone := _find_effect(run, model, batch, outputs, [tensor]):
+            raise _state_error(model, path, alone)
+    raise _state_error(model, " and ".join(list(written)[:3]), difference)
 
 
-def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, state: State) -> None:
-    """Checks that the calls with the other batches do not change the results of the first one.
+def _find_effect(
+    run: Call, model: nn.Module, batch: Batch, outputs: Outputs, tensors: Collection[torch.Tensor]
+) -> str | None:
+    """Returns how the outputs differ if tensors of the model have other values before the call, or None."""
+    before = [tensor.clone() for tensor in tensors]
+    for value in (torch.nan, 1e4, -1e4) if tensors else ():
+        try:
+            with restoring_state(model):
+                for tensor, values in zip(tensors, before, strict=True):
+                    tensor.copy_(_changed(values, value))
+                difference = _find_difference(outputs, run(model, batch))
+        except Exception as error:  # for example for a value that is no valid position
+            difference = f"{type(error).__name__}: {first_line(error)}"
+        finally:
+            for tensor, values in zip(tensors, before, strict=True):
+                tensor.copy_(values)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _check_second_call(run: Call, model: nn.Module, batch: Batch, outputs: Outputs) -> None:
+    """Checks that no output depends on what a call with the same sizes wrote before.
+
+    The first call may create the state (``if self.hidden is None``), and a call with other sizes may start it again.
+
+    Raises:
+        TraceError: An output differs.
+    """
+    with restoring_state(model) as state:
+        run(model, {name: tensor.clone() for name, tensor in batch.items()})  # the model may keep an input
+        changed = [*state.changed_attributes(), *state.written_tensors()]
+        with restoring_state(model) as second_state:
+            _check_unaffected(run, model, batch, outputs, changed)
+            written = second_state.written_tensors()
+        _check_written_tensors(run, model, batch, outputs, written)
+
+
+def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, changed: Sequence[str]) -> None:
+    """Checks that earlier calls do not change the results of a batch.
 
     Args:
         run: Runs a model on a batch and names its outputs.
-        batch: The first batch.
-        outputs: The results of the first batch.
-        state: What the model kept before the first call.
+        outputs: The results of the batch before them.
+        changed: Paths of the attributes that they changed.
 
     Raises:
-        TraceError: An output differs, and the model changed attributes.
+        TraceError: An output differs.
     """
-    changed = state.changed_attributes()
-    if not changed:
-        return
     try:
         difference = _find_difference(outputs, run(model, batch))
     except Exception as error:  # model code may raise anything
