@@ -55,18 +55,22 @@ def _computing(operator: torch._ops.OpOverload, compute: Callable[..., Any]) -> 
             operator._dispatch_cache.clear()
 
 
-def _run_padded(x: torch.Tensor, states: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+def _run_padded(x: torch.Tensor, states: Any, weights: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     *_, bidirectional, _ = args
-    return _results(x, states, bool(bidirectional))
+    return _results(x, states, weights, bool(bidirectional))
 
 
-def _run_packed(data: torch.Tensor, _: torch.Tensor, states: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    return _results(data, states, args[-1])
+def _run_packed(data: torch.Tensor, _: torch.Tensor, states: Any, weights: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    return _results(data, states, weights, args[-1])
 
 
 def _results(
-    x: torch.Tensor, states: torch.Tensor | Sequence[torch.Tensor], bidirectional: bool
+    x: torch.Tensor,
+    states: torch.Tensor | Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    bidirectional: bool,
 ) -> tuple[torch.Tensor, ...]:
+    torch._check(x.shape[-1] == weights[0].shape[-1])  # a packed LSTM of eager PyTorch reads other memory instead
     states = [states] if isinstance(states, torch.Tensor) else states
     size = states[0].shape[-1] * (2 if bidirectional else 1)
     return (x.new_empty([*x.shape[:-1], size]), *(torch.empty_like(state) for state in states))

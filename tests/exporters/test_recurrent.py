@@ -178,6 +178,23 @@ def test_sorted_sequences_are_packed(tmp_path: Path) -> None:
     assert_exact(_Packed(_pad, enforce_sorted=True), {**SEQUENCES, "lengths": {0: BATCH}}, inputs, tmp_path)
 
 
+class _PackedLstm(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, batch_first=True, **options)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"proj_size": 4}], ids=["plain", "projected"])
+def test_features_of_a_packed_lstm_are_a_fixed_axis(options: dict[str, Any]) -> None:
+    """Eager PyTorch does not check them, and reads other memory instead."""
+    program = trace(_PackedLstm(**options).eval(), packed_inputs([4, 7, 2])[0])
+    assert program.signature.inputs[0].shape == ("batch", "x_1", 5)
+
+
 class _ListedLengths(_Packed):
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
         return self._body(self, pack_padded_sequence(x, lengths.tolist(), batch_first=True, enforce_sorted=False), x)
