@@ -21,6 +21,11 @@ _RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
 _ANNOUNCED = 5
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns the type and the first meaningful line of another library's error, without secrets."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first meaningful line of another library's error, without secrets.
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from optexport.errors import first_line
+from optexport.errors import describe_error
 
 # Found without an import: a bundle is verified without transformers.
 _transformers = importlib.util.find_spec("transformers")
@@ -76,8 +76,8 @@ def _format_line(filename: str, number: int | str | None, text: str | None) -> s
     return f"{Path(filename).name}:{number}: {text}".removesuffix(": ")
 
 
-def describe_error(error: BaseException) -> str:
+def describe_error_and_line(error: BaseException) -> str:
     """Returns the class of an error, the first line of its message, and the line that `find_line` gives."""
     line = find_line(error)
-    text = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    text = describe_error(error).rstrip(": ")
     return text if line is None else f"{text} (at {line})"

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from optexport.batch.tasks import Task
 from optexport.bundle.parts import read_bundles
 from optexport.config.toml_file import read_redacted
-from optexport.errors import ConfigError, OptexportError, first_line
+from optexport.errors import ConfigError, OptexportError, describe_error
 
 JOURNAL = "journal.jsonl"
 
@@ -54,7 +54,7 @@ _ADAPTER = TypeAdapter(TaskResult)
 
 def make_failed_result(task: Task, error: Exception) -> TaskResult:
     """Returns the result of a config that an error of the batch itself prevented."""
-    return TaskResult(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
+    return TaskResult(task.name, str(task.path), task.digest, 1, describe_error(error))
 
 
 def worst_exit_code(results: Iterable[TaskResult]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import fx
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.cache import keys, store
 from optexport.config.schema import Format
@@ -60,7 +60,7 @@ def _copy(entry_folder: Path, names: Sequence[str], folder: Path) -> bool:
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:
     """Returns a digest of a graph and its weights, or None if the cache does not apply."""
-    return keys.of_graph(graph_module) if store.enabled() and not memory.is_large(graph_module) else None
+    return keys.of_graph(graph_module) if store.enabled() and not model_memory.is_large(graph_module) else None
 
 
 def of_file(path: Path) -> str | None:

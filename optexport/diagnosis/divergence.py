@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optexport.diagnosis.intermediates import Observed, Value
-from optexport.errors import first_line
+from optexport.errors import describe_error
 from optexport.parity import distances
 
 # Values agree up to this many times the rounding of the value itself. A later node may round its input more often than
@@ -125,7 +125,7 @@ def _divergence(
     value: Value, actual: Value, exact: Observed | None, rounding: float, agreeing: tuple[str, ...]
 ) -> Divergence:
     distance, limit = _distance(value, actual), distances.largest(_allowed(value, exact, rounding))
-    scale = distances.largest(distances.finite(value.tensor).abs())
+    scale = distances.max_magnitude(value.tensor)
     if value.shape != actual.shape:
         description = f"expected shape {list(value.shape)}, found {list(actual.shape)}"
     elif distance == math.inf:
@@ -192,7 +192,7 @@ def _rounding(original: Observed, exact: Observed | None) -> tuple[float, float]
 
 
 def _relative(value: Value, actual: Value) -> float:
-    scale = distances.largest(distances.finite(value.tensor).abs())
+    scale = distances.max_magnitude(value.tensor)
     return _distance(value, actual) / scale if scale else math.inf
 
 
@@ -251,4 +251,4 @@ def describe_agreeing_inputs(divergence: Divergence | None) -> str | None:
 
 def describe_search_error(error: Exception) -> str:
     """Describes the error that stopped the search."""
-    return f"First difference: unknown, because the search failed with {type(error).__name__}: {first_line(error)}"
+    return f"First difference: unknown, because the search failed with {describe_error(error)}"

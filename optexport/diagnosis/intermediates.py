@@ -18,7 +18,7 @@ from torch import fx
 
 from optexport._utils import atomic_dir, signals
 from optexport.bundle import parts
-from optexport.errors import first_line
+from optexport.errors import describe_error, first_line
 from optexport.redaction import redact_error
 from optexport.runtime import onnx_session
 from optexport.runtime.untrusted import archives
@@ -118,7 +118,7 @@ def observe_graph(
             try:
                 result = super().run_node(n)
             except Exception as error:  # an operator may raise anything
-                observed.raised = (n.name, f"{type(error).__name__}: {first_line(error)[:200]}")
+                observed.raised = (n.name, f"{describe_error(error)[:200]}")
                 raise
             if n.op != "get_attr" or n in leaves:  # a weight that is not an output is not a computation step
                 observed.add(n.name, describe(n), result, keep)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from optexport.errors import TraceError, first_line
+from optexport.errors import TraceError, describe_error, first_line
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
@@ -176,7 +176,7 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
         raise
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
-            f"the model fails on one of the prompts: {type(error).__name__}: {first_line(error)}",
+            f"the model fails on one of the prompts: {describe_error(error)}",
             location=f"generation: {name}",
             hint="Give prompts that model.generate(**prompt) takes.",
         ) from error

@@ -31,7 +31,7 @@ from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
 from optexport.result import Result
 from optexport.runtime.runners import Run
-from optexport.signature.positions import find_token_limit
+from optexport.signature.token_limit import find_token_limit
 from optexport.transformations import Transformation
 
 _UNLIMITED = 1 << 30

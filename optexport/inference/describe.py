@@ -11,8 +11,8 @@ from optexport.config.tasks import AUTO_CLASSES, SENTENCES, SPEECH
 from optexport.loading import preprocessors, sentence_embedding
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import get_processing
-from optexport.signature.positions import find_token_limit
 from optexport.signature.signature import Signature
+from optexport.signature.token_limit import find_token_limit
 
 # Suffixes of class names, by task; a model without a head returns features.
 _TASKS_BY_ENDING = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}

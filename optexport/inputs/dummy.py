@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from optexport.errors import OptexportError, TraceError, first_line
 from optexport.inputs.dummy_media import BATCH, MEDIA, Maker, find
-from optexport.signature.positions import find_token_limit
+from optexport.signature.token_limit import find_token_limit
 from optexport.tracing.dynamo_exporter import find_computed_inputs, one_pass, quiet
 
 Batch = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.config.inputs import InputsConfig, RangeConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
@@ -149,7 +149,7 @@ def _make_from_specs(
     used = {name: indexed for name, indexed in values.items() if name in specs}
     example = inputs_from_specs(specs, dynamic, seed, used)
     names = [name for name, tensor in example.items() if is_whole(tensor) and name not in used]
-    if not names or memory.weight_bytes(model) >= MAX_WEIGHT_BYTES:
+    if not names or model_memory.weight_bytes(model) >= MAX_WEIGHT_BYTES:
         return example
     if not isinstance(run_or_error(model, example), Exception):
         return example

@@ -19,8 +19,8 @@ from optexport.inference import images
 from optexport.inputs.data_lines import find_texts, read_lines, stack_records
 from optexport.loading.loader import Pretrained
 from optexport.signature import dtypes
-from optexport.signature.positions import find_token_limit
 from optexport.signature.signature import Batch
+from optexport.signature.token_limit import find_token_limit
 
 # Tokenizers without a maximum length report 1e30.
 _UNLIMITED = 10**9

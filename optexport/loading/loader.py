@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from optexport._utils import imports
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
-from optexport._utils.user_lines import describe_error
+from optexport._utils.user_lines import describe_error_and_line
 from optexport.config.schema import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_model_problem, source_kind
 from optexport.config.tasks import AUTO_CLASSES
@@ -195,7 +195,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
             model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit
         raise SourceError(
-            f"the factory raised {describe_error(error)}",
+            f"the factory raised {describe_error_and_line(error)}",
             location=f"model.source: python:{location}",
             hint=f"Correct the factory or model.arguments. "
             f"The factory is called as {location.rpartition(':')[2]}{imports.parameters(factory)}.",

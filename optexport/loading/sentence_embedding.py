@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from optexport._utils.extras import check_extra
 from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, TRANSFORMER_ALONE, sentence_kind
-from optexport.errors import SourceError, first_line, panics_as_errors
+from optexport.errors import SourceError, describe_error, first_line, panics_as_errors
 from optexport.loading import sentence_settings
 from optexport.loading.pretrained_files import find
 from optexport.loading.sentence_settings import MODULES
@@ -206,7 +206,7 @@ def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], locat
                 features = module(features)
         except Exception as error:  # a module's own code may raise anything
             raise SourceError(
-                f"the module does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
+                f"the module does not run on token ids and a mask alone: {describe_error(error)}",
                 location=module_location,
                 hint=TRANSFORMER_ALONE,
             ) from error

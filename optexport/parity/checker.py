@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optexport._utils.platform import is_of_memory
-from optexport.errors import ExportError, first_line
+from optexport.errors import ExportError, describe_error
 from optexport.parity import distances
 from optexport.parity.gates import Gate, GateResult, judge
 from optexport.parity.noise_floor import Tolerance, relax_for_lower_precision
@@ -183,7 +183,7 @@ class ParityChecker:
                 except Exception as error:  # each runtime raises its own error types
                     if is_of_memory(error):
                         raise _memory_error(target, case.name) from error
-                    results.append(f"the target raised {type(error).__name__}: {first_line(error)[:200]}")
+                    results.append(f"the target raised {describe_error(error)[:200]}")
                 else:
                     results.append(store_results(case, result))
         return self.check_results(target, results, traced_shape_only=traced_shape_only, precision=precision)
@@ -267,7 +267,7 @@ _GROSS_OF_LARGEST = 0.05
 
 def _largest(name: str, reference: Reference) -> float:
     ordinary = [o[name] for case, o in zip(reference.cases, reference.outputs, strict=True) if not case.extreme]
-    return max(distances.largest(distances.finite(output).abs()) for output in ordinary)
+    return max(distances.max_magnitude(output) for output in ordinary)
 
 
 def _memory_error(target: str, case: str) -> ExportError:

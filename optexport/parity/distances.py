@@ -45,6 +45,11 @@ def scale(original: torch.Tensor, exact: torch.Tensor) -> float:
     return largest(finite(original).abs()[~is_mask_value(original, exact)])
 
 
+def max_magnitude(tensor: torch.Tensor) -> float:
+    """Returns the largest magnitude among the finite values of a tensor; 0 if there is none."""
+    return largest(finite(tensor).abs())
+
+
 def is_mask_value(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Finds mask values: far above all others, and equal or masked in float64 too.
 

@@ -41,7 +41,7 @@ import torch
 
 from optexport._utils import imports
 from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, MetricGateConfig, round_for_gate
-from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.errors import ConfigError, describe_error, did_you_mean
 from optexport.parity import distances
 from optexport.parity.metrics import (
     Tally,
@@ -343,20 +343,15 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
     if not _is_defined(gate.measure, original_output, gate.k) or not original_output.numel():
         return Tally(torch.zeros(0, dtype=torch.float64))
     expected = distances.expected_values(reference.exact[index][gate.output], original_output)
+    if gate.measure == "iou":
+        return intersections_over_unions(candidate, original_output, expected, gate.slack, classes=gate.classes)
+    unpadded = unpadded_positions(batch, original_output.shape[:-1])
     match gate.measure:
-        case "iou":
-            return intersections_over_unions(candidate, original_output, expected, gate.slack, classes=gate.classes)
         case "cosine":
-            return cosines(
-                candidate, original_output, gate.slack, unpadded_positions(batch, original_output.shape[:-1])
-            )
+            return cosines(candidate, original_output, gate.slack, unpadded)
         case "greedy_tokens":
-            return greedy_tokens(
-                candidate, original_output, expected, gate.slack, unpadded_positions(batch, original_output.shape[:-1])
-            )
-    return agreement(
-        candidate, original_output, expected, gate.slack, gate.k, unpadded_positions(batch, original_output.shape[:-1])
-    )
+            return greedy_tokens(candidate, original_output, expected, gate.slack, unpadded)
+    return agreement(candidate, original_output, expected, gate.slack, gate.k, unpadded)
 
 
 def _call_metric(metric: Metric, result: Outputs, original: Outputs) -> Tally | str:
@@ -367,7 +362,7 @@ def _call_metric(metric: Metric, result: Outputs, original: Outputs) -> Tally | 
     try:
         value = float(metric(result_copies, original_copies))
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return f"the metric raised {type(error).__name__}: {first_line(error)[:200]}"
+        return f"the metric raised {describe_error(error)[:200]}"
     if not math.isfinite(value):
         return f"expected a finite number from the metric, found {value}"
     return Tally(torch.tensor([value], dtype=torch.float64))

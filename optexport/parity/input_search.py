@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +16,10 @@ from torch import nn
 
 from optexport._utils import signals
 from optexport._utils.module_state import restoring_state
-from optexport.parity import distances
+from optexport.parity import distances, float64_model
+from optexport.parity.cases.basic_cases import cut_to
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.padding import is_padding_mask, with_padding
-from optexport.parity.cases.untraced_sizes import cut_to
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
@@ -138,9 +136,7 @@ def make_measure(
     """
     double: nn.Module | None = None
     if not fallback and any(tensor.is_floating_point() for tensor in [*model.parameters(), *model.buffers()]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch deprecates the way it copies its output pytrees
-            double = copy.deepcopy(model).double()
+        double = float64_model.copy_to_float64(model)
 
     def measure(case: Case) -> tuple[Reference, dict[str, Tolerance]] | None:
         with torch.no_grad(), restoring_state(model):
@@ -179,7 +175,7 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
 def _tolerance_of_case(tolerance: Tolerance, original: torch.Tensor, noise: float, noise_multiple: float) -> Tolerance:
     if tolerance.fixed or not original.is_floating_point():
         return tolerance
-    scale = distances.largest(distances.finite(original).abs())
+    scale = distances.max_magnitude(original)
     limit = max(tolerance.limit, noise_multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
     drowned = limit > LARGEST_LIMIT * scale and limit > tolerance.limit
     return replace(tolerance, limit=math.inf if drowned else limit, extremes={})

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.parity import distances
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.noise_floor import LARGEST_LIMIT, Tolerance
@@ -73,7 +73,7 @@ def find_raised_tolerances(
     }
     checked = {case.case for output in target.outputs for case in output.cases}
     ordinary = {case.name for case in checker.reference.cases if not case.extreme}
-    if not failing or len(cases | raised) > _LARGEST_SHARE * len(checked & ordinary) or memory.is_large(model):
+    if not failing or len(cases | raised) > _LARGEST_SHARE * len(checked & ordinary) or model_memory.is_large(model):
         return None
     tolerances = dict(checker.tolerances)
     farthest_allowed: dict[_OutputCase, float] = {}
@@ -134,4 +134,4 @@ def _perturber(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
 
 def _scale(reference: Reference, output: str, case: str) -> float:
     tensors = (o[output] for c, o in zip(reference.cases, reference.outputs, strict=True) if c.name == case)
-    return max(distances.largest(distances.finite(tensor).abs()) for tensor in tensors)
+    return max(distances.max_magnitude(tensor) for tensor in tensors)

@@ -61,7 +61,7 @@ def _tolerance(name: str, tolerance: Tolerance, reference: Reference) -> Toleran
     extremes = {case: limit if math.isfinite(limit) else None for case, limit in tolerance.extremes.items()}
     cases = zip(reference.cases, reference.outputs, strict=True)
     ordinary = [outputs[name] for case, outputs in cases if case.name not in tolerance.extremes]
-    largest = max((distances.largest(distances.finite(tensor).abs()) for tensor in ordinary), default=0.0)
+    largest = max((distances.max_magnitude(tensor) for tensor in ordinary), default=0.0)
     return ToleranceRecord(
         floor=tolerance.floor,
         limit=tolerance.limit,

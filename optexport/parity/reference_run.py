@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport._utils.module_state import restoring_state
 from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
-from optexport.errors import TraceError, first_line
+from optexport.errors import TraceError, describe_error
 from optexport.parity import distances, float64_model
 from optexport.parity.cases.case import Case
-from optexport.parity.original_run import run_in_own_precision
+from optexport.parity.own_precision_run import run_in_own_precision
 from optexport.parity.reference import HALVES, THROUGHOUT, Call, Outputs, Reference, measure_noise, store_results
 from optexport.runtime import devices, placement
 from optexport.runtime.devices import Device
@@ -68,7 +68,7 @@ def run_original(
         writes_weights = versions_before is None or versions_before != float64_model.weight_versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
-        large = not writes_weights and memory.is_large(model)
+        large = not writes_weights and model_memory.is_large(model)
         memory_problem = _find_memory_problem(model, copied=not large)
         cache_key = ""
         if computation is not None and memory_problem is None:
@@ -128,7 +128,7 @@ def _run_in_float64(
     except Exception as error:  # model code may raise anything, for example because of a fixed dtype
         if upcast:
             return _run_in_float64(run, model, replace(own, fallback=_find_memory_problem(model)), batched)
-        reference, run_float64 = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
+        reference, run_float64 = replace(own, fallback=describe_error(error)), None
     return reference if batched is None else _run_variations(run, model, run_float64, reference, batched)
 
 
@@ -220,16 +220,12 @@ def _run_variations(
     def run_native(batch: Batch) -> Outputs:
         return run(model, batch)
 
-    def measure(index: int, outputs: Outputs) -> None:
-        for name, tensor in outputs.items():
-            noise[index][name] = max(noise[index].get(name, 0.0), measure_noise(tensor, reference.exact[index][name]))
-
     if (threads := torch.get_num_threads()) > 1:
         variations.append("with one thread")
         try:
             torch.set_num_threads(1)
             for index, case in enumerate(reference.cases):
-                measure(index, run_native(case.batch))
+                _raise_noise(noise[index], run_native(case.batch), reference.exact[index])
         finally:
             torch.set_num_threads(threads)
     first = reference.cases[0].batch
@@ -242,8 +238,14 @@ def _run_variations(
             outputs = {}
         if outputs:
             variations.append(HALVES)
-            measure(0, outputs)
+            _raise_noise(noise[0], outputs, reference.exact[0])
     return replace(reference, variations=tuple(variations), variation_noise=tuple(noise))
+
+
+def _raise_noise(noise: dict[str, float], outputs: Outputs, exact: Outputs) -> None:
+    """Raises the noise of a case to the distance of another run from float64, for each output."""
+    for name, tensor in outputs.items():
+        noise[name] = max(noise.get(name, 0.0), measure_noise(tensor.cpu(), exact[name]))
 
 
 def _run_on_device(device: Device, run: Call, model: nn.Module, reference: Reference) -> Reference:
@@ -254,12 +256,10 @@ def _run_on_device(device: Device, run: Call, model: nn.Module, reference: Refer
         with devices.full_float32(device):
             for index, case in enumerate(reference.cases):
                 outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
-                for name, tensor in outputs.items():
-                    device_noise = measure_noise(tensor.cpu(), reference.exact[index][name])
-                    noise[index][name] = max(noise[index].get(name, 0.0), device_noise)
+                _raise_noise(noise[index], outputs, reference.exact[index])
     except Exception as error:  # model code may raise anything
         raise TraceError(
-            f"the original model fails on {device}: {type(error).__name__}: {first_line(error)}",
+            f"the original model fails on {device}: {describe_error(error)}",
             location=type(model).__name__,
             hint="Create tensors in the model's code on the device of its inputs, or remove model.device to export for "
             "the CPU.",
@@ -284,7 +284,7 @@ def _is_close(halves: torch.Tensor, together: torch.Tensor) -> bool:
     """Returns True if two float64 results differ by at most float64 rounding."""
     if halves.shape != together.shape:
         return False
-    scale = distances.largest(distances.finite(together).abs())
+    scale = distances.max_magnitude(together)
     return distances.largest(distances.distance(halves, together)) <= 1e-9 * scale
 
 
@@ -293,10 +293,14 @@ def _find_memory_problem(model: nn.Module, *, copied: bool = True) -> str | None
 
     `copied` is False if only one large weight at a time is in float64.
     """
-    sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+    copies, shared = 0, 0
     for tensor in (*model.parameters(), *model.buffers()):
-        sizes[not copied and float64_model.is_shared(tensor)].append(8 * tensor.numel())
-    needed = sum(sizes[False]) + max(sizes[True])
+        size = 8 * tensor.numel()
+        if not copied and float64_model.is_shared(tensor):
+            shared = max(shared, size)
+        else:
+            copies += size
+    needed = copies + shared
     available = free_memory()
     if needed <= available:
         return None

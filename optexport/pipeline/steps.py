@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from optexport import tracking
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport._utils.module_state import copy_shared_outputs
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
@@ -27,9 +27,9 @@ from optexport.loading.loader import Loaded
 from optexport.loading.processing import add_processing
 from optexport.parity import gates, noise_floor
 from optexport.parity.cases import data_batches, size_probe
+from optexport.parity.cases.basic_cases import make_cases
 from optexport.parity.cases.branch_cases import branch_cases
 from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Metric
@@ -270,7 +270,7 @@ def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> l
     Returns none at quick effort, or for large models.
     """
     effort, model = traced.job.config.parity.effort, traced.job.loaded.model
-    if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
+    if effort == "quick" or model_memory.weight_bytes(model) >= _TOO_LARGE:
         return []
     suspect_sizes = traced.trace.suspect_sizes
     sizes = [*suspect_sizes]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from optexport._utils import memory, signals
+from optexport._utils import model_memory, signals
 from optexport._utils.progress import Progress
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.bundle.outcomes import Outcome
@@ -50,10 +50,10 @@ def transform_variant(variant: Variant, traced: TracedJob, progress: Progress) -
     with progress.step(f"transform{suffix}"):
         graph_module = traced.graph_module if len(job.variants) == 1 else sharing_copy(traced.graph_module)
         transformed = transform(graph_module, variant.rules, job.dump, title and f"{title}-")
-    if memory.is_large(job.loaded.model):
-        memory.collect()
+    if model_memory.is_large(job.loaded.model):
+        model_memory.collect()
         _ = job.loaded.weights_sha256  # computed first, because it reads all weights
-        memory.page_out(_find_replaced_parameters(job.loaded.model, transformed.graph_module))
+        model_memory.page_out(_find_replaced_parameters(job.loaded.model, transformed.graph_module))
     return transformed
 
 
@@ -190,8 +190,8 @@ class VariantExporter:
                 precision=precision,
             )
             check_passed(parity, self._checker)
-            if memory.is_large(job.loaded.model):
-                memory.collect()
+            if model_memory.is_large(job.loaded.model):
+                model_memory.collect()
 
     def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""

@@ -29,7 +29,7 @@ from transformers.exporters.utils import (
 )
 
 from optexport.signature.arguments import find_fixed_tensors
-from optexport.tracing.patches import functions as patches_functions
+from optexport.tracing.patches import transformers_functions
 from optexport.tracing.patches.expert_loops import loop_over_all_experts
 from optexport.tracing.recurrent import keep_recurrent_operators
 from optexport.tracing.size_simplification import simplifying_sizes
@@ -102,14 +102,14 @@ def export_program(
 
 # Without these, a trace fails, contains calls that no format supports, or computes something else than the model.
 _PATCHES = [
-    (torch.nn.Module, "to", patches_functions.skip_needless_moves),
-    (AttentionInterface, "_global_mapping", patches_functions.allow_unknown_length),
-    (masking_utils.AttentionMaskInterface, "_global_mapping", patches_functions.remember_padding),
+    (torch.nn.Module, "to", transformers_functions.skip_needless_moves),
+    (AttentionInterface, "_global_mapping", transformers_functions.allow_unknown_length),
+    (masking_utils.AttentionMaskInterface, "_global_mapping", transformers_functions.remember_padding),
     # Masks that are made with torch.vmap, and how these index tensors. Gemma3 needs the first.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
-    (masking_utils, "_ignore_bidirectional_mask_sdpa", patches_functions.omit_empty_mask),
-    (exporter_dynamo, "_reshaped_vision_attention_forward", patches_functions.apply_head_norms),
+    (masking_utils, "_ignore_bidirectional_mask_sdpa", transformers_functions.omit_empty_mask),
+    (exporter_dynamo, "_reshaped_vision_attention_forward", transformers_functions.apply_head_norms),
     # The exporter computes missing inputs from others; here all inputs are present or constant.
     (_utils, "precompute_export_inputs", lambda _: lambda *_: None),
 ]

@@ -11,8 +11,15 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport._utils.module_state import restoring_state
-from optexport._utils.user_lines import describe_error, find_line
-from optexport.errors import FixedSizeError, OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
+from optexport._utils.user_lines import describe_error_and_line, find_line
+from optexport.errors import (
+    FixedSizeError,
+    OptexportError,
+    TraceError,
+    UntraceableError,
+    ValuesAskedError,
+    first_line,
+)
 from optexport.signature.signature import Dim, Dynamic, as_arguments
 from optexport.tracing import dynamo_exporter
 from optexport.tracing.fallbacks.attempts import returning_containers, returns_own_classes
@@ -23,13 +30,13 @@ from optexport.tracing.fallbacks.value_branches import calling_all_ways
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
+from optexport.tracing.shapes.expression_limit import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
     describe_fixing_line,
     recording_fixed_sizes,
     store_fixing_lines,
 )
-from optexport.tracing.shapes.size_expressions import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 from optexport.transformations.analysis import effects
@@ -208,7 +215,7 @@ def _model_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: E
     """Returns the error for a model that fails on its inputs without being traced."""
     shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
     return TraceError(
-        f"the model itself fails on the inputs {shapes}: {describe_error(error)}",
+        f"the model itself fails on the inputs {shapes}: {describe_error_and_line(error)}",
         location=type(model).__name__,
         hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
         if model._forward_pre_hooks or model._forward_hooks

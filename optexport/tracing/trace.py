@@ -37,13 +37,13 @@ from optexport.tracing.fallbacks.value_branches import exploring_branches, is_br
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.program_export import DynamicAxes, export_with_axes, skipped_checks
 from optexport.tracing.script_conversion import converting_scripts
+from optexport.tracing.shapes.expression_limit import LongSizeError
 from optexport.tracing.shapes.fixed_sizes import is_fixed_by_len
 from optexport.tracing.shapes.index_search import find_indexes
 from optexport.tracing.shapes.path_probe import probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.range_limits import RangeLimits, find_multiples
 from optexport.tracing.shapes.size_conditions import LARGEST
-from optexport.tracing.shapes.size_expressions import LongSizeError
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
     drop_assertions,
@@ -243,7 +243,7 @@ def _trace_module(
     else:
         program = export_with_axes(model, example, None, {name: list(dynamic.get(name, {})) for name in example})
         suspects = _check_ranges(program, dynamic, example)
-    program, signature, fixed, suspect_sizes = _resolve_branches(model, example, dynamic, program, values)
+    program, signature, fixed, suspect_sizes = _resolve_size_conditions(model, example, dynamic, program, values)
     fixed = tuple(f"{axis}; {_ONE_ROW}" if axis.endswith("[0] = 1") else axis for axis in fixed)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
@@ -282,7 +282,7 @@ def _make_traced(
     return Traced(graph_module, signature, fixed, distinct)
 
 
-def _resolve_branches(
+def _resolve_size_conditions(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,

@@ -12,7 +12,7 @@ from optexport._utils.plots import plot_file
 from optexport.bundle.layout import REFERENCE, REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord
-from optexport.errors import BundleError, first_line
+from optexport.errors import BundleError, describe_error
 from optexport.tracking import run_params
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 from optexport.tracking.model import OnnxModel, read_onnx_model
@@ -71,7 +71,7 @@ def build_payload(bundle: BundleRecord) -> RunPayload:
         raise
     except Exception as error:  # a document with a valid digest may still contain unexpected values
         raise BundleError(
-            f"the bundle cannot be converted for MLflow ({type(error).__name__}: {first_line(error)})",
+            f"the bundle cannot be converted for MLflow ({describe_error(error)})",
             location=str(bundle.folder),
         ) from error
 

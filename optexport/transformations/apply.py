@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from optexport._utils.user_lines import describe_error
+from optexport._utils.user_lines import describe_error_and_line
 from optexport.errors import GateError, OptexportError, TransformationError, printable
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation, registry
 from optexport.transformations.rule import Report, run
@@ -155,7 +155,7 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
         raise
     except (Exception, SystemExit) as error:  # code of plugins may raise anything
         raise TransformationError(
-            f"the rule raised {describe_error(error)}",
+            f"the rule raised {describe_error_and_line(error)}",
             location=rule.name,
             hint=f"To exclude it, {rule.exclusion_hint}. For the traceback, run with --debug.",
         ) from error

@@ -12,7 +12,7 @@ from typing import TypeVar
 from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
 from optexport.bundle.outcomes import PARITY_FAILED
 from optexport.config.schema import Format
-from optexport.errors import OptexportError, first_line
+from optexport.errors import OptexportError, describe_error
 from optexport.exporters.graph_writer import GraphWriter
 from optexport.job import Job
 from optexport.parity.checker import GRAPH, ParityChecker
@@ -141,4 +141,4 @@ def _reject_on_error(function: Callable[[], _Result]) -> _Result:
     except OptexportError as error:
         raise CandidateRejected(f"{error.location}: {error.message}" if error.location else error.message) from error
     except Exception as error:  # a format pass may raise anything, and a candidate is only a trial
-        raise CandidateRejected(f"raised {type(error).__name__}: {first_line(error)}") from error
+        raise CandidateRejected(f"raised {describe_error(error)}") from error

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from optexport import export, verify
-from optexport._utils import memory, platform
+from optexport._utils import model_memory, platform
 from tests._helpers import exports
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
+    files = [tmp_path / name for name in ("model_memory.max", "model_memory.current", "model_memory.stat")]
     monkeypatch.setattr(platform, "_CONTAINERS", (tuple(map(str, files)),))
     assert platform.free_memory() > 64 << 20
     for path, text in zip(files, (f"{64 << 20}\n", f"{40 << 20}\n", f"anon 7\ninactive_file {8 << 20}\n"), strict=True):
@@ -35,8 +35,8 @@ def test_export_works_without_linux_features(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "read_text", read)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(memory, "_find_c_function", lambda name, *types: None)
-    monkeypatch.setattr(memory, "LARGE_MODEL", 1)  # memory of large models is released
+    monkeypatch.setattr(model_memory, "_find_c_function", lambda name, *types: None)
+    monkeypatch.setattr(model_memory, "LARGE_MODEL", 1)  # memory of large models is released
     output = tmp_path / "out"
     export(exports.block(), exports.batch(), output, formats=["onnx"], dynamic=exports.DYNAMIC, effort="quick")
     verify(output)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from optexport.errors import BundleError, ParityError
+from optexport.parity.cases.basic_cases import make_cases
 from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.cases.vocabulary import vocabularies
 from optexport.parity.verify import verify
 from tests._helpers import exports

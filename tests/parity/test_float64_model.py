@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.parity import float64_model
 from optexport.parity.cases.case import Case
 from optexport.parity.reference_run import run_original, to_float64
@@ -19,7 +19,7 @@ from tests.parity.network import call
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float64_model, "_LARGE_PARAMETER", 1)
-    monkeypatch.setattr(memory, "LARGE_MODEL", 1)
+    monkeypatch.setattr(model_memory, "LARGE_MODEL", 1)
 
 
 def _leaves(outputs: object) -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def test_a_model_incompatible_with_upcasting_is_copied(way: str, monkeypatch: py
     model = (_scripted() if way == "scripted" else Writes(way)).eval()
     cases = [Case(f"{size} rows", {"x": torch.randn(size, 4)}) for size in (1, 3)]
     reference = run_original(call, model, cases)
-    monkeypatch.setattr(memory, "LARGE_MODEL", 1 << 60)
+    monkeypatch.setattr(model_memory, "LARGE_MODEL", 1 << 60)
     expected = run_original(call, model, cases)
     assert reference.fallback is expected.fallback is None
     for upcast, copied in zip(reference.exact, expected.exact, strict=True):

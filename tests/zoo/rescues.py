@@ -47,7 +47,7 @@ from optexport.tracing import (
 )
 from optexport.tracing.fallbacks import attempts, scalar_tensors
 from optexport.tracing.model_run import run_or_error
-from optexport.tracing.patches import expert_loops, functions
+from optexport.tracing.patches import expert_loops, transformers_functions
 from optexport.tracing.shapes.path_probe import ProbeResult, _agree
 from tests._helpers import models
 from tests.tracing import test_any_module
@@ -159,8 +159,8 @@ def _is_attention_changed(module: Any, query: Any, key: Any, value: Any, mask: A
     causal = kw.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     length = query.shape[2]
-    is_unknown = isinstance(length, torch.SymInt) and functions.free_unbacked_symbols(length)
-    return bool(is_unknown or (not causal and mask is not None and functions._PADDING in vars(mask)))
+    is_unknown = isinstance(length, torch.SymInt) and transformers_functions.free_unbacked_symbols(length)
+    return bool(is_unknown or (not causal and mask is not None and transformers_functions._PADDING in vars(mask)))
 
 
 def _is_precomputed(model: Any, inputs: Any) -> bool:

@@ -263,7 +263,7 @@ def _by_parts(function: Callable[[Any, Any], torch.Tensor], x: Any, y: Any) -> P
 
 
 def _where(condition: torch.Tensor, x: Any, y: Any) -> Pair:
-    return _by_parts(functools.partial(torch.where, condition), x, y)
+    return _by_parts(lambda real, imag: torch.where(condition, real, imag), x, y)
 
 
 def _scatter(scatter: Any, x: Any, dim: int, index: torch.Tensor, source: Any, **kw: Any) -> Pair:

@@ -33,9 +33,9 @@ from optexport.exporters.onnx import (
     transformers_fixes,
 )
 from optexport.exporters.onnx import passes as onnx_passes
+from optexport.exporters.onnx.crash_check import check_no_crash
 from optexport.exporters.onnx.refusals import as_refusal
 from optexport.exporters.onnx.replacements.table import replace_operators
-from optexport.exporters.onnx.session_probe import check_no_crash
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.transformations.analysis import effects
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from optexport.parity import distances
+from optexport.parity.cases.basic_cases import shapes_at
 from optexport.parity.cases.padding import is_padding_mask, with_padding
-from optexport.parity.cases.untraced_sizes import shapes_at
 from optexport.runtime.runners import Run
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature
@@ -90,7 +90,8 @@ def find_differing_sizes(
         difference = _difference(outputs, expected)
         if 0 < difference <= 1 and reordered:  # with other values, other integers depend on a last bit
             batch = _other_values(batch)
-            difference *= _difference(_outcome(graph, batch), _outcome(original, batch)) > 0
+            if not _difference(_outcome(graph, batch), _outcome(original, batch)):
+                difference = 0
         if difference:
             differences.append((difference, sizes))
         cost, elements_before = counter.operations, max(1, elements[items])

@@ -18,10 +18,10 @@ from optexport.errors import TraceError, UntraceableError, ValuesAskedError
 from optexport.signature.arguments import fix_inputs
 from optexport.signature.outputs import as_containers, has_own_classes
 from optexport.signature.signature import Batch, as_argument
-from optexport.tracing.fallbacks.constants import KnownValues
+from optexport.tracing.fallbacks.known_values import KnownValues
 from optexport.tracing.fallbacks.value_branches import exploring_branches
 from optexport.tracing.model_run import run
-from optexport.tracing.shapes.size_expressions import LongSizeError
+from optexport.tracing.shapes.expression_limit import LongSizeError
 
 T = TypeVar("T")
 # Traces a model with an example. The third argument maps inputs to the axes that may be dynamic, or is None for all

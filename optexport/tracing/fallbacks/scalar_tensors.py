@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from optexport.signature.index_values import is_whole
-from optexport.tracing.fallbacks.constants import overwritten
+from optexport.tracing.fallbacks.known_values import overwritten
 
 Integer = int | torch.SymInt
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.signature.index_values import IndexValues, is_whole, list_ranges
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Signature
@@ -47,7 +47,7 @@ def find_indexes(
         if dynamic and name in example:  # a fallback may have made the input a constant
             search.indexes[name] = next(list_ranges(example[name], dynamic, search.traced))
     indexed = {name: list(index.dims) for name, index in search.indexes.items()}
-    is_small = memory.weight_bytes(model) < MAX_WEIGHT_BYTES
+    is_small = model_memory.weight_bytes(model) < MAX_WEIGHT_BYTES
     search.improve(indexed, _find_candidates(example, signature, declared) if is_small else {})
     return search.indexes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,13 @@ from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature, as_argument
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.module_reconstruction import unlift
-from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_broken_at
+from optexport.tracing.shapes.size_conditions import candidates, is_broken_at
 from optexport.tracing.shapes.size_guards import (
     SuspectSize,
     assertions,
     drop_assertions,
     find_suspect_sizes,
-    iter_size_assumptions,
+    iter_assertions,
     renaming,
 )
 
@@ -71,28 +71,33 @@ def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
             fixed or made equal.
     """
     symbols, fixed = renaming(program, {}, signature.dims)
-    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
     limits, equal = program.range_constraints, []
     renamed: dict[Any, Any] = {}
-    for spec in signature.inputs:
-        for dims, traced_size in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
-            if isinstance(dims, str):
-                size = sum(symbols[name] for name in dims.split(" + "))
-                is_symbolic = isinstance(traced_size, torch.SymInt)
-                expression = sympy.sympify(traced_size.node.expr if is_symbolic else traced_size)
-                if expression.is_Symbol and expression not in fixed:
-                    renamed.setdefault(expression, size)
-                equal.append((expression, size))
+    for dims, traced_size in _dynamic_sizes(program, signature):
+        size = sum(symbols[name] for name in dims.split(" + "))
+        is_symbolic = isinstance(traced_size, torch.SymInt)
+        expression = sympy.sympify(traced_size.node.expr if is_symbolic else traced_size)
+        if expression.is_Symbol and expression not in fixed:
+            renamed.setdefault(expression, size)
+        equal.append((expression, size))
     conditions = [sympy.Eq(expression.xreplace(fixed | renamed), size) for expression, size in equal]
     for symbol, size in renamed.items():
         if symbol in limits:  # torch.export assumes at least 2 for every dynamic size
             conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
             conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _UNBOUNDED else []
-    asserted = (expression for expression, is_false in iter_size_assumptions(program) if is_false is is_broken)
-    conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
+    conditions += [expression.xreplace(fixed | renamed) for expression in iter_assertions(program)]
     allowed = set(symbols.values())
     return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= allowed]
+
+
+def _dynamic_sizes(program: ExportedProgram, signature: Signature) -> Iterator[tuple[str, Any]]:
+    """Yields the name of each dynamic size of the inputs, with the size in a trace."""
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
+    for spec in signature.inputs:
+        for size, traced_size in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
+            if isinstance(size, str):
+                yield size, traced_size
 
 
 def probe_paths(
@@ -195,13 +200,10 @@ def drop_needless_assertions(
     A graph of operators has no branches. Its export still assumes, for example, that one computed size is smaller than
     another, to decide on shapes. Assertions that the graph itself contains stay: the graph fails at such sizes.
     """
-    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
     names = {
         traced_size.node.expr: size
-        for spec in signature.inputs
-        for size, traced_size in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True)
-        if isinstance(size, str) and isinstance(traced_size, torch.SymInt)
+        for size, traced_size in _dynamic_sizes(program, signature)
+        if isinstance(traced_size, torch.SymInt)
     }
     traced = signature.sizes(example)
     suspects = [

@@ -41,8 +41,8 @@ def narrow_ranges(
         traced: The traced size of each dimension.
     """
     narrowed = dict(dims)
-    for expression, is_false, free in _assumptions(program, names, dims):
-        if is_false is is_broken and len(free) == 1:
+    for expression, free in _with_dimensions(iter_assertions(program), program, names, dims):
+        if len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
                 continue  # torch.export never traces a dynamic size of 1, so this does not limit the range
@@ -92,8 +92,8 @@ def find_fixed_dims(
         traced: The traced size of each dimension.
     """
     equations: dict[str, str] = {}
-    for expression, is_false, free in _assumptions(program, names, dims):
-        if is_false is not is_broken or not isinstance(expression, sympy.Equality):
+    for expression, free in _with_dimensions(iter_assertions(program), program, names, dims):
+        if not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
         larger = [
@@ -142,7 +142,11 @@ def find_suspect_sizes(
         traced: The traced size of each dimension.
     """
     suspects: list[SuspectSize] = []
-    for expression, is_false, free in _assumptions(program, names, dims):
+    asserted = _with_dimensions(iter_assertions(program), program, names, dims)
+    computed = _with_dimensions(_iter_float_sizes(program), program, names, dims)
+    assumptions = [(*assertion, True) for assertion in asserted] + [(*size, False) for size in computed]
+    for expression, free, is_asserted in assumptions:
+        is_false = is_broken if is_asserted else _is_rounded_differently
         earlier = ({name: sizes[name] for name in free} for suspect in suspects for sizes in suspect.sizes)
         # Models run at sizes near the traced ones more often than at the smallest sizes.
         near = () if is_exclusion(expression) else _neighbours(list(free), dims, traced)
@@ -158,9 +162,7 @@ def find_suspect_sizes(
             )
         ]
         if suspect_sizes:
-            suspects.append(
-                SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, is_exclusion(expression))
-            )
+            suspects.append(SuspectSize(expression, tuple(suspect_sizes), is_asserted, is_exclusion(expression)))
     return suspects
 
 
@@ -255,34 +257,36 @@ def renaming(
 _IsFalse = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
-def _assumptions(
-    program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
-) -> Iterator[tuple[Any, _IsFalse, dict[str, sympy.Symbol]]]:
-    """Yields each assumption about sizes, with its evaluation and its dimensions."""
+def _with_dimensions(
+    expressions: Iterable[Any], program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
+) -> Iterator[tuple[Any, dict[str, sympy.Symbol]]]:
+    """Yields each expression of dimensions with the symbols of its dimensions."""
     symbols, renamed = renaming(program, names, dims)
-    for assumption, is_false in iter_size_assumptions(program):
-        expression = assumption.xreplace(renamed)
+    for original in expressions:
+        expression = original.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
         # Assumptions without dimensions are always true; others depend on values that are unknown before the run.
         if free and len(free) == len(expression.free_symbols):
-            yield expression, is_false, free
+            yield expression, free
 
 
-def iter_size_assumptions(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
-    """Yields a program's assertions about sizes, and sizes that are computed with floats."""
-    fractions: dict[Any, None] = {}
+def iter_assertions(program: ExportedProgram) -> Iterator[Any]:
+    """Yields the conditions on sizes that a program asserts."""
     for asserted, _ in _asserted(program.graph):
         if isinstance(asserted, torch.SymBool):
-            yield asserted.node.expr, is_broken
-    yield from (
-        (expression, is_broken) for expression in [*_missing_assertions(program), *find_size_one_conditions(program)]
-    )
+            yield asserted.node.expr
+    yield from (*_missing_assertions(program), *find_size_one_conditions(program))
+
+
+def _iter_float_sizes(program: ExportedProgram) -> Iterator[Any]:
+    """Yields the sizes that a program computes with floating-point numbers."""
+    fractions: dict[Any, None] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.atoms(*_FLOATS):
                 fractions[size.node.expr] = None
-    yield from ((expression, _is_rounded_differently) for expression in fractions)
+    yield from fractions
 
 
 def _missing_assertions(program: ExportedProgram) -> list[Any]:

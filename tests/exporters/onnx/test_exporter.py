@@ -18,7 +18,7 @@ from torch.onnx._internal.exporter import _registration
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
 from optexport.exporters.onnx import transformers_fixes
-from optexport.exporters.onnx.session_probe import check_no_crash
+from optexport.exporters.onnx.crash_check import check_no_crash
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program

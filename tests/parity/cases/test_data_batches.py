@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from optexport.parity import original_run
+from optexport.parity import own_precision_run
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.data_batches import describe_unchecked_data
 from optexport.pipeline import run as pipeline_run
@@ -71,7 +71,7 @@ def test_all_rows_are_checked_except_with_quick_effort(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_with_results_too_large_for_disk_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(original_run, "_DATA_BYTES", 300)
+    monkeypatch.setattr(own_precision_run, "_DATA_BYTES", 300)
     parity = run(tmp_path, "standard").manifest.parity
     assert [case for case in parity.cases if case.startswith("data")] == ["data 1"]
     assert parity.left_out == ["data: 50 of 100 rows are checked"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optexport.config.schema import Effort
+from optexport.parity.cases.basic_cases import make_cases
 from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.signature.signature import Dim
 from tests._helpers.exports import quick
 from tests.parity.cases.test_special_values import EFFORTS, IDS, signature, text

@@ -15,9 +15,9 @@ from torch.nn import functional
 from optexport.config.inputs import TensorConfig
 from optexport.config.schema import Effort
 from optexport.errors import ParityError
+from optexport.parity.cases.basic_cases import make_cases
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.special_values import special_cases
-from optexport.parity.cases.untraced_sizes import make_cases
 from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import measure_tolerances
 from optexport.parity.reference_run import run_original

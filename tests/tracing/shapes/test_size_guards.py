@@ -16,7 +16,7 @@ from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToIn
 
 from optexport import export
 from optexport.errors import ParityError, TraceError
-from optexport.parity.cases import untraced_sizes
+from optexport.parity.cases import basic_cases
 from optexport.signature.signature import Dim
 from optexport.tracing.shapes import path_probe, size_conditions, size_guards
 from optexport.tracing.trace import trace
@@ -419,12 +419,12 @@ def test_size_in_doubt_is_tried_with_the_other_sizes_reduced(tmp_path: Path, mon
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
     monkeypatch.setattr(path_probe, "MAX_TRACED_ELEMENTS", 40 * 6)
     monkeypatch.setattr(path_probe, "_MAX_ELEMENTS", 1)
-    monkeypatch.setattr(untraced_sizes, "_BUDGET_OF_SUSPECTS", 40 * 6)
-    monkeypatch.setattr(untraced_sizes, "_BUDGET", 1)
-    monkeypatch.setattr(untraced_sizes, "_BUDGET_TIMES", 0)
+    monkeypatch.setattr(basic_cases, "_BUDGET_OF_SUSPECTS", 40 * 6)
+    monkeypatch.setattr(basic_cases, "_BUDGET", 1)
+    monkeypatch.setattr(basic_cases, "_BUDGET_TIMES", 0)
     with pytest.raises(ParityError, match="sequence 40"):
         quick(model, x, tmp_path / "bundle", dynamic=dynamic)
-    monkeypatch.setattr(untraced_sizes, "_BUDGET_OF_SUSPECTS", 40 * 6 - 1)
+    monkeypatch.setattr(basic_cases, "_BUDGET_OF_SUSPECTS", 40 * 6 - 1)
     with pytest.raises(
         TraceError, match="at sequence 40 the model may take another branch .* has 240 elements, which is too large"
     ):

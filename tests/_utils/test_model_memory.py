@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport._utils import memory
+from optexport._utils import model_memory
 from optexport.parity import float64_model
 from optexport.pipeline import run
 from tests._helpers.exports import INPUTS
@@ -46,7 +46,7 @@ def _file_backed() -> int:
 def test_paged_out_tensor_uses_no_memory_until_it_is_read(tmp_path: Path) -> None:
     tensor = _mapped(tmp_path)
     before = _file_backed()
-    memory.page_out([tensor])
+    model_memory.page_out([tensor])
     assert _file_backed() < before - SIZE * 0.9
     assert torch.equal(tensor, torch.arange(SIZE // 4, dtype=torch.float32))
 
@@ -55,7 +55,7 @@ def test_values_written_to_mapped_pages_are_not_lost(tmp_path: Path) -> None:
     tensor = _mapped(tmp_path)
     tensor[::1000] = -1.0
     expected = tensor.clone()
-    memory.page_out([tensor, expected])
+    model_memory.page_out([tensor, expected])
     assert torch.equal(tensor, expected)
     assert bool((expected[::1000] == -1.0).all())
 
@@ -68,7 +68,7 @@ def test_reference_cycles_are_collected() -> None:
     try:
         del first, second
         assert reference() is not None
-        memory.collect()
+        model_memory.collect()
         assert reference() is None
     finally:
         gc.enable()
@@ -79,7 +79,7 @@ def test_bundle_does_not_depend_on_the_large_model_threshold(tmp_path: Path, mon
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     records = []
     for place, threshold in (("small", 1 << 60), ("large", 1)):
-        for module, name in ((memory, "LARGE_MODEL"), (float64_model, "_LARGE_PARAMETER")):
+        for module, name in ((model_memory, "LARGE_MODEL"), (float64_model, "_LARGE_PARAMETER")):
             monkeypatch.setattr(module, name, threshold)
         (tmp_path / place).mkdir()
         path = tmp_path / place / "config.toml"

@@ -8,7 +8,7 @@ from torch import nn
 
 from optexport.errors import TraceError
 from optexport.signature.signature import Dim
-from optexport.tracing.shapes import size_expressions
+from optexport.tracing.shapes import expression_limit
 from optexport.tracing.trace import trace
 
 EXAMPLE = {"x": torch.zeros(3, 2, 40)}
@@ -27,7 +27,7 @@ class Windows(nn.Module):
 
 @pytest.fixture(autouse=True)
 def without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_expressions, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(expression_limit, "MAX_SECONDS", 0.0)
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_undeclared_axes_except_the_first_are_fixed() -> None:
 def test_declared_axis_is_refused_with_the_line_of_the_model() -> None:
     dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
     with pytest.raises(
-        TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_size_expressions"
+        TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_expression_limit"
     ) as caught:
         trace(Windows().eval(), EXAMPLE, dynamic)
     assert caught.value.location == "Windows"

@@ -13,7 +13,7 @@ from optexport.loading.loader import Loaded
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Dim
 from optexport.tracing import trace
-from optexport.tracing.fallbacks.constants import KnownValues
+from optexport.tracing.fallbacks.known_values import KnownValues
 from optexport.tracing.graph_checks import check_deterministic
 
 
@@ -73,7 +73,7 @@ def test_input_with_sizes_is_constant_and_text_stays_dynamic():
     traced = trace.trace(model, _grids())
     assert list(traced.constants) == ["grid"]
     assert [spec.name for spec in traced.signature.inputs] == ["pixels", "text"]
-    assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_constants.py:")
+    assert traced.fixed[0].startswith("grid = [[2, 3], [4, 2]]; the model reads its values at test_known_values.py:")
     pixels, text = torch.randn(14, 4), torch.randn(9, 4)
     want = model(pixels, text, GRID)
     for name, got in traced.graph_module(pixels, text).items():
@@ -97,7 +97,7 @@ def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
 @pytest.mark.slow
 def test_declared_sizes_error_explains_how_to_fix_the_input():
     with pytest.raises(
-        TraceError, match=r"inputs: grid: the model reads the values of these inputs at test_constants.py"
+        TraceError, match=r"inputs: grid: the model reads the values of these inputs at test_known_values.py"
     ) as error:
         trace.trace(Grids().eval(), _grids(), {"text": {0: Dim("rows", 1, 8)}})
     assert "[inputs.constants] grid = [[2, 3], [4, 2]]" in str(error.value)
@@ -109,7 +109,7 @@ def test_config_constants_may_be_lists_with_declared_sizes(tmp_path):
     config.write_text(
         """
         [model]
-        source = "python:tests.tracing.fallbacks.test_constants:make_grids"
+        source = "python:tests.tracing.fallbacks.test_known_values:make_grids"
         [inputs.tensors.pixels]
         shape = [14, 4]
         [inputs.tensors.text]
@@ -304,7 +304,7 @@ def test_random_branch_is_part_of_the_graph(model):
     ],
 )
 def test_branch_on_state_that_changes_is_refused(model):
-    with pytest.raises(TraceError, match=r"branches on values at test_constants.py:\d+: .* and writes to its state"):
+    with pytest.raises(TraceError, match=r"branches on values at test_known_values.py:\d+: .* and writes to its state"):
         trace.trace(model, {"x": torch.randn(4, 3)})
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optexport.config.schema import Effort
-from optexport.parity.cases.untraced_sizes import cut_to, make_cases
+from optexport.parity.cases.basic_cases import cut_to, make_cases
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
 from tests.tiers import examples
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import State, restoring_state
-from optexport.errors import TraceError, first_line
+from optexport.errors import TraceError, describe_error
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
 from optexport.parity.reference import Call, Outputs, Reference, store_results
@@ -53,12 +53,12 @@ def run_in_own_precision(
             raise
         except Exception as error:  # model code may raise anything
             if checked and (case.optional or not declared):
-                skipped.append(f"{case.name}: the original model fails, {type(error).__name__}: {first_line(error)}")
+                skipped.append(f"{case.name}: the original model fails, {describe_error(error)}")
                 continue
             is_resized = bool(checked) and not case.data
             suggestion = suggest_values(case.batch) if is_resized else None
             raise TraceError(
-                f"the original model fails on case {case.name}: {type(error).__name__}: {first_line(error)}",
+                f"the original model fails on case {case.name}: {describe_error(error)}",
                 location=type(model).__name__,
                 hint=f"{suggestion} Otherwise, declare in inputs.dynamic only sizes that the model accepts."
                 if suggestion
@@ -91,7 +91,7 @@ def _run_with_less_padding(run: Call, model: nn.Module, case: Case) -> tuple[Cas
             run, model, replace(case, batch=less_padded, fallbacks=tuple(fallbacks))
         )
         note = f"{case.name}: the original model fails with this padding, so the case has less padding"
-        note += f" ({type(error).__name__}: {first_line(error)})"
+        note += f" ({describe_error(error)})"
         return case, results, [note]
 
 
@@ -158,7 +158,7 @@ def _find_effect(
                     tensor.copy_(_changed(values, value))
                 difference = _find_difference(outputs, run(model, batch))
         except Exception as error:  # for example for a value that is no valid position
-            difference = f"{type(error).__name__}: {first_line(error)}"
+            difference = describe_error(error)
         finally:
             for tensor, values in zip(tensors, before, strict=True):
                 tensor.copy_(values)
@@ -198,7 +198,7 @@ def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Output
     try:
         difference = _find_difference(outputs, run(model, batch))
     except Exception as error:  # model code may raise anything
-        difference = f"{type(error).__name__}: {first_line(error)}"
+        difference = describe_error(error)
     if difference is not None:
         raise _state_error(model, " and ".join(changed[:3]), difference)
 
@@ -223,7 +223,7 @@ def _find_difference(first: Outputs, second: Outputs) -> str | None:
     """Returns the first output that differs by more than rounding, with the distance."""
     for name, tensor in first.items():
         distance = distances.largest(distances.distance(tensor, second[name]))
-        scale = distances.largest(distances.finite(tensor).abs())
+        scale = distances.max_magnitude(tensor)
         ulps = distances.MIN_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
         if distance > 16 * ulps:
             return f"{name} by {distance:.2g}"
