@@ -102,6 +102,7 @@ def test_interval_is_within_the_data_and_has_the_median(seed: int, launches: int
     assert logs.min() <= low <= np.median(logs) <= high <= logs.max()
 
 
+@pytest.mark.slow
 def test_suggested_rounds_mostly_give_a_verdict() -> None:
     generator = np.random.default_rng(1)
     decided = suggested = 0

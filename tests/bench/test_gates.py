@@ -51,6 +51,7 @@ def test_run_measures_nothing_by_default(call: Caller, tmp_path: Path) -> None:
     assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
 
 
+@pytest.mark.slow
 def test_figures_are_printed_and_not_in_the_manifest(call: Caller, tmp_path: Path) -> None:
     bench = "bench = { enabled = true, rounds = 1, shapes = [{ batch = 1 }, { batch = 8 }] }"
     result = call("run", as_onnx(bench))

@@ -41,6 +41,7 @@ def reference(task: str, **options: Any) -> Any:
     return pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu", **options)
 
 
+@pytest.mark.slow
 def test_text_classification_matches_the_transformers_pipeline(tmp_path: Path) -> None:
     shutil.copytree(bundles.bundle("text-classification"), tmp_path / "bundle")
     classifier: TextClassificationPipeline = reference("text-classification")

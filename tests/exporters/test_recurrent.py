@@ -232,6 +232,7 @@ def test_loop_over_a_fixed_number_of_steps_is_unrolled(tmp_path: Path) -> None:
     assert_exact(_Cells(), {"x": {0: BATCH}}, sequences((2, 7), (1, 7), (3, 7)), tmp_path)
 
 
+@pytest.mark.slow
 def test_loop_over_a_dynamic_number_of_steps_is_refused() -> None:
     with pytest.raises(TraceError) as raised:
         trace(_Cells().eval(), sequences((2, 7))[0], SEQUENCES)

@@ -53,6 +53,7 @@ def test_files_continue_new_prompts_as_generate_does(file_format: str, rows: int
     assert actual[:, -64:].tolist() == tokens.likeliest_tokens(model, prompt, 64).tolist()
 
 
+@pytest.mark.slow
 def test_finished_row_is_padded_as_generate_does() -> None:
     model, result, prompt = models.make("gpt2"), exported(), models.left_padded(_HELD_OUT)
     free = tokens.likeliest_tokens(model, prompt, 12)

@@ -266,6 +266,7 @@ def test_invalid_texts_are_refused(moved: Path) -> None:
             bundle.preprocess(texts)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_texts_of_several_lengths_are_refused_without_a_mask(tmp_path: Path) -> None:
     shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
 

@@ -84,7 +84,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     return classify
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_file_with_scaling_and_ranking_agrees_with_the_pipeline(
     file_format: str, classified: Callable[[str], tuple[Path, Result]], images: list[Path]

@@ -40,7 +40,7 @@ def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) 
 _FAST = ("bert", "llama", "resnet")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]

@@ -140,6 +140,7 @@ def call(folder: Path, *gates: str, text: str = CONFIG) -> Result:
     return CliRunner().invoke(cli, ["run", str(folder / "mine.toml")])
 
 
+@pytest.mark.slow
 def test_a_gate_can_fail_outputs_within_the_tolerance(folder: Path) -> None:
     text = CONFIG.replace('"torchscript", ', "")
     passed = call(folder, "argmax_agreement = 0.5", "cosine = { min = 0.5, output = 'logits' }", text=text)

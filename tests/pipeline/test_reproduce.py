@@ -148,6 +148,7 @@ def test_signature_is_checked_before_anything_runs(project: Path, tmp_path: Path
     assert (project / "ran").exists()
 
 
+@pytest.mark.slow
 def test_changed_model_is_named_with_its_weights_in_every_file(project: Path) -> None:
     (project / "reproduced.py").write_text(MODULE.replace("SCALE = 1.0", "SCALE = 1.25"))
     error = message(reproduce(project), 4)
@@ -158,6 +159,7 @@ def test_changed_model_is_named_with_its_weights_in_every_file(project: Path) ->
     assert "differs by at most" in error
 
 
+@pytest.mark.slow
 def test_changed_graph_is_named_by_its_node(project: Path) -> None:
     (project / "reproduced.py").write_text(
         MODULE.replace("        model.down", "        model.act = nn.ReLU()\n        model.down")

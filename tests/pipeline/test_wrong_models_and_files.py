@@ -66,7 +66,7 @@ def test_wrong_file_is_caught_and_blamed_on_the_exporter(
     assert nothing_is_left(project)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda content: content[:-100], None])
 @pytest.mark.parametrize(
     ("file_format", "name"),

@@ -42,6 +42,7 @@ def test_slight_scale_on_one_head_is_caught_too(project: Path) -> None:
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_size_hard_coded_by_a_rule_is_caught_at_untraced_sizes(project: Path) -> None:
     with pytest.raises(ParityError) as caught:
         run.run(config(project, wrong("BakedSize")))
@@ -116,6 +117,7 @@ def expecting(project: Path, rule: str, minimum: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_rule_with_the_expected_number_of_matches_passes(project: Path) -> None:
     result = run.run(expecting(project, "merge-linears", 1))
     assert result.manifest.config["transformations"] == [{"use": "merge-linears", "min_matches": 1}]

@@ -121,6 +121,7 @@ def test_divisions_are_found_in_an_exported_graph(how: str) -> None:
     check_applied(ChangeTrueDivToMulByInverse(), by_export(x, lambda _, x: _DIVISIONS[how](x, 7.0)), x)
 
 
+@pytest.mark.slow
 def test_divisions_of_a_real_model_are_found() -> None:
     _, report = run(ChangeTrueDivToMulByInverse(), copy_sharing_modules(models.traced("t5")))
     assert len(report.changes) + len(report.near_misses) == 4

@@ -75,7 +75,7 @@ def test_gate_and_up_projections_are_merged() -> None:
     assert after.get_submodule("model.layers.1.mlp.gate_proj-up_proj-merged").out_features == 48
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_cross_attention_of_all_decoder_layers_is_one_merge(name: str) -> None:
     _, report = run(MergeLinears(), copy_sharing_modules(models.traced(name)))

@@ -48,7 +48,7 @@ def test_file_gives_the_outputs_of_the_model_at_any_size(name: str, optimized: b
     files.assert_agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimized=optimized), 5e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> None:
     signature = files.prepared(name).signature

@@ -29,6 +29,7 @@ def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
     return linalg.inv(x), torch.inverse(x.double()), linalg.solve(x, x.sum(-1)), linalg.solve(x, x.mT @ x)
 
 
+@pytest.mark.slow
 def test_inverse_chooses_pivots(tmp_path: Path) -> None:
     files.assert_onnx(Program(_inverses), _matrices(3, 3), BATCH, tmp_path, _matrices(7, 3), _matrices(1, 3))
 

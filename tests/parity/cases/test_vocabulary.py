@@ -94,7 +94,7 @@ def test_output_sizes_set_by_input_values_are_detected(by_values: bool) -> None:
     assert has_value_dependent_sizes(traced.graph_module) is by_values
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("body", "is_one"),
     [

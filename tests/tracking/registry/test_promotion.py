@@ -308,7 +308,7 @@ def test_a_history_fits_into_a_postgres_tag(store: Registry) -> None:
     assert json.loads(tag)[-1] == entries[-1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
 def test_an_overwritten_history_does_not_stop_a_registration(store: Registry, tag: str) -> None:
     store.log()
