@@ -329,10 +329,20 @@ def _compare(
         values = "only NaN or infinity" if has_elements else "no elements"
         problem = f"the original returns {values}, so nothing can be checked"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
-    floor_ratio = 0.0 if max_abs == 0 else math.inf if tolerance.floor == 0 else max_abs / tolerance.floor
-    agreement = sum(agreements) / len(agreements) if agreements else 1.0  # extreme cases alone have no agreements
-    numbers = (max_abs, max_rel, cosine, tolerance.floor, tolerance.limit, floor_ratio, step, agreement, passing_atol)
-    return OutputParity(name, *numbers, worst_case, tuple(compared))
+    return OutputParity(
+        name,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        cosine=cosine,
+        floor=tolerance.floor,
+        limit=tolerance.limit,
+        floor_ratio=0.0 if max_abs == 0 else math.inf if tolerance.floor == 0 else max_abs / tolerance.floor,
+        step=step,
+        argmax_agreement=sum(agreements) / len(agreements) if agreements else 1.0,  # extreme cases alone have none
+        passing_atol=passing_atol,
+        worst_case=worst_case,
+        cases=tuple(compared),
+    )
 
 
 def _allowed_distance(

@@ -42,7 +42,7 @@ from optexport.tracing.value_checks import drop_value_assertions, skip_value_che
 from optexport.transformations.analysis import effects
 
 # The entry in a program's metadata for the lines of skipped checks.
-_CHECKS = "optexport_skipped_checks"
+_CHECKS_KEY = "optexport_skipped_checks"
 
 # Maps each input to the axes that may be dynamic.
 DynamicAxes = Mapping[str, Sequence[int]]
@@ -50,7 +50,7 @@ DynamicAxes = Mapping[str, Sequence[int]]
 
 def skipped_checks(program: ExportedProgram) -> tuple[str, ...]:
     """Returns the lines of the model that check values and raise, which the program leaves out."""
-    checks: tuple[str, ...] = program.graph_module.meta.get(_CHECKS, ())
+    checks: tuple[str, ...] = program.graph_module.meta.get(_CHECKS_KEY, ())
     return checks
 
 
@@ -113,7 +113,7 @@ def export_with_axes(
     drop_value_assertions(program, checks)
     size_ones.store(program)
     store_fixing_lines(program, fixing_lines)
-    program.graph_module.meta[_CHECKS] = tuple(checks)
+    program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
     if written := scalars.used_buffers & _find_written_buffers(program):
         return export_with_axes(model, example, dynamic, free, {*changing, *written})
     return program
@@ -130,7 +130,7 @@ def _export_strictly(
     checks: dict[str, None] = {}
     drop_value_assertions(program, checks)
     doubt_size_one(program)
-    program.graph_module.meta[_CHECKS] = tuple(checks)
+    program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
     return program
 
 
