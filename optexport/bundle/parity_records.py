@@ -164,7 +164,7 @@ class ToleranceRecord(_Record):
         limit: The largest distance from the reference that passes.
         atol: The absolute tolerance in the config.
         rtol: The relative tolerance in the config.
-        extremes: The limits of extreme cases; null if only NaN, shape and dtype are checked.
+        extremes: The limits of cases that have their own; null if only NaN, shape and dtype are checked.
         largest: The largest magnitude of the original's finite values in the other cases; null in older bundles.
     """
 

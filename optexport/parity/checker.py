@@ -219,7 +219,7 @@ class ParityChecker:
         for name, tolerance in self.tolerances.items():
             limit = tolerances[name].limit if name in tolerances else math.inf
             limits = dict.fromkeys((case.name for case in reference.cases), 0.0 if tolerance.fixed else limit)
-            extended[name] = replace(tolerance, extremes={**tolerance.extremes, **limits})
+            extended[name] = replace(tolerance, own_limits={**tolerance.own_limits, **limits})
         self.tolerances = extended
 
     def _add(
@@ -312,7 +312,7 @@ def _compare(
             failure = _find_gross_failure(name, reference, distance, magnitude)
         compared.append(CaseParity(case.name, farthest, distances.largest(allowed), failure))
         from_original = distances.largest(distances.distance(candidate, original))
-        if case.name in tolerance.extremes:
+        if case.name in tolerance.own_limits:
             passing_atol = max(passing_atol, from_original if is_beyond else 0.0)
             continue
         if farthest >= max_abs:

@@ -178,7 +178,7 @@ def _tolerance_of_case(tolerance: Tolerance, original: torch.Tensor, noise: floa
     scale = distances.max_magnitude(original)
     limit = max(tolerance.limit, noise_multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
     drowned = limit > LARGEST_LIMIT * scale and limit > tolerance.limit
-    return replace(tolerance, limit=math.inf if drowned else limit, extremes={})
+    return replace(tolerance, limit=math.inf if drowned else limit, own_limits={})
 
 
 # Size of each dimension, and kind of values of each input.

@@ -39,15 +39,16 @@ class Tolerance:
             variations.
         limit: Largest distance from float64 that passes; with atol or rtol, the largest that they allow.
         atol: Together with rtol, a fixed limit: ``|candidate - original| <= atol + rtol * |original|``.
-        extremes: Limits of extreme cases and of cases with far larger values than most. Infinite if noise exceeds the
-            result; then only NaN, infinities, shape and dtype are checked.
+        own_limits: Limits of cases that have their own: extreme cases, cases with far larger values than most, cases
+            whose limit was raised, and cases that the search added. Infinite if noise exceeds the result; then only
+            NaN, infinities, shape and dtype are checked.
     """
 
     floor: float
     limit: float
     atol: float | None = None
     rtol: float | None = None
-    extremes: Mapping[str, float] = field(default_factory=dict)
+    own_limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fixed(self) -> bool:
@@ -60,7 +61,7 @@ class Tolerance:
             case: Name of the case.
             magnitude: Absolute values of the reference on that case, float64.
         """
-        own = torch.full_like(magnitude, self.extremes.get(case, 0.0 if self.fixed else self.limit))
+        own = torch.full_like(magnitude, self.own_limits.get(case, 0.0 if self.fixed else self.limit))
         return torch.maximum(own, (self.atol or 0.0) + (self.rtol or 0.0) * magnitude) if self.fixed else own
 
 
@@ -112,7 +113,7 @@ def _measure_tolerance(
         # The output depends on rounding if float64 gives another value.
         unsure = [i for i in extreme if not torch.equal(reference.outputs[i][name], reference.exact[i][name])]
         return Tolerance(
-            0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme}
+            0.0, 0.0, own_limits={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme}
         )
     noise = [of_case[name] for of_case in reference.noise]
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
@@ -129,7 +130,7 @@ def _measure_tolerance(
             location=f"output {name}",
             hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
-    extremes = {}
+    own_limits = {}
     if scale == 0:  # if all ordinary values are zero, extreme cases are the only evidence and get ordinary limits
         outliers, extreme = [*outliers, *extreme], []
     for index in extreme:  # the limit follows the original's noise there, or its noise elsewhere scaled to these values
@@ -141,14 +142,14 @@ def _measure_tolerance(
             * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
         )
         drowned = case_limit > LARGEST_LIMIT * max(scale, scales[index])
-        extremes[reference.cases[index].name] = math.inf if drowned else case_limit
+        own_limits[reference.cases[index].name] = math.inf if drowned else case_limit
     if atol is None and rtol is None:
         for index in outliers:
             case_limit = max(limit, _compute_limit(reference, dtype, noise_multiple, noise[index], scales[index]))
-            extremes[reference.cases[index].name] = case_limit
+            own_limits[reference.cases[index].name] = case_limit
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
-    return Tolerance(floor, limit, atol, rtol, extremes)
+    return Tolerance(floor, limit, atol, rtol, own_limits)
 
 
 def relax_for_lower_precision(tolerances: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
@@ -162,7 +163,7 @@ def relax_for_lower_precision(tolerances: Mapping[str, Tolerance], reference: Re
     return {
         name: tolerance
         if tolerance.fixed or not reference.outputs[0][name].dtype.is_floating_point
-        else replace(tolerance, limit=math.inf, extremes=dict.fromkeys(tolerance.extremes, math.inf))
+        else replace(tolerance, limit=math.inf, own_limits=dict.fromkeys(tolerance.own_limits, math.inf))
         for name, tolerance in tolerances.items()
     }
 

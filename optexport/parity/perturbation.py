@@ -68,8 +68,8 @@ def find_raised_tolerances(
     raised = {
         case
         for output, tolerance in checker.tolerances.items()
-        for case, limit in tolerance.extremes.items()
-        if limit != measured[output].extremes.get(case)
+        for case, limit in tolerance.own_limits.items()
+        if limit != measured[output].own_limits.get(case)
     }
     checked = {case.case for output in target.outputs for case in output.cases}
     ordinary = {case.name for case in checker.reference.cases if not case.extreme}
@@ -79,7 +79,7 @@ def find_raised_tolerances(
     farthest_allowed: dict[_OutputCase, float] = {}
     for (output, case), distance in failing.items():
         tolerance = measured[output]
-        farthest_allowed[output, case] = _FARTHEST_TIMES * tolerance.extremes.get(case, tolerance.limit)
+        farthest_allowed[output, case] = _FARTHEST_TIMES * tolerance.own_limits.get(case, tolerance.limit)
         if tolerance.fixed or not math.isfinite(distance) or distance > farthest_allowed[output, case]:
             return None
     reference = checker.reference.select([i for i, case in enumerate(checker.reference.cases) if case.name in cases])
@@ -92,7 +92,7 @@ def find_raised_tolerances(
             limit = min(noise_multiple / _WORST_IN_FLOORS * farthest, farthest_allowed[output, case])
             if not failing[output, case] <= limit <= LARGEST_LIMIT * _scale(reference, output, case):
                 return None
-            tolerances[output] = replace(tolerances[output], extremes={**tolerances[output].extremes, case: limit})
+            tolerances[output] = replace(tolerances[output], own_limits={**tolerances[output].own_limits, case: limit})
     return tolerances
 
 

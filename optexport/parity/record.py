@@ -58,9 +58,9 @@ def parity_record(checker: ParityChecker) -> ParityRecord:
 
 
 def _tolerance(name: str, tolerance: Tolerance, reference: Reference) -> ToleranceRecord:
-    extremes = {case: limit if math.isfinite(limit) else None for case, limit in tolerance.extremes.items()}
+    extremes = {case: limit if math.isfinite(limit) else None for case, limit in tolerance.own_limits.items()}
     cases = zip(reference.cases, reference.outputs, strict=True)
-    ordinary = [outputs[name] for case, outputs in cases if case.name not in tolerance.extremes]
+    ordinary = [outputs[name] for case, outputs in cases if case.name not in tolerance.own_limits]
     largest = max((distances.max_magnitude(tensor) for tensor in ordinary), default=0.0)
     return ToleranceRecord(
         floor=tolerance.floor,

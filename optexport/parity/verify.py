@@ -116,8 +116,8 @@ def gates_of(manifest: Manifest) -> list[Gate]:
 
 def tolerance_of(record: ToleranceRecord) -> Tolerance:
     """Converts a tolerance record of the manifest into a tolerance."""
-    extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
-    return Tolerance(record.floor, record.limit, record.atol, record.rtol, extremes)
+    own_limits = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
+    return Tolerance(record.floor, record.limit, record.atol, record.rtol, own_limits)
 
 
 def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
