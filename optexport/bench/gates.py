@@ -56,7 +56,7 @@ def check_never_slower(
         lowered = ", ".join(pair.artifact.format for pair in slower if pair.artifact.precision is not None)
         hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
         raise GateError(
-            "the tuned files are slower than the plain export",
+            "some tuned files are slower than the plain export",
             details="\n".join(map(_speedup_text, slower)),
             hint=hint if lowered else None,
             parity=parity,

@@ -152,7 +152,7 @@ def from_file(inputs: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifac
             raise ConfigError(
                 f"{artifact.name} cannot receive {name}: NumPy has no dtype {dtypes[name]}",
                 location=f"--inputs {inputs}",
-                hint=f"Measure only torch files with these inputs, or store {name} as F32.",
+                hint=f"Measure only TorchScript and .pt2 files with these inputs, or store {name} as F32.",
             )
     return [Workload({}, _count_rows({}, tensor_shapes), inputs)]
 

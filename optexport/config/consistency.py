@@ -216,7 +216,7 @@ def check_precision(config: Config, location: str) -> None:
     lowered = [name for name in FORMATS if table.of(name) is not None]
     if not lowered:
         raise ConfigError(
-            "the table sets the precision of no format",
+            "no format gets a precision here",
             location=f"{location}: precision",
             hint='Write a precision for a format, such as onnx = "int8", or remove [precision].',
         )

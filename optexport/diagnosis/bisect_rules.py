@@ -88,7 +88,10 @@ class _Rerun:
         return checker.check(GRAPH, lambda batch: self.call(graph_module, dict(batch)))
 
     def graph_passes(self, graph_module: fx.GraphModule) -> bool:
-        """Returns True if the outputs that failed pass; others may be all NaN in this case, which cannot be checked."""
+        """Returns True if the outputs that failed before now pass.
+
+        Others are ignored, because they may be all NaN in this case.
+        """
         parity = self.check(graph_module)
         if not self.failed_outputs:
             return parity.passed

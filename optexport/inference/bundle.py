@@ -132,7 +132,9 @@ class Bundle:
             raise ConfigError(
                 f"the file cannot run on these inputs: {first_line(error)}",
                 location=self._artifact.path,
-                hint=self._signature if fixed is None else f"Pass inputs of the traced sizes, because {fixed}.",
+                hint=self._signature
+                if fixed is None
+                else f"Pass inputs of the traced sizes; the file takes no others, because {fixed}.",
             ) from error
 
     def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,16 +251,16 @@ class Bundle:
         encoded = _encoded(tokenizer, texts, **truncation)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         width = round_up(max(shortest, *lengths), step)
-        if min(lengths) < width and "attention_mask" not in names:
-            raise ConfigError(
-                f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but the model has "
-                "no attention mask",
-                location="texts",
-                hint="Pass one text at a time." if len(texts) > 1 and shortest < width else None,
-            )
-        if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
-            raise ConfigError("the tokenizer has no padding token", location="texts", hint="Pass one text at a time.")
         if min(lengths) < width:
+            has_mask, pad_token = "attention_mask" in names, preprocessors.pad_token(tokenizer)
+            if not has_mask or pad_token is None:
+                missing = "the tokenizer has no padding token" if has_mask else "the model has no attention mask"
+                can_run_alone = all(length == round_up(max(shortest, length), step) for length in lengths)
+                raise ConfigError(
+                    f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but {missing}",
+                    location="texts",
+                    hint="Pass one text at a time." if can_run_alone else None,
+                )
             # Always on the right: padding before a text would change its positions.
             pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
             encoded = _encoded(tokenizer, texts, **pad)

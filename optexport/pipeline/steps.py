@@ -132,7 +132,7 @@ def as_baseline(job: Job, output: Path) -> Job:
 
 
 def with_origin(job: Job, plan: RunPlan, mlflow_run: str | None) -> Job:
-    """Returns the job with the digest of its lock and its MLflow run, for the bundle's record of its origin."""
+    """Returns the job with a completed origin: the digest of its lock file and its MLflow run."""
     lock_sha256 = None if plan.lock is None else digests.sha256(lockfile.lock_path(plan.path))
     return replace(job, origin=job.origin.model_copy(update={"lock_sha256": lock_sha256, "mlflow_run": mlflow_run}))
 

@@ -40,7 +40,7 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
 
 
 def _keep_starts(ids: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Returns ids in which no row starts with padding (zeros), if the original has padding only behind others.
+    """Returns ids in which no row starts with padding (zeros), if the original has padding only after other ids.
 
     Models that count the ids of a row, such as those that pack sequences, reject empty rows.
     """

@@ -102,7 +102,7 @@ class _PackedSequences(TorchFunctionMode):
             and args[1] == 0
             and _SEQUENCES in vars(args[0])
         ):
-            return vars(args[0])[_SEQUENCES]  # layers ask for a size, and get a tensor
+            return vars(args[0])[_SEQUENCES]  # layers read element 0 as a size; torch would return a tensor
         if func is torch._pad_packed_sequence and isinstance(args[1], FakeTensor):
             return _pad(*args)
         if func is torch.as_tensor and args and isinstance(args[0], _Lengths):

@@ -141,14 +141,16 @@ class _Recorder(nn.Module):
                 calls[id(script)] = copy.deepcopy((args, kwargs))
             return script(*args, **kwargs)
 
-        self.call = call  # no attributes: these are state, which the run restores, and a submodule renames weights
+        # A closure: a script in an attribute would count as state, which the run restores, and as a submodule would
+        # rename weights.
+        self.call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
 
 def _convert_called(script: torch.jit.ScriptModule, call: _Call | None) -> nn.Module:
-    """Returns a program as a module; an empty one if the program is never called."""
+    """Returns a program as a module; an empty module if the model never calls the program."""
     return nn.Module() if call is None else convert(script, *call)
 
 

@@ -278,5 +278,23 @@ def test_texts_of_several_lengths_are_refused_without_a_mask(tmp_path: Path) -> 
     assert bundle.preprocess(["the cat", "a dog"])["input_ids"].shape == (2, 4)
     with pytest.raises(
         ConfigError, match="the texts have 4, 5 tokens and need padding to 5, but the model has no attention mask"
-    ):
+    ) as caught:
         bundle.preprocess(["the cat", "the cat sat"])
+    assert caught.value.hint == "Pass one text at a time."
+
+
+def test_a_text_below_a_fixed_length_is_refused_without_a_padding_token(tmp_path: Path) -> None:
+    shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
+
+    def fix_length(manifest: dict[str, Any]) -> None:
+        for one in manifest["inputs"]:
+            one["shape"][1] = 8
+
+    exports.edit_json(tmp_path / "bundle" / "manifest.json", fix_length)
+    bundle = Bundle.load(tmp_path / "bundle")
+    bundle.tokenizer.pad_token = None
+    with pytest.raises(
+        ConfigError, match="the texts have 4 tokens and need padding to 8, but the tokenizer has no padding token"
+    ) as caught:
+        bundle.preprocess("the cat")
+    assert caught.value.hint is None

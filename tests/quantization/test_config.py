@@ -25,7 +25,7 @@ from tests.quantization import models
             'keep_float32 = ["layers.0"]',
             '"onnx"',
             "cosine = 0.9",
-            "precision: the table sets the precision of no format",
+            "precision: no format gets a precision here",
         ),
         (
             'onnx = "int8"',

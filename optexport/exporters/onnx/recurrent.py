@@ -225,7 +225,10 @@ def _ints(*numbers: int) -> Any:
 
 
 def should_fold(node: onnx_ir.Node) -> bool | None:
-    """Returns True if a node only lays out weights of recurrent operators; folding does not enlarge the file."""
+    """Returns True if a node only rearranges weights of recurrent operators, so that folding keeps the file's size.
+
+    None leaves the decision to the optimizer.
+    """
     uses = [use for value in node.outputs for use in value.uses()]
     if node.op_type not in _LAYOUT or not uses:
         return None

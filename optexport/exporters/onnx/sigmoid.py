@@ -10,8 +10,8 @@ def fix(model: onnx_ir.Model) -> None:
 
     In float32, ONNX Runtime 1.31 has an absolute error of up to 1.7e-7 for results of any size. The relative error is
     1/400 at -10, and the result is 0 below -18. The expanded form is as accurate as torch's Sigmoid. In ``x *
-    sigmoid(x)`` the absolute error is as small as elsewhere. Any other product may be the input of a logarithm or a
-    quotient.
+    sigmoid(x)`` a small absolute error is enough. Any other result may go into a logarithm or quotient, which needs a
+    small relative error.
     """
     for node in list(model.graph.all_nodes()):
         if node.op_type == "Sigmoid" and not node.domain and not _is_part_of_silu(node):

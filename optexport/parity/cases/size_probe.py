@@ -62,7 +62,7 @@ def find_differing_sizes(
     *,
     reordered: bool = False,
 ) -> list[dict[str, int]]:
-    """Returns a few sizes at which a graph differs from the original, or raises.
+    """Returns a few sizes at which a graph raises or differs from the original.
 
     The tried sizes depend only on the model and its ranges, not on time, so the search is deterministic.
 

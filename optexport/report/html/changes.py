@@ -119,7 +119,10 @@ class _History:
                     self._removed.setdefault(name, []).append((index, change))
 
     def groups(self, index: int) -> list[Group]:
-        """Returns the changes of a rule in groups, ordered by their first members."""
+        """Returns the changes of a rule, grouped by equal drawings, numbers in names aside.
+
+        The groups are in the order of their first changes.
+        """
         members: dict[object, list[ChangeRecord]] = {}
         first_views: dict[object, tuple[View, View]] = {}
         for change in self._rules[index].changes:

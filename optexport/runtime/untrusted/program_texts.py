@@ -102,7 +102,11 @@ def check(value: Any, location: str, key: str = "") -> None:
     elif isinstance(value, str) and not _is_allowed(value, key):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise SourceError(f"the text {shown!r} is neither a name nor a size", location=location, hint=HINT)
+        raise SourceError(
+            f"the file contains the text {shown!r}, where only names and sizes are allowed",
+            location=location,
+            hint=HINT,
+        )
 
 
 def _check_record(record: dict[str, Any], location: str) -> None:

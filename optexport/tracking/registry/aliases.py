@@ -140,7 +140,7 @@ def read_history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
 def was_superseded(client: Any, name: str, alias: str, version: str) -> bool:
     """Returns True if a version held the alias and another one was promoted by hand later.
 
-    The entry after a version's own entry was written while that version held the alias.
+    The history is in order of time, so the entries after the version's last one come from later moves.
     """
     entries = _parse_history(get_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     indices = [index for index, entry in enumerate(entries) if entry["version"] == version]

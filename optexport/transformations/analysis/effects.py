@@ -83,7 +83,10 @@ def _is_in_place(module: nn.Module) -> bool:
 
 
 def _updated_state(arguments: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments that a function for a layer changes without declaring it."""
+    """Returns the arguments that a function such as ``batch_norm`` or ``embedding`` writes to.
+
+    The schema does not declare these writes.
+    """
     training = any(arguments.get(flag) for flag in ("training", "train", "use_input_stats"))
     statistics = [arguments.get("running_mean"), arguments.get("running_var")] if training else []
     return [*statistics, arguments.get("weight")] if arguments.get("max_norm") is not None else statistics

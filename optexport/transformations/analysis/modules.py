@@ -74,7 +74,8 @@ def parent_of(graph_module: GraphModule, target: str) -> tuple[nn.Module, str]:
     """Returns the module that contains a target, safe to change, and the target's name in it.
 
     A GraphModule shares its leaf modules with the model that it was traced from. A container on the path may be such a
-    leaf, or lie in one, unless it is a bare ``nn.Module`` that ``torch.fx`` created. Then a shallow copy replaces it.
+    leaf, or lie in one. So a shallow copy replaces each container on the path, except a bare ``nn.Module`` that
+    ``torch.fx`` created and that lies in no leaf.
     """
     *path, name = target.split(".")
     parent, shared = cast(nn.Module, graph_module), False
