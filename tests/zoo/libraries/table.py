@@ -16,11 +16,11 @@ _INTRODUCTION = """\
 # Models of other libraries
 
 Written by `python -m tests.zoo.libraries --table`; do not edit it by hand. Each model is built small from its
-library, with random weights, biases and norm statistics, and exported to ONNX and TorchScript with the axes dynamic
-that a user would declare. The files then run at two sizes that were not traced, with other values, against eager
-PyTorch. `right` means that both files are right at all sizes. For comparison, torch's own exporters export the models
-that are not right, judged in the same way. Results of earlier runs are kept, so rows may come from several commits and
-efforts.
+library, with random weights, biases and norm statistics. It is exported to ONNX and TorchScript, with the dynamic axes
+that a user would declare. The results of the files are then compared with eager PyTorch at two sizes that were not
+traced, with other values. `right` means that both files are right at all sizes. Models that are not right are also
+exported by torch's own exporters and judged in the same way. Results of earlier runs are kept, so rows may come from
+several commits and efforts.
 
 {machine}; {versions}. The seconds were measured while other processes ran.
 """
@@ -44,7 +44,7 @@ def table(models: Mapping[str, Model], results: Mapping[str, Record], peers: Map
         *[_library_row(library, records, peers) for library in sorted({_library(record) for record in records})],
         _library_row("", records, peers),
         "",
-        f"{len(records)} of {len(models)} models ran. Right by an exporter of torch's and not by optexport: {behind}.",
+        f"{len(records)} of {len(models)} models ran. {behind} are right with torch's exporters only.",
         "",
         "## Not right",
         "",
