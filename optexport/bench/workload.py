@@ -114,7 +114,8 @@ def from_bundle(
             if spec.name not in tensors or tensors[spec.name].dim() != len(spec.shape):
                 shape = f"[{', '.join(map(str, spec.shape))}]"
                 raise ConfigError(
-                    f"the input {spec.name} {shape} of the bundle is missing", location=f"--inputs {inputs}"
+                    f"the file has no tensor {spec.name} of shape {shape}, which the bundle takes as an input",
+                    location=f"--inputs {inputs}",
                 )
         batch = {spec.name: tensors[spec.name] for spec in specs}
     indexes = {

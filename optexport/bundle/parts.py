@@ -66,9 +66,8 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
         if path.name not in {GENERATION, *parts, *SIGNED}:
             raise BundleError("the path is not part of the export", location=str(path), hint="Remove it.")
         if path.is_symlink() or path.is_dir() != (path.name in parts):
-            raise BundleError(
-                "the path is a link, or a file instead of a folder", location=str(path), hint="Remove it."
-            )
+            kind = "folder" if path.name in parts else "file"
+            raise BundleError(f"expected a {kind} that is not a link", location=str(path), hint="Remove it.")
     manifests = {name: _read_part(folder / name) for name in parts}
     for name, digest in parts.items():
         if manifests[name].digest != digest:

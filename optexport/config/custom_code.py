@@ -30,7 +30,7 @@ def check_custom_code(config: Config, location: str) -> None:
         raise ConfigError(
             f"{code} is custom code, and --no-custom-code or {VARIABLE} forbids custom code",
             location=f"{location}: {key}",
-            hint="Read that code, then run the config without the option; or remove this key.",
+            hint=f"Read that code, then run the config without --no-custom-code and {VARIABLE}; or remove this key.",
         )
 
 

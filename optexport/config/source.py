@@ -294,7 +294,7 @@ def check_module(spec: str, folder: Path, location: str) -> None:
     module = spec.partition(":")[0].partition(".")[0]
     if not module:
         raise ConfigError(
-            f'"{spec}" has no name of a module',
+            f'"{spec}" names no module',
             location=location,
             hint='Write "python:package.module:name", without a path.',
         )

@@ -24,7 +24,8 @@ _FIRST_NUMBERS = 4
 def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     """Returns one answer for each row of a batch, as JSON.
 
-    The answer has the raw outputs if the task is unknown, or if its output or tokenizer is missing.
+    An answer holds the raw outputs if the task is unknown, its tokenizer is missing, or its output is missing, contains
+    NaN or has another number of rows.
     """
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
     application = bundle.application

@@ -152,7 +152,7 @@ class Bundle:
     def _check_sizes(self, arrays: Arrays) -> None:
         """Checks that fixed sizes match, and that each dynamic size is the same everywhere and a declared multiple.
 
-        The runtime decides on sizes outside of the checked range.
+        Sizes outside the verified ranges are not refused; the runtime may fail on them.
         """
         first: dict[str, tuple[str, int]] = {}
         for spec in self.manifest.inputs:
@@ -268,7 +268,7 @@ class Bundle:
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 
     def _lengths(self) -> tuple[int, int, int]:
-        """Returns the smallest and the largest number of tokens that were checked, and what it is a multiple of."""
+        """Returns the smallest and the largest verified number of tokens, and ``multiple_of``."""
         shape = next((spec.shape for spec in self.manifest.inputs if spec.name == "input_ids"), [])
         size = shape[-1] if shape else ""
         if isinstance(size, int):

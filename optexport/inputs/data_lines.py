@@ -62,11 +62,13 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -
     keys = next((set(record) for record in records.values() if isinstance(record, dict)), None)
     odd = next((n for n, record in records.items() if not isinstance(record, dict) or set(record) != keys), None)
     if keys is None or odd is not None:
+        if odd is None:
+            raise ConfigError("the file is empty", location=location, hint="Write one JSON object per line.")
         raise ConfigError(
-            "the lines are not objects with the same keys"
-            if odd is None
-            else "the keys differ from the keys of other lines",
-            location=location if odd is None else f"{location}, line {odd}",
+            "the keys differ from the keys of other lines"
+            if isinstance(records[odd], dict)
+            else "the line is not a JSON object",
+            location=f"{location}, line {odd}",
             hint='Write {"text": ...} or {"input_ids": [...]}.',
         )
     padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}

@@ -44,7 +44,11 @@ def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tenso
     for placeholder, name in tensor_inputs(program).items():
         value = values.get(placeholder)
         if not isinstance(value, torch.Tensor):
-            raise TraceError("not a tensor", location=f"input {name}", hint="Export the program with tensors only.")
+            raise TraceError(
+                "the program takes this input as a Python value, not as a tensor",
+                location=f"input {name}",
+                hint="Export the program with tensors as its only inputs.",
+            )
         zeros[name] = torch.zeros([_traced_size(size) for size in value.shape], dtype=value.dtype)
     traced = trace(program, zeros)
     ids = vocabularies(traced.graph_module, traced.signature)

@@ -103,7 +103,7 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
         raise ConfigError(
             "the model has no image processor",
             location="inputs.images",
-            hint="Give its inputs as data or tensors instead.",
+            hint="Give its inputs with inputs.data or inputs.tensors instead.",
         )
     loaded = [_image(path) for path in paths]
     try:

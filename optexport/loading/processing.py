@@ -179,7 +179,7 @@ def add_processing(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
     if config.normalize:
         if IMAGES not in call_signature(model).parameters:
             raise ConfigError(
-                f"{type(model).__name__} takes no images (an input {IMAGES})",
+                f"{type(model).__name__} takes no images: it has no input {IMAGES}",
                 location=location,
                 hint=f"Remove {location}.",
             )

@@ -57,9 +57,9 @@ class OutputParity:
         floor: Noise floor: the original's own distance from float64.
         limit: Largest distance that passes.
         floor_ratio: ``max_abs`` divided by the noise floor.
-        step: Distance from the target that this one derives from, so the change of this step.
+        step: Distance from the target that this one derives from: the change of this step.
         argmax_agreement: Share of positions with the same largest element along the last axis.
-        passing_atol: Smallest absolute tolerance, relative to the original, that passes.
+        passing_atol: Smallest absolute tolerance that passes, for distances from the original.
         worst_case: Case of ``max_abs``.
         cases: Comparison on each case, extreme ones included.
     """
@@ -374,13 +374,13 @@ def _find_failure(
 
 
 def _find_gross_failure(name: str, reference: Reference, distance: torch.Tensor, magnitude: torch.Tensor) -> str | None:
-    """Describes a result of lower precision that is as far from the reference as another model's."""
+    """Describes a result of lower precision that is as far from the reference as that of another model."""
     norm, length = float(distance.norm()), float(magnitude.norm())
     if norm <= _GROSS * length or distances.largest(distance) <= _GROSS_OF_LARGEST * _largest(name, reference):
         return None
     return (
-        f"the norm of the difference is {norm:.3g} and the norm of the reference {length:.3g}, so this may be another "
-        "model; gates count other cases only"
+        f"the difference has a norm of {norm:.3g} and the reference one of {length:.3g}, so this may be the result of "
+        "another model; the gates do not count this case"
     )
 
 

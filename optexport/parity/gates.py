@@ -203,7 +203,9 @@ def make_gates(
             raise ConfigError(
                 f"the metric needs {_needs(measure, k)}",
                 location=target,
-                hint="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
+                hint="Choose another metric or output. The outputs are "
+                + "; ".join(f"{name} {shape}" for name, shape in shapes.items())
+                + ".",
             )
         for name in chosen:
             slack = measure_slack(name, reference, tolerances[name], noise_multiple)

@@ -98,7 +98,7 @@ def greedy_tokens(
 def _same_top(
     candidate: torch.Tensor, original: torch.Tensor, expected: torch.Tensor, slack: float, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds rows with the same k largest elements, and rows that rounding explains."""
+    """Finds rows with the same k largest elements, and rows whose difference rounding explains."""
     before, after = distances.top(original, k), distances.top(candidate, k)
     none = torch.zeros(original.shape, dtype=torch.bool)
     is_lost = ~none.scatter(-1, after, True).gather(-1, before)

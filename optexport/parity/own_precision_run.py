@@ -25,12 +25,12 @@ def run_in_own_precision(
 ) -> Reference:
     """Runs the original on all cases that it accepts, in its own precision.
 
-    The reference uses these results in place of float64 ones.
+    In the returned reference, these results also stand for those in float64.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original model.
-        state: What the model kept before the first call.
+        state: The model's state before the first call.
         declared: True if the user declared the sizes. Otherwise a size that the model rejects is skipped.
 
     Raises:
@@ -208,7 +208,7 @@ def _state_error(model: nn.Module, path: str, difference: str) -> TraceError:
         f"the outputs depend on what earlier calls wrote to {path} ({difference})",
         location=type(model).__name__,
         hint=f"Make {path} an input and its next value an output of the model, remove the outputs that depend on it "
-        "(keep-outputs), or export the cache of a generative model by [generation].",
+        "(keep-outputs), or export the cache of a generative model with [generation].",
     )
 
 

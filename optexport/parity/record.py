@@ -22,7 +22,7 @@ from optexport.parity.reference import Reference
 
 
 def parity_record(checker: ParityChecker) -> ParityRecord:
-    """Returns the manifest's record of all comparisons, with distances to three digits."""
+    """Returns the manifest's record of all comparisons, with distances rounded to three digits."""
     return ParityRecord(
         cases=[case.name for case in checker.reference.cases],
         extreme_cases=[case.name for case in checker.reference.cases if case.extreme],

@@ -95,7 +95,8 @@ def _check_cases(checker: ParityChecker, manifest: Manifest) -> None:
         recorded_cases = {case.case for output in record.outputs for case in output.cases}
         if missing := sorted(recorded_cases.intersection(manifest.reference_cases) - cases):
             raise BundleError(
-                f"{target.target} is recorded with a fixed shape, but its parity record has the case {missing[0]}",
+                f"{target.target} is recorded with a fixed shape, but its parity record has the case {missing[0]}, "
+                "which has another shape",
                 location=MANIFEST,
             )
 

@@ -143,7 +143,7 @@ def check_environment(lock: Lock, config: Config, path: Path, versions: Mapping[
 
 
 def check_model(lock: Lock, job: Job, path: Path) -> None:
-    """Checks a loaded model and imported modules of the config's folder.
+    """Checks that a loaded model, its packages and the modules in the config's folder match the lock.
 
     Args:
         lock: The lock.

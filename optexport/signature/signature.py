@@ -96,9 +96,9 @@ class Signature:
 
     @property
     def batched(self) -> tuple[str, ...]:
-        """Inputs with the batch as first axis, or none.
+        """Inputs whose first axis is the batch.
 
-        There are none unless the first axis of every output is the same dimension, and no other axis of an output is.
+        Empty unless the first axis of every output is this dimension, and no other axis of an output is.
         """
         dynamic = [spec for spec in self.inputs if spec.shape and isinstance(spec.shape[0], str)]
         firsts = {spec.shape[0] if spec.shape else None for spec in (*dynamic, *self.outputs)}

@@ -132,7 +132,7 @@ class _Lengths:
 
 
 def _tolist(tensor: Any) -> Any:
-    """Returns a tensor's values. A list of unknown length can only be packed."""
+    """Returns a tensor's values as a list. If its length is unknown, the list can only be used for packing."""
     has_unknown_length = tensor.dim() == 1 and isinstance(tensor.shape[0], torch.SymInt)
     return _Lengths(tensor) if has_unknown_length else _TORCH_TOLIST(tensor)
 
@@ -151,7 +151,10 @@ def _pad(
 
 
 def _expected_hidden_size(layer: nn.RNNBase, x: torch.Tensor, batch_sizes: torch.Tensor | None) -> tuple[Any, ...]:
-    """Does not convert the number of packed sequences to an integer, unlike torch's method."""
+    """Returns the expected shape of a hidden state.
+
+    torch's method would convert the number of packed sequences to an integer, which fixes it.
+    """
     if batch_sizes is None:
         return _TORCH_EXPECTED_HIDDEN_SIZE(layer, x, None)
     layers = layer.num_layers * (2 if layer.bidirectional else 1)

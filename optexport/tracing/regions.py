@@ -108,7 +108,7 @@ def _write_casts(graph: fx.Graph, node: fx.Node, autocast: Callable[[], Abstract
 
 
 def _decompose(graph: fx.Graph, node: fx.Node, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Replaces a call by the calls that it consists of under autocast."""
+    """Replaces a call by the operators and casts that it runs under autocast."""
     target: Any = node.target
     sources = node.all_input_nodes
 

@@ -113,7 +113,7 @@ def _expand(expression: Any) -> Any:
 
 
 def _divide(number: Any, divisor: Any) -> Any:
-    """Returns a floor division by an integer, with every multiple of the divisor outside."""
+    """Returns a floor division by an integer, and takes multiples of the divisor out of it."""
     number = _expand(number)
     if number.is_Integer:
         return number // divisor

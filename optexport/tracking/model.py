@@ -108,7 +108,7 @@ def _load_weights(onnx_model: OnnxModel, bundle: BundleRecord) -> Any:
 def model_signature(manifest: Manifest) -> Any:
     """Returns the MLflow signature of a bundle, with -1 for each dynamic size.
 
-    MLflow rejects arrays of another dtype. JSON numbers, which a served model receives, have no dtype.
+    MLflow rejects arrays of another dtype. A served model receives JSON numbers, which take the dtype of the signature.
     """
     from mlflow.models import ModelSignature
 

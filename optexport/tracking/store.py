@@ -142,7 +142,7 @@ def open_store(uri: str, folder: Path) -> Any:
     """Returns an `MlflowClient` of the store and makes it the default store of mlflow.
 
     Args:
-        folder: The start of a relative path in the URI.
+        folder: The folder that a relative path in the URI starts from.
     """
     mlflow = import_mlflow()
     uri = resolved_uri(uri, folder)
@@ -327,7 +327,7 @@ def _limit_postgresql() -> None:
 
 
 def _connect_psycopg2(dialect: Any, record: Any, arguments: Any, options: dict[str, Any]) -> Any:  # noqa: ARG001 - SQLAlchemy's
-    """Connects through libpq without the callback, so that its timeout and host list work."""
+    """Connects through libpq without our wait callback, so that libpq's timeout and host list work."""
     if dialect.driver != "psycopg2":
         return None
     from psycopg2 import extensions

@@ -95,7 +95,7 @@ def test_invalid_part_names_are_refused(folder: Path, parts: object) -> None:
 def test_linked_or_foreign_part_is_refused(folder: Path) -> None:
     (folder / "encoder").rename(folder.parent / "encoder")
     (folder / "encoder").symlink_to(folder.parent / "encoder")
-    assert "encoder: the path is a link" in message(signed.call("verify", folder), 4)
+    assert "encoder: expected a folder that is not a link" in message(signed.call("verify", folder), 4)
     (folder / "encoder").unlink()
     (folder.parent / "encoder").rename(folder / "encoder")
     exports.edit_json(folder / "encoder" / "manifest.json", lambda document: document.update(undone=[]))

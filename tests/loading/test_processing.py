@@ -168,7 +168,7 @@ def test_answers_for_each_token_equal_those_from_logits(task: str, tmp_path: Pat
         (
             "text-classification",
             "normalize = true",
-            "takes no images (an input pixel_values)\nHint: Remove processing.normalize.",
+            "takes no images: it has no input pixel_values\nHint: Remove processing.normalize.",
         ),
         ("fill-mask", 'outputs = "top_k"', "labels need logits of shape [batch, classes], found 3 axes"),
         (

@@ -63,7 +63,7 @@ def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, st
             f"the file is not a statement of a bundle: {error}", location=str(folder / STATEMENT)
         ) from error
     if len(stated) != len(document["subject"]) or stated != files:
-        raise BundleError("the statement covers other files than the folder has", location=str(folder / STATEMENT))
+        raise BundleError("the statement lists other files than the folder contains", location=str(folder / STATEMENT))
     if models != list(_models(folder, bundles)):
         raise BundleError("the statement names another model than the manifest", location=str(folder / STATEMENT))
 

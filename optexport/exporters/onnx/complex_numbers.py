@@ -54,7 +54,10 @@ def replace_with_pairs(
 
 
 class _PairModule(torch.nn.Module):
-    """Has the parameters of a graph and computes with pairs; ``torch.export`` would run a GraphModule itself."""
+    """Runs a graph on pairs of real numbers, with the parameters of the graph.
+
+    Not a GraphModule, because ``torch.export`` would run its graph without pairs.
+    """
 
     def __init__(self, graph_module: fx.GraphModule, graph: fx.Graph) -> None:
         super().__init__()

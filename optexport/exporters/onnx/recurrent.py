@@ -120,7 +120,7 @@ class _Layers:
         return [_concat(parts, axis) for parts, axis in zip(zip(*results, strict=True), (2, 0, 0), strict=True)]
 
     def _is_first_step(self, x: Any, *, reverse: bool) -> Any:
-        """Returns whether each step is a direction's first one, ``[time, batch or 1, 1]``."""
+        """Returns a mask that is True at the first step of a direction, ``[time, batch or 1, 1]``."""
         steps = op.Shape(x, start=0, end=1)
         first = _ints(0)
         if reverse:

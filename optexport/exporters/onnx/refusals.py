@@ -63,7 +63,7 @@ def naming_node(function: Function, node: fx.Node) -> Function:
 
 
 def as_refusal(error: Exception, try_opset: Callable[[], int | None]) -> OptexportError:
-    """Returns the error to raise for a failed conversion: the same one if it says enough.
+    """Returns the error to raise for a failed conversion: the given one if it is an error of this package.
 
     Args:
         try_opset: Returns another opset with which the conversion succeeds, or None.

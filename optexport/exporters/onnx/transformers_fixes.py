@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def onnx_patches() -> Iterator[None]:
-    """Patches tracing and ``torch.onnx`` to use operators that ONNX Runtime computes alike."""
+    """Patches tracing and ``torch.onnx`` to use operators that ONNX Runtime computes as torch does."""
     with apply_patches("dynamo"), apply_patches("onnx"), exporting():
         yield
 

@@ -52,7 +52,7 @@ def _constant(number: float, dtype: onnx_ir.DataType) -> Any:
 
 
 def _atan2(y: Any, x: Any) -> Any:
-    """Computes the angle of a point, with respect to the signs of zeros.
+    """Computes the angle of a point. The sign of a zero counts.
 
     For y = 0 and negative x, ``torch.onnx`` gives -π instead of π.
     """

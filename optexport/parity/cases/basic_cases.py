@@ -83,7 +83,7 @@ def _is_same(first: Batch, second: Batch) -> bool:
 
 
 def _complete_sizes(suspect: Mapping[str, int], example: Batch, signature: Signature, limit: float) -> dict[str, int]:
-    """Returns suspect sizes within the budget, reducing only the other dimensions."""
+    """Returns sizes of all dimensions, and reduces those that are not suspect until the budget is met."""
     sizes = cut_to(limit, example, signature, {**signature.sizes(example), **suspect}, fixed=suspect)
     if (elements := _count_elements(example, signature, sizes)) > limit:
         names, where = " and ".join(suspect), ", ".join(f"{name} {size}" for name, size in suspect.items())

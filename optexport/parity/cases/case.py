@@ -12,7 +12,7 @@ class Case:
     """One batch on which targets are compared.
 
     Attributes:
-        extreme: True if the values are unlike data. Their rounding differs from that in other cases.
+        extreme: True if the values are unlike data, so that their rounding differs from that of other cases.
         optional: True if the user did not declare the values, so that the model may reject them.
         data: True if the batch is user data.
         fallbacks: Batches with less padding, to try in this order if the model rejects `batch`.

@@ -32,7 +32,7 @@ def loop_over_all_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AllIndices(TorchFunctionMode):
-    """Makes a loop over the nonzero indices of a vector a loop over all its indices."""
+    """Turns a loop over the nonzero indices of a vector into a loop over all its indices."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,10 +62,10 @@ def remember_padding(masks: dict[str, Any]) -> dict[str, Any]:
 
 
 def allow_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
-    """Replaces attention: allows unknown numbers of queries, ignores masks without padding.
+    """Replaces attention by one that takes an unknown number of queries and ignores masks without padding.
 
-    The function of transformers checks whether there is more than one query, which is irrelevant for attention that is
-    not causal. Without a trace, a model that is not causal in itself has no mask if nothing is padded.
+    The function of transformers checks whether there is more than one query. That matters only for causal attention.
+    Outside a trace, transformers makes no mask for attention that is not causal if nothing is padded.
     """
     attend = functions["sdpa"]
 

@@ -56,7 +56,7 @@ def describe_fixing_line(line: str | None) -> str:
 
 
 def choose_hint(line: str | None, otherwise: str) -> str:
-    """Returns the hint for a size that a line fixes: a loop can be replaced."""
+    """Returns the hint to replace the loop, if the line that fixes a size may be a loop, or another hint."""
     if line is None or not re.search(r"\bfor\b|\bunbind\b|\bsplit\b|\bchunk\b", line):
         return otherwise
     return (

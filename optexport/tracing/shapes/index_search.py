@@ -106,7 +106,11 @@ class _Search:
     def _replace_if_better(
         self, indexes: Indexes, running: list[dict[str, int]], group_sizes: Sequence[dict[str, int]]
     ) -> list[dict[str, int]]:
-        """Takes over other ranges if the model runs at more sizes of a group, and at all sizes as before."""
+        """Takes new ranges if the model then runs at a further size of a group, and at all sizes as before.
+
+        Returns:
+            The sizes at which the model runs.
+        """
         if not any(sizes not in running and self._runs(sizes, indexes) for sizes in group_sizes):
             return running
         now_running = self._running(indexes)

@@ -53,7 +53,8 @@ class ProbeResult:
     """Sizes at which the graph's assertions fail but the model runs.
 
     Attributes:
-        fixed_dims: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
+        fixed_dims: Dimensions to fix because the model computes something else at other sizes, each with the assertion
+            that excludes these sizes.
         removable: Assertions that the graph does not need: it computes the same as the model where they fail.
         sizes: One set of sizes for each other branch, for the parity check.
     """
@@ -173,8 +174,8 @@ class _Probe:
         """Compares the graph with the model at some sizes, and traces the model there.
 
         Args:
-            is_exclusion: Whether the assertions that fail exclude single sizes. The graph is not compared then; the
-                parity check does that.
+            is_exclusion: Whether the failing assertions exclude single sizes. The graph is then not compared, because
+                the parity check does that.
         """
         traced = self.signature.sizes(self.example)
         is_small = is_affordable(self.example, sizes, traced)

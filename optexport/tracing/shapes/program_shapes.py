@@ -72,7 +72,9 @@ class _SignatureReader:
     def read_input(self, name: str, value: Any) -> TensorSpec:
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                "not a tensor", location=f"input {name}", hint="Export the program with tensors as its only inputs."
+                "the program takes this input as a Python value, not as a tensor",
+                location=f"input {name}",
+                hint="Export the program with tensors as its only inputs.",
             )
         declared = (self._dynamic or {}).get(name, {})
         conventional = conventional_axes(name, value.dim())

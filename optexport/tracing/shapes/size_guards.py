@@ -290,7 +290,7 @@ def _iter_float_sizes(program: ExportedProgram) -> Iterator[Any]:
 
 
 def _missing_assertions(program: ExportedProgram) -> list[Any]:
-    """Returns the assertions of a graph without operators; ``torch.export`` omits these."""
+    """Returns the assertions that ``torch.export`` omits, which happens in graphs without operators."""
     sizes = [size for shape in _shapes(program.graph) for size in shape if isinstance(size, torch.SymInt)]
     if not sizes or any(node.op == "call_function" for node in program.graph.nodes):
         return []

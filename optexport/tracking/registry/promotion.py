@@ -98,7 +98,7 @@ def roll_back_version(client: Any, name: str, alias: str) -> tuple[str, str]:
     if not earlier:
         command = promote_command(name, "VERSION", alias, client.tracking_uri)
         raise ConfigError(
-            f"the history has no holder before version {holder}",
+            f"the history names no version that held the alias before version {holder}",
             location=f"{name}@{alias}",
             hint=f"Choose one of the versions {', '.join(versions)}: {command}",
         )

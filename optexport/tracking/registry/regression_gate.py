@@ -193,7 +193,7 @@ def _size(manifest: Manifest, artifact: ArtifactRecord) -> int:
 
 
 def _find_timing_problem(new: Measured, champion: Measured) -> str | None:
-    """Returns the reason that the times cannot be compared, or None."""
+    """Returns the reason why the times cannot be compared, or None."""
     if new.bench is None:
         return "this run has no benchmark"
     if champion.bench is None:
@@ -210,7 +210,7 @@ def _find_timing_problem(new: Measured, champion: Measured) -> str | None:
 
 
 def _pairs(new: Measured, champion: Measured) -> Iterator[tuple[FigureRecord, FigureRecord]]:
-    """Yields both figures for each file and shape that have an interval in both."""
+    """Yields the new and the champion's figures for each file and shape that have an interval in both."""
     ours, theirs = (_with_interval(measurements) for measurements in (new, champion))
     yield from ((row, theirs[key]) for key, row in ours.items() if key in theirs)
 

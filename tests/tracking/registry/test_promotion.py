@@ -42,7 +42,7 @@ def test_promotion_and_rollback_follow_the_history(store: Registry) -> None:
     assert "optexport.rolled_back" not in store.tags("3")
     assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
-    with pytest.raises(ConfigError, match="the history has no holder before version 1") as caught:
+    with pytest.raises(ConfigError, match="no version that held the alias before version 1") as caught:
         promotion.rollback(store.uri, "block", "champion")
     assert "Choose one of the versions 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
     assert store.holder == "1"
@@ -142,7 +142,7 @@ def test_a_rollback_ignores_an_interrupted_promotion(store: Registry) -> None:
         promotion.promote_version(_Ended(store.client, 1), "block", "1", "champion")
     promotion.promote(store.uri, "block", "2", "champion")
     assert store.history == [("2", "promote")]
-    with pytest.raises(ConfigError, match="the history has no holder before version 2"):
+    with pytest.raises(ConfigError, match="no version that held the alias before version 2"):
         promotion.rollback(store.uri, "block", "champion")
 
 

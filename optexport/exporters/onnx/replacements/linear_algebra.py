@@ -90,7 +90,7 @@ def _size(x: torch.Tensor) -> int:
 
 
 def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, *_: Any) -> torch.Tensor:
-    """Computes ``torch.cdist`` from all differences."""
+    """Computes ``torch.cdist`` from the differences of all pairs of rows."""
     difference = (x.unsqueeze(-2) - y.unsqueeze(-3)).abs()
     if p == 2:
         return (difference * difference).sum(-1).sqrt()

@@ -23,7 +23,7 @@ def median(x: torch.Tensor) -> torch.Tensor:
 
 
 def median_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> Ranked:
-    """Computes the median along an axis, with its index; the lower one of two in the middle."""
+    """Computes the median along an axis, with its index. Of two middle elements, it is the lower one."""
     k = (x.shape[dim] + 1) // 2
     index = _sorted_indices(x, dim, k).narrow(dim, k - 1, 1)
     if x.is_floating_point():
@@ -38,7 +38,7 @@ def nanmedian(x: torch.Tensor) -> torch.Tensor:
 
 
 def nanmedian_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> Ranked:
-    """Computes the median along an axis without NaN, with its index."""
+    """Computes the median along an axis, with its index, ignoring NaN."""
     places = (~x.isnan()).long().sum(dim, keepdim=True).sub(1).clamp(min=0)
     places = torch.div(places, torch.full((), 2, dtype=torch.int64), rounding_mode="floor")
     index = _sorted_indices(x, dim, x.shape[dim]).gather(dim, places)

@@ -94,7 +94,7 @@ def _is_one(sizes: Sequence[Any]) -> bool:
 
 
 def _is_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
-    """Returns True if all windows are known to have the same width and not to overlap."""
+    """Returns True if it is certain that all windows have the same width and do not overlap."""
     pairs = list(zip(x.shape[-len(sizes) :], sizes, strict=True))
     return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
 
