@@ -225,7 +225,7 @@ def _ints(*numbers: int) -> Any:
 
 
 def should_fold(node: onnx_ir.Node) -> bool | None:
-    """Returns True if a node only rearranges weights of recurrent operators, so that folding keeps the file's size.
+    """Returns True if a node only rearranges weights of recurrent operators, which can be folded at no cost in size.
 
     None leaves the decision to the optimizer.
     """
