@@ -33,7 +33,7 @@ _READING_METHODS = ("numpy", "data_ptr")
 
 @contextlib.contextmanager
 def refuse_caught_errors() -> Iterator[None]:
-    """Checks at the end of the block that the model caught no such error; torch may.
+    """Checks at the end of the block that the model caught no such error. torch itself may catch them.
 
     Raises:
         TraceError: The model caught one.
