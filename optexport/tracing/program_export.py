@@ -28,6 +28,7 @@ from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways
 from optexport.tracing.model_run import run_or_error
+from optexport.tracing.number_tensors import write_numbers_as_tensors
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
 from optexport.tracing.shapes.expression_limit import LongSizeDetector, LongSizeError
@@ -109,6 +110,7 @@ def export_with_axes(
             with returning_containers(model):
                 return export_with_axes(model, example, dynamic, free, changing)
         raise _explain(model, example, error, dynamic, fixing_lines) from error
+    write_numbers_as_tensors(program)
     program = merge_ways(program)
     drop_value_assertions(program, checks)
     size_ones.store(program)
@@ -127,6 +129,7 @@ def _export_strictly(
             program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
     except Exception as error:  # TorchDynamo raises many types, and the model's code any other
         raise _explain(model, example, error, dynamic, {}) from error
+    write_numbers_as_tensors(program)
     checks: dict[str, None] = {}
     drop_value_assertions(program, checks)
     doubt_size_one(program)

@@ -67,14 +67,14 @@ def drop_value_assertions(program: ExportedProgram, lines: dict[str, None]) -> N
         return
     asserted = {*tensor, *scalar}
     needed = {*_ancestors([node for node in graph.nodes if node.is_impure() and node not in asserted])}
-    for node in (*tensor, *scalar):
-        sources = _ancestors([node])
-        read = [source for source in sources if "unbacked_bindings" in source.meta]
-        if node in scalar and (not read or needed.issuperset(read)):
-            continue  # about a size
-        if node in tensor or not any(source.target is torch.sym_ite for source in sources):
-            line = find_node_line((node if node in tensor else read[0]).stack_trace)
-            lines.update({} if line is None else {line: None})
+    read = {node: [n for n in _ancestors([node]) if "unbacked_bindings" in n.meta] for node in asserted}
+    of_sizes = [node for node in scalar if needed.issuperset(read[node])]
+    # Each way of a branch repeats them. Those of a way that was merged with another are no checks.
+    size_lines = {find_node_line(source.stack_trace) for node in of_sizes for source in read[node]}
+    for node in (node for node in (*tensor, *scalar) if node not in of_sizes):
+        if node in tensor or _is_check(node):
+            line = find_node_line((node if node in tensor else read[node][0]).stack_trace)
+            lines.update({} if line is None or line in size_lines else {line: None})
         graph.erase_node(node)
     eliminate_dead_code(program)
     program.graph_module.recompile()
@@ -85,6 +85,12 @@ def eliminate_dead_code(program: ExportedProgram) -> None:
     program.graph.eliminate_dead_code(
         lambda node: node.is_impure() or bool(effects.mutated_inputs(program.graph_module, node))
     )
+
+
+def _is_check(assertion: fx.Node) -> bool:
+    """Returns True for an assertion of the model about a number, False for one that torch.export adds."""
+    targets = {source.target for source in _ancestors([assertion])}
+    return torch.ops.aten.item.default in targets and torch.sym_ite not in targets
 
 
 _TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
