@@ -31,6 +31,7 @@ from optexport.exporters.onnx import (
     recurrent,
     sigmoid,
     transformers_fixes,
+    where,
 )
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.crash_check import check_no_crash
@@ -185,6 +186,7 @@ def _convert_patched(
     int64.fix(converted.model)
     max_pool.fix(converted.model)
     sigmoid.fix(converted.model)
+    where.fix(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Node metadata contains paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
