@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils import _pytree as pytree
 
+from optexport.tracing.fallbacks.branch_guards import guard_ways
 from optexport.tracing.fallbacks.value_branches import COPY, SELECT, different_shapes_error, state_error
 from optexport.tracing.value_checks import eliminate_dead_code
 from optexport.transformations.analysis import effects
@@ -48,6 +49,7 @@ def merge_ways(program: ExportedProgram) -> ExportedProgram:
         program.graph.erase_node(select)
     _remove_copies(program.graph)
     eliminate_dead_code(program)
+    guard_ways(program.graph, {node for node in program.graph.nodes if BRANCH in node.meta.get("custom", {})})
     outputs = program.graph.output_node().args[0]
     for spec, node in zip(program.graph_signature.output_specs, outputs, strict=True):
         if isinstance(spec.arg, TensorArgument):
