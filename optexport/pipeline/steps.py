@@ -38,7 +38,7 @@ from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
 from optexport.signature.arguments import as_constants, find_arguments
-from optexport.signature.signature import Batch, Signature, as_arguments, flatten_outputs
+from optexport.signature.signature import Batch, Signature, as_arguments, named_outputs
 from optexport.tracing.dynamo_exporter import one_pass
 from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
@@ -171,9 +171,12 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with one_pass(model):
-            outputs = copy_shared_outputs(model, flatten_outputs(model(**as_arguments(copied))).values())
+            results = named_outputs(model(**as_arguments(copied)), copied, torch.Tensor)
+        outputs = copy_shared_outputs(model, results.values())
         signature = reduced if len(outputs) == len(reduced.outputs) else complete
-        named = dict(zip(signature.output_names, outputs, strict=True))
+        # The order of a dict's keys may depend on values.
+        names = list(results) if {*results} == {*signature.output_names} else signature.output_names
+        named = dict(zip(names, outputs, strict=True))
         return {name: named[name].detach() for name in reduced.output_names}  # a model may turn gradients on
 
     return replace(traced, signature=reduced), call

@@ -26,8 +26,8 @@ def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
 
 
 def run_or_error(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
-    """Returns the output tensors of a model, or the exception that its code raises."""
+    """Returns the output tensors of a model, in the order of their names, or the exception that its code raises."""
     try:
-        return list(flatten_outputs(run(model, inputs)).values())
+        return [tensor for _, tensor in sorted(flatten_outputs(run(model, inputs)).items())]
     except Exception as error:  # the model's code may raise anything
         return error

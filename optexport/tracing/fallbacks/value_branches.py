@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from optexport.tracing.fallbacks.caught_trace_errors import TRACE_ERRORS
 # Each branch may double the number of ways.
 _MAX_WAYS = 16
 # How often one line may branch on one way. More are a loop that ends at some value.
-_MAX_TIMES = 4
+_MAX_TIMES = 8
 # Folders and files of torch whose own decisions on values are not branches of the model.
 _INTERNALS = tuple(
     str(Path(torch.__file__).with_name(name))
@@ -68,11 +69,13 @@ class _Way:
         answers: The answer at each branch; False at those that are reached for the first time.
         conditions: The condition of each branch on the way, as a traced tensor.
         lines: The line of each branch.
+        tensors: The tensors that were asked for their truth, each with its version and the answer.
     """
 
     answers: list[bool]
     conditions: list[torch.Tensor] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class BranchExplorer(TorchFunctionMode):
             self._checks[line] = None
             return if_false if isinstance(if_true, _Raised) else if_true
         true_leaves, true_spec = pytree.tree_flatten(if_true)
-        false_leaves, false_spec = pytree.tree_flatten(if_false)
+        false_leaves, false_spec = pytree.tree_flatten(_sort_like(if_true, if_false))
         if true_spec != false_spec:
             raise _different_results(line, "other outputs")
         leaves = [_choose_leaf(condition, *pair, line) for pair in zip(true_leaves, false_leaves, strict=True)]
@@ -159,10 +162,17 @@ class BranchExplorer(TorchFunctionMode):
             return func(*args, **kwargs)
         except _UNKNOWN:
             line = _find_branch_line(sys._getframe(1)) if func in _CONDITIONS else None
+            asked = args[0] if func in _TRUTHS and args else None
+            for tensor, version, answer in self._way.tensors:
+                if tensor is asked and tensor._version == version:
+                    return answer
             condition = _CONDITIONS[func](*args, **kwargs) if line is not None else None
             if condition is None or line is None:
                 raise
-        return self._answer(condition, line)
+        answer = self._answer(condition, line)
+        if isinstance(asked, torch.Tensor):
+            self._way.tensors.append((asked, asked._version, answer))
+        return answer
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -280,9 +290,10 @@ def _to_closeness(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.isclose(*args, **kwargs).all()
 
 
+_TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
 # Functions that return a bool, each with the same condition as a tensor.
 _CONDITIONS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
-    **dict.fromkeys((torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero), _to_condition),
+    **dict.fromkeys(_TRUTHS, _to_condition),
     **dict.fromkeys((torch.equal, torch.Tensor.equal), _to_equality),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), _to_closeness),
 }
@@ -310,6 +321,17 @@ def _is_raised_by_model(error: Exception) -> bool:
         traceback = traceback.tb_next
     name = traceback.tb_frame.f_code.co_filename if traceback is not None else ""
     return is_user_code(name) or name == torch.__file__
+
+
+def _sort_like(template: Any, outputs: Any) -> Any:
+    """Returns outputs with the keys of dicts in another's order."""
+    if type(template) is not type(outputs):
+        return outputs
+    if type(outputs) in (dict, OrderedDict) and template.keys() == outputs.keys():
+        return type(outputs)((key, _sort_like(value, outputs[key])) for key, value in template.items())
+    if type(outputs) in (list, tuple) and len(template) == len(outputs):
+        return type(outputs)(map(_sort_like, template, outputs))
+    return outputs
 
 
 def _choose_leaf(condition: torch.Tensor, if_true: Any, if_false: Any, line: str) -> Any:

@@ -101,9 +101,32 @@ def selects_rows(m: Branching, x: torch.Tensor) -> object:
     return m.first(x[mask])
 
 
+def asks_twice(m: Branching, x: torch.Tensor) -> object:
+    is_positive, is_large, has_nan = x.sum() > 0, x.max() > 3, torch.isnan(x).any()
+    if (is_positive and not is_large) or (has_nan and (is_large or not is_positive)):
+        x = x - 1
+    return m.first(x) if is_positive else m.second(x)
+
+
+def chooses_by_else_if(m: Branching, x: torch.Tensor) -> object:
+    if x.sum() > 5:
+        return m.first(x), x > 1
+    elif x.sum() > 1:  # noqa: RET505
+        return x * 2, x > 0
+    else:
+        return x * 3, x < 0
+
+
+def returns_keys_in_another_order(m: Branching, x: torch.Tensor) -> object:
+    if x.sum() > 0:
+        return {"a": x, "b": [x * 2, {"c": x, "d": m.first(x)}]}
+    return {"b": [m.second(x), {"d": x + 1, "c": x}], "a": x * 3}
+
+
 FUNCTIONS = (
     *(replaces_nan, writes_in_place, reads_a_number, returns_early, chooses_in_an_expression, branches_twice),
     *(branches_within_a_branch, raises_after_a_branch, compares_tensors, has_other_shapes_inside, selects_rows),
+    *(asks_twice, chooses_by_else_if, returns_keys_in_another_order),
 )
 
 
@@ -157,7 +180,7 @@ def changes_the_dtype(m: Branching, x: torch.Tensor) -> object:
         (grows, r"two ways of the branch at test_value_branches.py:\d+: if x.max\(\) > 3: give results of the shapes"),
         (
             repeats,
-            r"test_value_branches.py:\d+: while x.abs.* branches on values more than 4 times in one call",
+            r"test_value_branches.py:\d+: while x.abs.* branches on values more than 8 times in one call",
         ),
         (
             changes_the_dtype,
@@ -195,6 +218,14 @@ def test_branch_may_choose_between_weights() -> None:
     graph = trace(model, {"x": torch.randn(3, 4)}, {"x": {0: "rows"}}).graph_module
     for x in (torch.ones(5, 4), -torch.ones(5, 4)):
         assert torch.equal(graph(x), model(x))
+
+
+def test_answers_to_conditions_asked_for_again_are_no_branch() -> None:
+    assert len(_trace(asks_twice).branches) == 1
+
+
+def test_repeated_bound_of_a_size_is_no_skipped_check() -> None:
+    assert _trace(selects_rows).skipped_checks == ()
 
 
 def test_branch_in_code_without_a_file_is_not_named_after_the_caller() -> None:
@@ -243,3 +274,17 @@ def test_bundle_names_branches_and_checks_and_its_files_take_both_ways(tmp_path)
         for x in _batches():
             (output,) = bundle(x=x).values()
             torch.testing.assert_close(torch.as_tensor(output), model(x))
+
+
+def test_outputs_of_other_order_are_compared_by_name(tmp_path) -> None:
+    model = Branching(returns_keys_in_another_order).eval()
+    inputs = {"x": -torch.ones(3, 4)}
+    result = optexport.export(
+        model, inputs, tmp_path / "bundle", dynamic={"x": {0: "rows"}}, formats=["onnx"], effort="quick"
+    )
+    assert {case.partition(" ")[0] for case in result.manifest.parity.cases} >= {"traced"}
+    bundle = optexport.Bundle.load(tmp_path / "bundle", "onnx")
+    for x in (torch.ones(5, 4), -torch.ones(2, 4)):
+        outputs, expected = bundle(x=x), model(x)
+        torch.testing.assert_close(torch.as_tensor(outputs["a"]), expected["a"])
+        torch.testing.assert_close(torch.as_tensor(outputs["b.1.d"]), expected["b"][1]["d"])
