@@ -31,6 +31,7 @@ from transformers.exporters.utils import (
 from optexport.signature.arguments import find_fixed_tensors
 from optexport.tracing.patches import transformers_functions
 from optexport.tracing.patches.expert_loops import loop_over_all_experts
+from optexport.tracing.patches.read_floats import forgetting_values
 from optexport.tracing.recurrent import keep_recurrent_operators
 from optexport.tracing.size_simplification import simplifying_sizes
 
@@ -164,7 +165,7 @@ def one_pass(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """Silences ``torch.export``, keeps recurrent layers whole, simplifies sizes, and caches no fake tensors.
+    """Silences ``torch.export``, keeps recurrent layers whole, simplifies sizes but no floats, caches no fake tensors.
 
     With symbolic sizes, a lookup takes longer than the computation: a small export takes 0.6 to 0.9 times the CPU time
     without the cache.
@@ -174,6 +175,7 @@ def exporting() -> Iterator[None]:
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
         keep_recurrent_operators(),
         simplifying_sizes(),
+        forgetting_values(is_strict=is_strict()),
         quiet(),
     ):
         yield

@@ -22,6 +22,7 @@ from torch import fx
 from torch.export import ExportedProgram, _trace
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from optexport._utils.user_lines import describe_frame, find_node_line, find_user_frame, is_user_code
 from optexport.transformations.analysis import effects
@@ -33,8 +34,15 @@ def skip_value_checks() -> Iterator[dict[str, None]]:
 
     ``torch._check`` does the same if its condition is unknown. Yields the lines of the skipped checks, as keys.
     """
-    guard_bool = SymNode.guard_bool
+    guard_bool, expect_true = SymNode.guard_bool, SymNode.expect_true
     lines: dict[str, None] = {}
+
+    def skipping_expect_true(node: SymNode, *args: Any) -> bool:
+        if not any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in node.expr.free_symbols):
+            return expect_true(node, *args)  # about a size, or kept until the end of the trace
+        if (frame := find_user_frame(sys._getframe(1), stop=_TRACE_FILE.__eq__)) is not None:
+            lines[describe_frame(frame)] = None
+        return True
 
     def skipping_guard_bool(node: SymNode, *args: Any) -> bool:
         try:
@@ -47,7 +55,10 @@ def skip_value_checks() -> Iterator[dict[str, None]]:
             lines[describe_frame(frame)] = None
             return answer
 
-    with mock.patch.object(SymNode, "guard_bool", skipping_guard_bool):
+    with (
+        mock.patch.object(SymNode, "guard_bool", skipping_guard_bool),
+        mock.patch.object(SymNode, "expect_true", skipping_expect_true),
+    ):
         yield lines
 
 

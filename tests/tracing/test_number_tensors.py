@@ -154,3 +154,35 @@ def mean_of_large(m: nn.Module, x: torch.Tensor) -> Any:
 
 def test_number_of_masked_elements_chooses_a_way(tmp_path: Path) -> None:
     _assert_files(Program(mean_of_large), X, tmp_path, torch.zeros(2, 4), torch.ones(5, 4), torch.randn(3, 4))
+
+
+def replaces_nan(m: nn.Module, x: torch.Tensor) -> Any:
+    v = x.sum().item()
+    return torch.nan_to_num(x) if v != v else x
+
+
+def finds_infinity(m: nn.Module, x: torch.Tensor) -> Any:
+    v = x.sum().item()
+    return x * 0 if v - v != 0 else x + v * 0
+
+
+def rounds(m: nn.Module, x: torch.Tensor) -> Any:
+    v = x.max().item()
+    return x * 2 if v + 0.1 - 0.1 == v else x
+
+
+def covers_all_but_nan(m: nn.Module, x: torch.Tensor) -> Any:
+    v = x.sum().item()
+    if v > 0:
+        return x
+    return x * 2 if v <= 0 else x * 3
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "function", [replaces_nan, rounds, finds_infinity, covers_all_but_nan], ids=lambda function: function.__name__
+)
+def test_comparisons_treat_numbers_as_floats(function: Function, tmp_path: Path) -> None:
+    """A real number equals itself, and addition does not round it."""
+    special = [torch.tensor([[value, 1.0, -2.0, 0.5]]) for value in (torch.nan, torch.inf, -torch.inf, 0.3, 0.7)]
+    _assert_files(Program(function), X, tmp_path, *special, torch.randn(5, 4))
