@@ -33,6 +33,7 @@ from optexport.tracing.fallbacks.attempts import (
     trace_branches,
 )
 from optexport.tracing.fallbacks.branch_merging import find_branches
+from optexport.tracing.fallbacks.number_conversions import tracing_conversions
 from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.program_export import DynamicAxes, export_with_axes, skipped_checks
@@ -175,6 +176,8 @@ def _trace_with_fallbacks(
             result, lines = trace_branches(model, trace_axes)
             return replace(result, skipped_checks=(*result.skipped_checks, *lines))
         except UntraceableError as branch_error:  # says more
+            if (converted := _try_conversions(model, trace_axes, branch_error)) is not None:
+                return converted
             error = branch_error
     may_be_strict = not isinstance(error.__cause__, LongSizeError)  # a strict trace would take too long as well
     if may_be_strict and dynamic is not None and (strict := _try_strict(model, trace_axes)) is not None:
@@ -195,6 +198,17 @@ def _trace_with_fallbacks(
         raise
     skipped_checks = (*result.skipped_checks, *checks)
     return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
+
+
+def _try_conversions(model: nn.Module, trace_axes: Callable[[], Traced], error: UntraceableError) -> Traced | None:
+    """Traces all ways of a module that converts values with ``int`` or ``float``; None if that fails too."""
+    if not is_branch(error) or dynamo_exporter.has_transformers_model(model):
+        return None
+    with tracing_conversions(model), contextlib.suppress(TraceError):
+        result, lines = trace_branches(model, trace_axes)
+        if result.branches or lines:  # other models are traced strictly, or their inputs become constants
+            return replace(result, skipped_checks=(*result.skipped_checks, *lines))
+    return None
 
 
 def _try_strict(model: nn.Module, trace_axes: Callable[[], Traced]) -> Traced | None:
