@@ -17,6 +17,14 @@ _FACTORS = (0.0, -1.0, 1e-3, 100.0, -100.0, 1e6)
 # Values for all whole numbers of an input.
 _INTEGERS = (0, 1, -1, 1000)
 
+# How many of the numbers that the conditions compare with are tried.
+_MAX_CONSTANTS = 8
+# Operators with a number that a condition compares with; those of numbers that are read from tensors become tensors.
+_COMPARING = (
+    torch.ops.aten.scalar_tensor.default,
+    *(getattr(torch.ops.aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+)
+
 # The line of a branch, the position among the conditions of the graph, and the way.
 _Way = tuple[str, int, bool]
 
@@ -48,7 +56,7 @@ def branch_cases(
     for case in cases:
         missing -= ways(case.batch)
     added: list[Case] = []
-    for name, batch in _variations(cases[0].batch):
+    for name, batch in _variations(cases[0].batch, _find_constants(conditions)):
         if not missing:
             break
         if taken := missing & ways(batch):
@@ -66,6 +74,17 @@ def _conditions(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list({node.args[0]: node for node in chosen}.values())
 
 
+def _find_constants(conditions: Sequence[fx.Node]) -> list[float]:
+    """Returns the numbers that the graph compares with, nearest to the conditions first."""
+    queue = [node.args[0] for node in conditions if isinstance(node.args[0], fx.Node)]
+    constants: dict[float, None] = {}
+    for node in queue:
+        if node.target in _COMPARING:
+            constants.update((float(value), None) for value in node.args if isinstance(value, int | float))
+        queue += [source for source in node.all_input_nodes if source not in queue]
+    return list(constants)[:_MAX_CONSTANTS]
+
+
 def _returning(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
     """Returns a graph that computes only some nodes."""
     graph = fx.Graph(owning_module=graph_module)
@@ -76,8 +95,12 @@ def _returning(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphMo
     return fx.GraphModule(graph_module, graph)
 
 
-def _variations(example: Batch) -> Iterator[tuple[str, Batch]]:
-    """Yields other values for each input alone, with a name."""
+def _variations(example: Batch, constants: Sequence[float]) -> Iterator[tuple[str, Batch]]:
+    """Yields other values for each input alone, with a name.
+
+    Args:
+        constants: Further values for all numbers of an input, and for the first whole number.
+    """
     for name, tensor in example.items():
         if not tensor.numel():
             continue
@@ -91,12 +114,14 @@ def _variations(example: Batch) -> Iterator[tuple[str, Batch]]:
                 yield f"{name} with {value}", {**example, name: changed}
             for factor in _FACTORS:
                 yield f"{name} times {factor:g}", {**example, name: tensor * factor}
-            for value in (1.0, -1.0):
+            for value in (1.0, -1.0, *constants):
                 yield f"{name} all {value:g}", {**example, name: torch.full_like(tensor, value)}
         elif not tensor.is_complex():
-            for integer in _INTEGERS:
+            limits, largest = torch.iinfo(tensor.dtype), int(tensor.max())
+            whole = [int(n) for n in constants if n.is_integer()]
+            for integer in (n for n in dict.fromkeys((*_INTEGERS, *whole)) if limits.min <= n <= limits.max):
                 yield f"{name} all {integer}", {**example, name: torch.full_like(tensor, integer)}
-            for number in (tensor.max() + 1, tensor.max() * 2):
+            for number in (n for n in (largest + 1, largest * 2, *whole) if limits.min <= n <= limits.max):
                 changed = tensor.clone()
                 changed.view(-1)[0] = number
-                yield f"{name} with {int(number)}", {**example, name: changed}
+                yield f"{name} with {number}", {**example, name: changed}

@@ -252,7 +252,33 @@ def test_comparison_of_named_tensors_is_a_branch(function: Function) -> None:
 
 
 def never(m: Branching, x: torch.Tensor) -> object:
+    return m.first(x) if x[0, 0] > x[0, 0] else m.second(x)
+
+
+def compares_with_a_number(m: Branching, x: torch.Tensor) -> object:
     return m.first(x) if x[0, 0] == 0.123 else m.second(x)
+
+
+def test_numbers_that_a_model_compares_with_are_tried() -> None:
+    traced = _trace(compares_with_a_number)
+    cases, notes = branch_cases(traced.graph_module, traced.signature, [Case("traced", {"x": torch.zeros(3, 4)})])
+    assert [case.name for case in cases] == ["x all 0.123"]
+    assert notes == []
+
+
+class Member(nn.Module):
+    """Looks for a whole number."""
+
+    def forward(self, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return x * 2 if 77 in k.tolist() else x
+
+
+def test_whole_numbers_that_a_model_compares_with_are_tried() -> None:
+    example = {"x": torch.zeros(3, 4), "k": torch.tensor([1, 2], dtype=torch.int8)}
+    traced = trace(Member(), example, {"x": {0: "rows"}})
+    cases, notes = branch_cases(traced.graph_module, traced.signature, [Case("traced", example)])
+    assert [case.name for case in cases] == ["k all 77"]
+    assert notes == []
 
 
 def test_way_that_no_tried_values_take_is_noted() -> None:
