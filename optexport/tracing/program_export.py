@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from optexport._utils.module_state import restoring_state
@@ -39,6 +40,7 @@ from optexport.tracing.shapes.fixed_sizes import (
     store_fixing_lines,
 )
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
+from optexport.tracing.tensor_names import rename_hidden_tensors
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 from optexport.transformations.analysis import effects
 
@@ -118,6 +120,7 @@ def export_with_axes(
     program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
     if written := scalars.used_buffers & _find_written_buffers(program):
         return export_with_axes(model, example, dynamic, free, {*changing, *written})
+    rename_hidden_tensors(program)
     return program
 
 
@@ -129,11 +132,15 @@ def _export_strictly(
             program = dynamo_exporter.export_module(model, as_arguments(example), shapes)
     except Exception as error:  # TorchDynamo raises many types, and the model's code any other
         raise _explain(model, example, error, dynamic, {}) from error
+    if any(isinstance(constant, FakeTensor) for constant in program.constants.values()):
+        # torch 2.13 loses the numbers of NumPy arrays that a module stores (tests/tracing/test_strict.py).
+        raise UntraceableError("the strict trace lost the values of a NumPy array", location=type(model).__name__)
     write_numbers_as_tensors(program)
     checks: dict[str, None] = {}
     drop_value_assertions(program, checks)
     doubt_size_one(program)
     program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
+    rename_hidden_tensors(program)
     return program
 
 

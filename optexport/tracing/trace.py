@@ -52,6 +52,7 @@ from optexport.tracing.shapes.size_guards import (
     find_suspect_sizes,
     list_suspect_sizes,
 )
+from optexport.tracing.tensor_names import renaming_hidden_members
 
 # torch.export fixes each axis of size 1.
 _ONE_ROW = "the example has one row; declare the axis to allow more"
@@ -120,7 +121,7 @@ def trace(
         signature = replace(signature, indexes=indexes)
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
-    with converting_scripts(model, example):
+    with converting_scripts(model, example), renaming_hidden_members(model):
         return _trace_or_fall_back(model, example, dynamic, values)
 
 

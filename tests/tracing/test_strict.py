@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import optexport
+from optexport.errors import TraceError
 from optexport.signature.signature import Dim, Dynamic
+from optexport.tracing import dynamo_exporter
+from optexport.tracing.program_export import export_with_axes
 from optexport.tracing.trace import trace
 
 
@@ -64,3 +68,19 @@ def test_files_of_a_strict_trace_take_other_sizes(tmp_path, format_name: str) ->
     (two,) = bundle(x=torch.ones(2, 4)).values()
     (five,) = bundle(x=torch.ones(5, 4)).values()
     torch.testing.assert_close(torch.as_tensor(two[0]) * 2, torch.as_tensor(five[0]) * 5)
+
+
+class Waves(nn.Module):
+    """Multiplies by a table that is computed from a NumPy array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = np.arange(4) / 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(np.cos(self.steps)).float()
+
+
+def test_strict_trace_without_the_values_of_an_array_is_refused() -> None:
+    with dynamo_exporter.tracing_strictly(), pytest.raises(TraceError, match="lost the values of a NumPy array"):
+        export_with_axes(Waves(), {"x": torch.randn(3, 4)}, {"x": {0: "rows"}})
