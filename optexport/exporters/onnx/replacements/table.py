@@ -14,6 +14,7 @@ from optexport.exporters.onnx.replacements import (
     attention,
     indexing,
     linear_algebra,
+    normalization,
     order,
     pooling,
     scatter,
@@ -104,6 +105,8 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.copysign.Scalar: arithmetic.copysign,
     aten.lgamma.default: special_functions.lgamma,
     aten.digamma.default: special_functions.digamma,
+    aten.instance_norm.default: normalization.instance_norm,
+    aten.group_norm.default: normalization.group_norm,
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
