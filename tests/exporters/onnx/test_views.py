@@ -11,6 +11,7 @@ from torch import nn
 
 from optexport import Dim
 from optexport.exporters.onnx.exporter import _writes_into_view
+from tests._helpers.graphs import Program
 from tests.exporters import files
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -61,3 +62,15 @@ def test_write_into_a_whole_result_is_no_write_into_a_view() -> None:
     """Layers would be decomposed, although the usual fixes suffice."""
     program = files.prepare(InPlace().eval(), {"x": torch.randn(3, 4)}, {}).program
     assert not _writes_into_view(program.graph_module)
+
+
+def test_view_of_attention_in_the_memory_layout_of_its_kernel(tmp_path: Path) -> None:
+    """The trace drops ``contiguous()``, because the kernel's result is contiguous after the permutation."""
+
+    def attend(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(x.shape[0], x.shape[1], 2, 4).permute(0, 2, 1, 3)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return attended.permute(0, 2, 1, 3).contiguous().view(x.shape[0], x.shape[1], -1)
+
+    example, dynamic = {"x": torch.randn(2, 3, 8)}, {"x": {0: "batch", 1: "length"}}
+    files.assert_onnx(Program(attend), example, dynamic, tmp_path, {"x": torch.randn(5, 7, 8)})

@@ -35,6 +35,8 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.where.Scalar: lambda *a: torch.where(*a),
     aten.split.Tensor: lambda *a: torch.split(*a),
     aten.chunk.default: lambda *a: torch.chunk(*a),
+    # A replaced operator may give another memory layout, for which a view that the traced model allows is an error.
+    aten.view.default: lambda x, size: x.reshape(size),
     aten.roll.default: indexing.roll,
     aten.masked_scatter.default: indexing.masked_scatter,
     aten.squeeze.default: indexing.squeeze,
