@@ -26,12 +26,14 @@ class Dim:
 
     Attributes:
         multiple_of: Every size is a multiple of this number. The ends of the range are rounded to multiples.
+        has_assumed_max: True if neither the user nor the model limits the size: the maximum is one that can be tried.
     """
 
     name: str
     min: int = 1
     max: int | None = None
     multiple_of: int = 1
+    has_assumed_max: bool = field(default=False, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.multiple_of) is not int or self.multiple_of < 2:

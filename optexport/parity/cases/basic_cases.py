@@ -63,7 +63,8 @@ def make_cases(
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(cases) - count_before >= _MIN_UNTRACED:
             break
-        limit = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
+        is_end = sizes in ends and any(size == _known_max(signature.dims[name]) for name, size in sizes.items())
+        limit = max(budget, _BUDGET_AT_ENDS) if is_end else budget
         is_uncut = effort == "exhaustive" or index < len(suspects)
         sizes = sizes if is_uncut else cut_to(limit, example, signature, sizes)
         if sizes not in tried:
@@ -139,6 +140,10 @@ def shapes_at(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> d
     return shapes
 
 
+def _known_max(dim: Dim) -> int | None:
+    return None if dim.has_assumed_max else dim.max
+
+
 def _untraced_sizes(
     signature: Signature, traced: Mapping[str, int], effort: Effort
 ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
@@ -151,7 +156,7 @@ def _untraced_sizes(
     smallest = {name: dims[name].fit(1) for name in names}
     prime = {name: dims[name].fit(_prime_multiple(dims[name], traced[name], i)) for i, name in enumerate(names)}
     longer = {name: dims[name].fit(4 * traced[name]) for name in names}
-    largest = {name: dims[name].fit(dims[name].max or 4 * traced[name]) for name in names}
+    largest = {name: dims[name].fit(_known_max(dims[name]) or 4 * traced[name]) for name in names}
     first, *rest = names
     if effort == "quick":
         return [], [smallest, prime, {**longer, first: smallest[first]}]

@@ -41,16 +41,12 @@ class RangeLimits:
     ) -> Signature:
         """Narrows the ranges to the limits, and to sizes that the assertions allow."""
         limited = {
-            dim.name: replace(
-                dim,
-                max=min(filter(None, (dim.max, self._maxima.get(dim.name))), default=None),
-                multiple_of=self._multiples.get(dim.name, dim.multiple_of),
-            )
+            dim.name: replace(self._end(dim), multiple_of=self._multiples.get(dim.name, dim.multiple_of))
             for dim in self._undeclared(signature)
         }
         narrowed = narrow_ranges(program, symbols, limited, sizes)
         ended = {
-            name: replace(dim, max=self._maxima[name])
+            name: self._end(dim)
             for name, dim in signature.dims.items()
             if name in self._declared - self._bounded and name in self._maxima
         }
@@ -78,6 +74,13 @@ class RangeLimits:
         self._maxima |= maxima
         self._multiples |= multiples
         return True
+
+    def _end(self, dim: Dim) -> Dim:
+        """Returns a dimension that ends at the limit, if that is below its own maximum."""
+        maximum = self._maxima.get(dim.name)
+        if maximum is None or (dim.max is not None and dim.max <= maximum):
+            return dim
+        return replace(dim, max=maximum, has_assumed_max=True)
 
     def _undeclared(self, signature: Signature) -> list[Dim]:
         return [dim for dim in signature.dims.values() if dim.name not in self._declared]

@@ -20,6 +20,8 @@ BUDGET = 8192
 AT_ENDS = 1 << 20
 LONGEST = 12  # stands in for the maximum of an unbounded range
 
+_LARGE = {"height": 384, "width": 584}
+
 Checks = tuple[Batch, list[Batch], Signature]
 
 dim_ranges = st.tuples(st.integers(1, 6), st.integers(0, 6) | st.none())
@@ -119,6 +121,17 @@ def test_each_end_is_checked_alone_if_all_at_once_are_too_large() -> None:
     signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
     tried_sizes = {tuple(case.batch["x"].shape) for case in make_cases(batch, [], signature)}
     assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= tried_sizes
+
+
+def test_maximum_that_nobody_declared_is_not_tried() -> None:
+    """Attention over all positions of an image of 384 by 584 took more memory than most machines have."""
+    dims = [Dim("batch", 1, 8), *(Dim(name, 8, size, 8, has_assumed_max=True) for name, size in _LARGE.items())]
+    spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
+    signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
+    shapes = {tuple(case.batch["x"].shape) for case in make_cases({"x": torch.randn(2, 3, 32, 48)}, [], signature)}
+    assert (1, 3, 64, 192) in shapes
+    assert max(height for _, _, height, _ in shapes) <= 128
+    assert max(width for *_, width in shapes) == 192
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_undeclared_range_ends_at_a_size_that_can_be_tried() -> None:
     assert width is not None
     assert height * width < 40_000_000
     assert min(height, width) >= 1024
+    assert traced.signature.dims["x_2"].has_assumed_max
     assert traced.suspect_sizes == ()
 
 
