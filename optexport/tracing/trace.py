@@ -177,12 +177,16 @@ def _trace_with_fallbacks(
             result, lines = trace_branches(model, trace_axes)
             return replace(result, skipped_checks=(*result.skipped_checks, *lines))
         except UntraceableError as branch_error:  # says more
-            if (converted := _try_conversions(model, trace_axes, branch_error)) is not None:
+            if (converted := _try_conversions(model, trace_axes)) is not None:
                 return converted
             error = branch_error
     may_be_strict = not isinstance(error.__cause__, LongSizeError)  # a strict trace would take too long as well
     if may_be_strict and dynamic is not None and (strict := _try_strict(model, trace_axes)) is not None:
         return strict  # otherwise, inputs may become constants
+    if has_branch and dynamic is not None:
+        converted = _try_conversions(model, trace_axes, needs_branch=False)
+        if converted is not None:
+            return converted
 
     def trace_with(model: nn.Module, example: Batch, free: DynamicAxes | None, reason: str) -> Traced:
         result = _trace_module(model, example, dynamic, free, values=values)
@@ -201,13 +205,15 @@ def _trace_with_fallbacks(
     return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
 
 
-def _try_conversions(model: nn.Module, trace_axes: Callable[[], Traced], error: UntraceableError) -> Traced | None:
+def _try_conversions(model: nn.Module, trace_axes: Callable[[], Traced], *, needs_branch: bool = True) -> Traced | None:
     """Traces all ways of a module that converts values with ``int`` or ``float``; None if that fails too."""
-    if not is_branch(error) or dynamo_exporter.has_transformers_model(model):
+    if dynamo_exporter.has_transformers_model(model):
         return None
     with tracing_conversions(model), contextlib.suppress(TraceError):
         result, lines = trace_branches(model, trace_axes)
-        if result.branches or lines:  # other models are traced strictly, or their inputs become constants
+        if (
+            result.branches or lines or not needs_branch
+        ):  # other models are traced strictly, or their inputs become constants
             return replace(result, skipped_checks=(*result.skipped_checks, *lines))
     return None
 
