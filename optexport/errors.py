@@ -184,6 +184,10 @@ class FixedSizeError(TraceError):
     """A dynamic size that a trace fixes; another way to trace may not."""
 
 
+class BranchSizeError(TraceError):
+    """Sizes of the inputs at which a model takes a branch that it does not take at all declared sizes."""
+
+
 class ValuesAskedError(UntraceableError):
     """A model that reads values of its inputs, which a trace does not know.
 

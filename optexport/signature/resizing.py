@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -141,6 +143,33 @@ def make_traceable(batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence
             index = next(list_ranges(batch[name], resizable, sizes_before))
             resized[name] = index.fit(resized[name], sizes_before, sizes)
     return resized
+
+
+def grow_to_general_sizes(
+    batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Batch:
+    """Returns a batch whose dynamic axes have larger sizes without small factors, where they are in range.
+
+    At such sizes a model that pads to a multiple does pad, and few computed sizes are equal by chance. The first axis
+    of each input, most often the batch, stays as it is.
+
+    Args:
+        values: Dimensions that the values of an input index, by input.
+    """
+    grown: dict[str, dict[int, str | Dim]] = {}
+    for name, axes in dynamic.items():
+        for axis, declared in axes.items():
+            dim = declared if isinstance(declared, Dim) else Dim(declared)
+            if axis and (size := _find_general_size(dim, batch[name].shape[axis])) is not None:
+                grown.setdefault(name, {})[axis] = replace(dim, min=size)
+    return make_traceable(batch, grown, values)
+
+
+def _find_general_size(dim: Dim, size: int) -> int | None:
+    """Returns the next size in range whose multiple of the dimension's step has no factor up to 7."""
+    multiples = range(size // dim.multiple_of + 1, 2 * size // dim.multiple_of + 12)
+    sizes = (dim.multiple_of * multiple for multiple in multiples if math.gcd(multiple, 2 * 3 * 5 * 7) == 1)
+    return next((size for size in sizes if size in dim), None)
 
 
 def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:

@@ -26,7 +26,9 @@ def renaming_hidden_members(model: nn.Module) -> Iterator[None]:
     The model cannot read these as attributes either: ``self.parameters`` is the method.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    members = {id(d): d for module in modules for d in (module._modules, module._parameters, module._buffers)}
+    members: dict[int, dict[str, Any]] = {
+        id(d): d for module in modules for d in (module._modules, module._parameters, module._buffers)
+    }
     originals = {key: dict(d) for key, d in members.items() if any(hasattr(nn.Module, name) for name in d)}
     for key, original in originals.items():
         members[key].clear()

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from optexport.errors import FixedSizeError, TraceError, UntraceableError
+from optexport.errors import BranchSizeError, FixedSizeError, TraceError, UntraceableError
 from optexport.signature.index_values import IndexValues
+from optexport.signature.resizing import grow_to_general_sizes
 from optexport.signature.signature import (
     Batch,
     Dim,
@@ -35,13 +36,14 @@ from optexport.tracing.fallbacks.attempts import (
 from optexport.tracing.fallbacks.branch_merging import find_branches
 from optexport.tracing.fallbacks.number_conversions import tracing_conversions
 from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
+from optexport.tracing.model_run import run_or_error
 from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.program_export import DynamicAxes, export_with_axes, skipped_checks
 from optexport.tracing.script_conversion import converting_scripts
 from optexport.tracing.shapes.expression_limit import LongSizeError
 from optexport.tracing.shapes.fixed_sizes import is_fixed_by_len
 from optexport.tracing.shapes.index_search import find_indexes
-from optexport.tracing.shapes.path_probe import probe_paths
+from optexport.tracing.shapes.path_probe import agree, probe_paths
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.range_limits import RangeLimits, find_multiples
 from optexport.tracing.shapes.size_conditions import LARGEST
@@ -122,7 +124,31 @@ def trace(
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     with converting_scripts(model, example), renaming_hidden_members(model):
+        return _trace_at_any_sizes(model, example, dynamic, values)
+
+
+def _trace_at_any_sizes(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    values: Mapping[str, Sequence[str]],
+) -> Traced:
+    """Traces a module at the sizes of the example or, if that fixes a declared size, at larger ones.
+
+    A model may have a branch for sizes that need no padding, or for the image size of its training. The graph of its
+    other branch must also be right for the example.
+    """
+    try:
         return _trace_or_fall_back(model, example, dynamic, values)
+    except (BranchSizeError, FixedSizeError):
+        if dynamic is not None:
+            batch = grow_to_general_sizes(dict(example), dynamic, values)
+            with contextlib.suppress(TraceError):  # the first error says more
+                traced = _trace_or_fall_back(model, batch, dynamic, values)
+                expected = run_or_error(model, example)
+                if not isinstance(expected, Exception) and agree(run_or_error(traced.graph_module, example), expected):
+                    return traced
+        raise
 
 
 def _trace_or_fall_back(
@@ -349,13 +375,13 @@ def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, l
 
 def _fixed_dims_error(
     conditions: Mapping[str, str], sizes: Mapping[str, int], dims: Mapping[str, Dim], suspects: Sequence[SuspectSize]
-) -> TraceError:
+) -> BranchSizeError:
     names = " and ".join(conditions)
     traced_at = ", ".join(f"{name} {sizes[name]}" for name in conditions)
     broken = [suspect.expression for suspect in suspects if str(suspect.expression) in conditions.values()]
     multiples = find_multiples(broken, {name: dims[name] for name in conditions}, sizes)
     ranges = " and ".join(f"multiple_of = {multiple} for {name}" for name, multiple in multiples.items())
-    return TraceError(
+    return BranchSizeError(
         f"the branch that the model takes at {traced_at} is valid only if {next(iter(conditions.values()))}",
         location="inputs.dynamic",
         hint=f"Declare {ranges}, or trace with another size."

@@ -169,3 +169,58 @@ def test_size_that_cannot_be_dynamic_is_fixed_unless_declared() -> None:
     )
     with pytest.raises(TraceError, match=r"could not trace the model, and stopped at test_dimensions\.py"):
         trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})
+
+
+class PadsIfNecessary(nn.Module):
+    """Pads images to a multiple of 4, but only those that are none, and cuts the result back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 4, 4), nn.ConvTranspose2d(4, 3, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        height, width = x.shape[-2:]
+        if height % 4 or width % 4:
+            x = nn.functional.pad(x, (0, -width % 4, 0, -height % 4), mode="replicate")
+        return self.up(self.down(x))[..., :height, :width]
+
+
+class KnowsOneSize(nn.Module):
+    """Has a mask for the size of its training, and computes that of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8).cumsum(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 8:
+            return x * self.mask
+        return x * torch.ones(x.shape[1]).cumsum(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "others"),
+    [
+        (PadsIfNecessary, (2, 3, 8, 12), [(1, 3, 8, 8), (2, 3, 9, 12), (3, 3, 8, 13), (2, 3, 15, 21)]),
+        (KnowsOneSize, (2, 8), [(1, 5), (3, 8), (2, 16)]),
+    ],
+)
+def test_branch_for_the_sizes_of_the_example_is_traced_at_other_sizes(
+    make: type[nn.Module], shape: tuple[int, ...], others: list[tuple[int, ...]]
+) -> None:
+    model = randomise(make().eval())
+    sizes: dict[int, str | Dim] = {
+        axis: Dim(f"size_{axis}", 4, 64) for axis in range(1, len(shape)) if shape[axis] != 3
+    }
+    graph_module = symbolic_trace(model, example_inputs={"x": torch.randn(shape)}, dynamic={"x": {0: "batch", **sizes}})
+    for other in (shape, *others):
+        x = torch.randn(other)
+        torch.testing.assert_close(outputs(graph_module, x)[0], model(x))
+
+
+def test_larger_sizes_must_give_the_results_of_the_example() -> None:
+    model = Program(lambda m, x: x.sum(1) if x.shape[1] == 8 else x.mean(1))
+    with pytest.raises(TraceError, match="it requires sequence = 8, because of test_dimensions"):
+        symbolic_trace(
+            model, example_inputs={"x": torch.randn(2, 8)}, dynamic={"x": {0: "batch", 1: Dim("sequence", 2, 64)}}
+        )

@@ -48,7 +48,7 @@ from optexport.tracing import (
 from optexport.tracing.fallbacks import attempts, scalar_tensors
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.patches import expert_loops, transformers_functions
-from optexport.tracing.shapes.path_probe import ProbeResult, _agree
+from optexport.tracing.shapes.path_probe import ProbeResult, agree
 from tests._helpers import models
 from tests.tracing import test_any_module
 from tests.zoo import runner, shrinking, stages
@@ -403,7 +403,7 @@ def _compare(model: nn.Module, result: trace.Traced, batch: Mapping[str, torch.T
         got = run_or_error(result.graph_module, {n: v for n, v in batch.items() if n not in constants})
     if isinstance(got, Exception):
         return "the graph fails"
-    return "same" if _agree(got, want, 1e-3) else "differs"
+    return "same" if agree(got, want, 1e-3) else "differs"
 
 
 def find_need(base: Mapping[str, Any], without: Mapping[str, Any]) -> str | None:

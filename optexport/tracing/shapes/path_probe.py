@@ -184,7 +184,7 @@ class _Probe:
             return _ProbeOutcome()
         batch = resize(self.example, self.signature, sizes)
         expected = run_or_error(self.model, batch) if is_small else None
-        if isinstance(expected, list) and not is_exclusion and not _agree(run_or_error(self.graph, batch), expected):
+        if isinstance(expected, list) and not is_exclusion and not agree(run_or_error(self.graph, batch), expected):
             return _ProbeOutcome(differs=True)
         # Assertions stay if the model itself fails there, or if its results are random.
         if expected is None or (isinstance(expected, list) and _is_repeatable(self.model, batch, expected)):
@@ -219,7 +219,7 @@ def drop_needless_assertions(
             return False
         batch = resize(example, signature, sizes)
         expected = run_or_error(graph_module, batch)
-        return isinstance(expected, list) and _agree(run_or_error(unasserted, batch), expected, _REPEAT_TOLERANCE)
+        return isinstance(expected, list) and agree(run_or_error(unasserted, batch), expected, _REPEAT_TOLERANCE)
 
     drop_assertions(program, names, signature.dims, [d for d in suspects if all(is_same(sizes) for sizes in d.sizes)])
 
@@ -248,10 +248,12 @@ def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
 def _is_repeatable(model: nn.Module, batch: Batch, first: list[torch.Tensor]) -> bool:
     with torch.random.fork_rng(devices=[]):
         torch.seed()
-        return _agree(run_or_error(model, batch), first, _REPEAT_TOLERANCE)
+        return agree(run_or_error(model, batch), first, _REPEAT_TOLERANCE)
 
 
-def _agree(actual: list[torch.Tensor] | Exception, expected: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
+def agree(actual: list[torch.Tensor] | Exception, expected: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
+    """Returns True if a run gave the expected outputs up to the rounding of deep networks."""
+
     def is_close(one: torch.Tensor, two: torch.Tensor) -> bool:
         kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (one, two)]
         return kinds[0] == kinds[1] and torch.allclose(
