@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -12,7 +13,6 @@ from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
@@ -147,7 +147,8 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
             if size not in signature.dims or not isinstance(traced_size, torch.SymInt):  # sums follow their parts
                 continue
             limits, dim = bound_sympy(traced_size.node.expr, program.range_constraints), signature.dims[str(size)]
-            maximum = int_oo if dim.max is None else dim.max
+            # A model that computes the size plus one limits it to the largest int64 minus one.
+            maximum = sys.maxsize - 1 if dim.max is None else dim.max
             if limits.upper < maximum:
                 raise ExportError(
                     f"the exported graph supports {size} only up to {limits.upper}"

@@ -146,30 +146,32 @@ def make_traceable(batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence
 
 
 def grow_to_general_sizes(
-    batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence[str]] = MappingProxyType({})
+    batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence[str]] = MappingProxyType({}), *, times: int = 1
 ) -> Batch:
-    """Returns a batch whose dynamic axes have larger sizes without small factors, where they are in range.
+    """Returns a batch whose dynamic axes have larger sizes without small factors, or else their largest size.
 
     At such sizes a model that pads to a multiple does pad, and few computed sizes are equal by chance. The first axis
     of each input, most often the batch, stays as it is.
 
     Args:
         values: Dimensions that the values of an input index, by input.
+        times: How many times as large the sizes are at least.
     """
     grown: dict[str, dict[int, str | Dim]] = {}
     for name, axes in dynamic.items():
         for axis, declared in axes.items():
             dim = declared if isinstance(declared, Dim) else Dim(declared)
-            if axis and (size := _find_general_size(dim, batch[name].shape[axis])) is not None:
+            if axis:
+                size = _find_general_size(dim, times * batch[name].shape[axis])
                 grown.setdefault(name, {})[axis] = replace(dim, min=size)
     return make_traceable(batch, grown, values)
 
 
-def _find_general_size(dim: Dim, size: int) -> int | None:
-    """Returns the next size in range whose multiple of the dimension's step has no factor up to 7."""
-    multiples = range(size // dim.multiple_of + 1, 2 * size // dim.multiple_of + 12)
-    sizes = (dim.multiple_of * multiple for multiple in multiples if math.gcd(multiple, 2 * 3 * 5 * 7) == 1)
-    return next((size for size in sizes if size in dim), None)
+def _find_general_size(dim: Dim, size: int) -> int:
+    """Returns the next size whose multiple of the dimension's step has no factor up to 7, or the end of the range."""
+    multiples = itertools.count(size // dim.multiple_of + 1)
+    size = next(dim.multiple_of * multiple for multiple in multiples if math.gcd(multiple, 2 * 3 * 5 * 7) == 1)
+    return dim.fit(size)
 
 
 def split_batch(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:

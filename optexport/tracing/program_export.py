@@ -40,7 +40,7 @@ from optexport.tracing.shapes.fixed_sizes import (
     store_fixing_lines,
 )
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
-from optexport.tracing.tensor_names import rename_hidden_tensors
+from optexport.tracing.tensor_names import rename_hidden_tensors, write_module_paths_plainly
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
 from optexport.transformations.analysis import effects
 
@@ -140,6 +140,7 @@ def _export_strictly(
     drop_value_assertions(program, checks)
     doubt_size_one(program)
     program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
+    write_module_paths_plainly(program)
     rename_hidden_tensors(program)
     return program
 

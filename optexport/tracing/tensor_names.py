@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -56,6 +57,19 @@ def rename_hidden_tensors(program: ExportedProgram) -> None:
     for node in _nodes(program):
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {key: (_rename_head(path, heads), cls) for key, (path, cls) in stack.items()}
+
+
+def write_module_paths_plainly(program: ExportedProgram) -> None:
+    """Rewrites the paths of modules in a strict trace, in place: ``__dict__['_modules']['layers'].0`` is ``layers.0``.
+
+    TorchDynamo writes the paths of some modules so, but not the names of their tensors.
+    """
+    for node in _nodes(program):
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (re.sub(r"__dict__\['_modules'\]\['(.+?)'\]", r"\1", path), cls)
+                for key, (path, cls) in stack.items()
+            }
 
 
 def _rename_head(path: str, taken: Container[str]) -> str:

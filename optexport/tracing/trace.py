@@ -56,6 +56,8 @@ from optexport.tracing.shapes.size_guards import (
 )
 from optexport.tracing.tensor_names import renaming_hidden_members
 
+# How many times as large the sizes of a second and a third trace are. A table may contain several times the example.
+_LARGER = (1, 4)
 # torch.export fixes each axis of size 1.
 _ONE_ROW = "the example has one row; declare the axis to allow more"
 
@@ -141,8 +143,8 @@ def _trace_at_any_sizes(
     try:
         return _trace_or_fall_back(model, example, dynamic, values)
     except (BranchSizeError, FixedSizeError):
-        if dynamic is not None:
-            batch = grow_to_general_sizes(dict(example), dynamic, values)
+        for times in _LARGER if dynamic is not None else ():
+            batch = grow_to_general_sizes(dict(example), dynamic or {}, values, times=times)
             with contextlib.suppress(TraceError):  # the first error says more
                 traced = _trace_or_fall_back(model, batch, dynamic, values)
                 expected = run_or_error(model, example)
