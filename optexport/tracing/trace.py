@@ -239,9 +239,8 @@ def _try_conversions(model: nn.Module, trace_axes: Callable[[], Traced], *, need
         return None
     with tracing_conversions(model), contextlib.suppress(TraceError):
         result, lines = trace_branches(model, trace_axes)
-        if (
-            result.branches or lines or not needs_branch
-        ):  # other models are traced strictly, or their inputs become constants
+        # Models without branches are traced strictly, or their inputs become constants.
+        if result.branches or lines or not needs_branch:
             return replace(result, skipped_checks=(*result.skipped_checks, *lines))
     return None
 
