@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from optexport._utils.adaptive_pooling import adaptive_max_pool
 
 
 class SymbolicSizes(TorchFunctionMode):
@@ -91,14 +94,29 @@ def _istft(  # noqa: PLR0913 - the parameters of istft
     return signal if input.dim() == 3 else signal.squeeze(0)
 
 
+def _adaptive_max_pool(axes: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:  # noqa: A002
+    sizes = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * axes
+    if not _is_symbolic(*sizes):
+        return None
+    sizes = [before if size is None else size for before, size in zip(input.shape[-axes:], sizes, strict=True)]
+    maxima, indices = adaptive_max_pool(input, sizes)
+    return (maxima, indices) if return_indices else maxima
+
+
 def _is_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-_FUNCTIONS: Mapping[Any, Callable[..., torch.Tensor | None]] = {
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     torch.linspace: _linspace,
     torch.hann_window: _hann_window,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,
+    functional.adaptive_max_pool1d: partial(_adaptive_max_pool, 1),
+    functional.adaptive_max_pool2d: partial(_adaptive_max_pool, 2),
+    functional.adaptive_max_pool3d: partial(_adaptive_max_pool, 3),
+    functional.adaptive_max_pool1d_with_indices: partial(_adaptive_max_pool, 1, return_indices=True),
+    functional.adaptive_max_pool2d_with_indices: partial(_adaptive_max_pool, 2, return_indices=True),
+    functional.adaptive_max_pool3d_with_indices: partial(_adaptive_max_pool, 3, return_indices=True),
 }

@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional
 
+from optexport.api import symbolic_trace
+from optexport.signature.signature import Dim, Dynamic
+from optexport.testing import outputs
 from optexport.tracing.trace import trace
 from tests._helpers.graphs import Program
 
@@ -41,3 +45,21 @@ def test_arguments_may_be_named(function: Function) -> None:
     assert not traced.is_strict
     x = torch.randn(9, 4)
     torch.testing.assert_close(traced.graph_module(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda m, x: functional.adaptive_max_pool2d(x, (x.shape[2] // 2, x.shape[3] // 3)),
+        lambda m, x: functional.adaptive_max_pool2d(x, (None, x.shape[2]), return_indices=True),
+        lambda m, x: functional.adaptive_max_pool1d(x[0], (x.shape[3] + 1) // 2),
+    ],
+)
+def test_maxima_are_pooled_to_computed_sizes(pool: Function) -> None:
+    model = Program(pool).eval()
+    dynamic: Dynamic = {"x": {2: Dim("height", 4, 64), 3: Dim("width", 4, 64)}}
+    graph_module = symbolic_trace(model, example_inputs={"x": torch.randn(2, 3, 12, 18)}, dynamic=dynamic)
+    for height, width in ((12, 18), (4, 5), (13, 7), (31, 20)):
+        x = torch.randn(2, 3, height, width)
+        for actual, expected in zip(outputs(graph_module, x), outputs(model, x), strict=True):
+            assert torch.equal(actual, expected)

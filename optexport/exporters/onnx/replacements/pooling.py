@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
-aten = torch.ops.aten
+from optexport._utils.adaptive_pooling import append_axes, gather_windows, is_even, is_one, windows_of
 
 
 def upsample_nearest(
@@ -50,67 +50,15 @@ def adaptive_avg_pool(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
         sizes: Output size of each of the last axes.
     """
     axes = range(-len(sizes), 0)
-    if _is_one(sizes):
+    if is_one(sizes):
         return x.mean(list(axes), keepdim=True)
-    if _is_even(x, sizes):
+    if is_even(x, sizes):
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(sizes) - 1]
         return pool(x, [x.shape[axis] // size for axis, size in zip(axes, sizes, strict=True)])
     for axis, size in zip(axes, sizes, strict=True):
-        start, end, steps = _windows(x.shape[axis], size)
+        start, end, steps = windows_of(x.shape[axis], size)
         places = start + steps
-        windows = _gather_windows(x, axis, places.clamp(max=x.shape[axis] - 1))
-        windows = torch.where(_append_axes(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
-        x = windows.sum(axis) / _append_axes(axis, end - start).squeeze(axis)
+        windows = gather_windows(x, axis, places.clamp(max=x.shape[axis] - 1))
+        windows = torch.where(append_axes(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
+        x = windows.sum(axis) / append_axes(axis, end - start).squeeze(axis)
     return x
-
-
-def adaptive_max_pool(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes an adaptive maximum over the last axes.
-
-    Args:
-        sizes: Output size of each of the last axes.
-
-    Returns:
-        The maxima, and the index of each in the flattened last axes.
-    """
-    if len(sizes) > 1 and (_is_one(sizes) or _is_even(x, sizes)):
-        operator = aten.adaptive_max_pool2d if len(sizes) == 2 else aten.adaptive_max_pool3d
-        return operator.default(x, sizes)  # type: ignore[no-any-return]
-    index = x.new_zeros((), dtype=torch.int64)
-    stride = 1
-    for axis in range(-1, -len(sizes) - 1, -1):
-        start, end, steps = _windows(x.shape[axis], sizes[axis])
-        places = torch.minimum(start + steps, end - 1)
-        index = _append_axes(axis, places) * stride + (index if axis == -1 else _gather_windows(index, axis, places))
-        stride = stride * x.shape[axis]
-        windows = _gather_windows(x, axis, places)
-        x, first = windows.max(axis)
-        index = index.expand_as(windows).gather(axis, first.unsqueeze(axis)).squeeze(axis)
-    return x, index
-
-
-def _is_one(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in sizes)
-
-
-def _is_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
-    """Returns True if it is certain that all windows have the same width and do not overlap."""
-    pairs = list(zip(x.shape[-len(sizes) :], sizes, strict=True))
-    return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
-
-
-def _windows(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns starts and ends of an axis's windows, shaped [size, 1], and steps of the widest."""
-    index = torch.arange(size)[:, None]
-    return index * n // size, ((index + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)
-
-
-def _gather_windows(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
-    """Replaces an axis by two: one for the windows, and one for the elements of each."""
-    windows: torch.Tensor = x.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
-    return windows
-
-
-def _append_axes(axis: int, windows: torch.Tensor) -> torch.Tensor:
-    """Appends axes of size 1, so that windows broadcast with the axes after theirs."""
-    return windows.reshape(*windows.shape, *[1] * (-1 - axis))

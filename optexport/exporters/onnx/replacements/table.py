@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optexport._utils.adaptive_pooling import adaptive_max_pool
 from optexport.exporters.onnx.refusals import Function, naming_node
 from optexport.exporters.onnx.replacements import (
     arithmetic,
@@ -45,9 +46,9 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.adaptive_avg_pool1d.default: pooling.adaptive_avg_pool,
     aten.adaptive_avg_pool2d.default: pooling.adaptive_avg_pool,
     aten.adaptive_avg_pool3d.default: pooling.adaptive_avg_pool,
-    aten.adaptive_max_pool1d.default: pooling.adaptive_max_pool,
-    aten.adaptive_max_pool2d.default: pooling.adaptive_max_pool,
-    aten.adaptive_max_pool3d.default: pooling.adaptive_max_pool,
+    aten.adaptive_max_pool1d.default: adaptive_max_pool,
+    aten.adaptive_max_pool2d.default: adaptive_max_pool,
+    aten.adaptive_max_pool3d.default: adaptive_max_pool,
     aten.upsample_nearest1d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest1d.vec, *a),
     aten.upsample_nearest2d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest2d.vec, *a),
     aten.upsample_nearest3d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest3d.vec, *a),
