@@ -202,6 +202,12 @@ def _explain(
                 " dimension to fix it.",
             ),
         )
+    if "fake tensor in the exported program constant" in str(error):
+        return UntraceableError(
+            "the model stores a tensor that it computes, for example in weight.data, and reads it in the same call",
+            location=name,
+            hint="Compute it before the export, and leave that assignment out of forward.",
+        )
     line = find_line(error)
     return UntraceableError(
         f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
