@@ -56,7 +56,7 @@ def describe_fixing_line(line: str | None) -> str:
 
 
 def choose_hint(line: str | None, otherwise: str) -> str:
-    """Returns the hint to replace the conversion or the loop, if the line that fixes a size has one, or another hint."""
+    """Returns the hint to replace the conversion or loop in the line that fixes a size, or another hint."""
     if line is not None and re.search(r"\bint\(", line):
         return (
             "Use the size itself instead of int(size), and einops instead of einx, or remove the dimension from"
