@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,3 +433,46 @@ def test_weights_that_forward_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"stores a tensor that it computes, for example in weight.data") as raised:
         export(StoringWeights().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"])
     assert "leave that assignment out of forward" in str(raised.value.hint)
+
+
+class FirstFrame(nn.Module):
+    """Compares with the first input of the same number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None or self.first.shape != x.shape:
+            self.first = x.clone()
+        return x - self.first
+
+
+class WarmUp(nn.Module):
+    """Doubles its output after many calls."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        else:
+            self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if isinstance(self.calls, torch.Tensor):
+            return torch.where(self.calls <= 1000, x, 2 * x)
+        return x if self.calls <= 100 else 2 * x
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (FirstFrame, "first"),
+        (partial(WarmUp, is_buffer=True), "calls"),
+        (partial(WarmUp, is_buffer=False), "calls"),
+    ],
+)
+def test_state_that_few_calls_do_not_show_is_refused(make: Callable[[], nn.Module], place: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=f"depend on what earlier calls wrote to {place} "):
+        export(make().eval(), {"x": X}, tmp_path / "bundle", formats=["pt2"], effort="quick")

@@ -90,6 +90,15 @@ class State:
         )
         return [path for path in dict.fromkeys(changed) if path not in tensors]
 
+    def raise_numbers(self) -> Iterator[str]:
+        """Adds 10,000 to each Python number that the model changed, one at a time, and yields its path."""
+        for path, container, saved in self._containers:
+            for key, value in _items(container):
+                if type(value) in (int, float) and _find(saved, key) is not value and isinstance(container, dict):
+                    container[key] = value + 10_000
+                    yield _join(path, key)
+                    container[key] = value
+
     def restore(self) -> None:
         """Restores all values, except those of parameters that were written to in place."""
         for _, container, saved in self._containers:

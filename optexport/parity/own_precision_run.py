@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -176,12 +177,26 @@ def _check_second_call(run: Call, model: nn.Module, batch: Batch, outputs: Outpu
         TraceError: An output differs.
     """
     with restoring_state(model) as state:
-        run(model, {name: tensor.clone() for name, tensor in batch.items()})  # the model may keep an input
+        try:
+            run(model, {name: _other_values(tensor) for name, tensor in batch.items()})
+        except Exception:  # the model may reject other values
+            state.restore()
+            run(model, {name: tensor.clone() for name, tensor in batch.items()})  # the model may keep an input
         changed = [*state.changed_attributes(), *state.written_tensors()]
         with restoring_state(model) as second_state:
             _check_unaffected(run, model, batch, outputs, changed)
             written = second_state.written_tensors()
         _check_written_tensors(run, model, batch, outputs, written)
+        for path in state.raise_numbers():  # a counter may have a threshold
+            with restoring_state(model):
+                _check_unaffected(run, model, batch, outputs, [path])
+
+
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with other values, still valid as ids and positions: floats are halved, others rolled."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor / 2
+    return tensor.roll(1, 0) if tensor.dim() else tensor.clone()
 
 
 def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, changed: Sequence[str]) -> None:
@@ -213,10 +228,12 @@ def _state_error(model: nn.Module, path: str, difference: str) -> TraceError:
 
 
 def _changed(buffer: torch.Tensor, value: float) -> torch.Tensor:
-    """Returns a buffer full of a value; whole numbers, which may be positions, move by one, and booleans flip."""
+    """Returns a buffer full of a value; whole numbers move by 1, by -1 or by the value, and booleans flip."""
     if buffer.is_floating_point() or buffer.is_complex():
         return torch.full_like(buffer, value)
-    return ~buffer if buffer.dtype == torch.bool else buffer + (-1 if value < 0 else 1)
+    if buffer.dtype == torch.bool:
+        return ~buffer
+    return buffer + (1 if math.isnan(value) else int(min(max(value, -1), torch.iinfo(buffer.dtype).max // 2)))
 
 
 def _find_difference(first: Outputs, second: Outputs) -> str | None:

@@ -103,7 +103,23 @@ class _Writer:
                     self._read.add(node)
                     if (tensor := self._compute(node)) is not None:
                         self._tensors[node] = tensor
+                        is_changed |= self._read_rounded(node, tensor)
         return is_changed
+
+    def _read_rounded(self, node: fx.Node, tensor: fx.Node) -> bool:
+        """Reads a whole number that comes from a float again from its tensor, because it may be a size.
+
+        ONNX would compute the float in float32: ``int(20 * k.item())`` is 17 for the float32 next to 0.9, and not 18.
+        """
+        operands = [_dtype(operand) for operand in node.args]
+        if _dtype(node) is not torch.int64 or torch.float64 not in operands:
+            return False
+        number: fx.Node = self._graph.call_function(aten.item.default, (tensor,))
+        number.meta = {**self._origin, "val": node.meta["val"]}
+        node.replace_all_uses_with(number)
+        self._tensors[number] = tensor
+        self._read.add(number)
+        return True
 
     def _read_tensor(self, node: fx.Node) -> fx.Node:
         """Copies a number where it is read, because its tensor may change later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,17 @@ def test_comparisons_treat_numbers_as_floats(function: Function, tmp_path: Path)
     """A real number equals itself, and addition does not round it."""
     special = [torch.tensor([[value, 1.0, -2.0, 0.5]]) for value in (torch.nan, torch.inf, -torch.inf, 0.3, 0.7)]
     _assert_files(Program(function), X, tmp_path, *special, torch.randn(5, 4))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x, share: x[:, : int(20 * share.item())],
+        lambda m, x, share: x[:, : math.ceil(share.item() * 20)] * 2,
+        lambda m, x, share: torch.arange(int(20 * share.item())) + x[:, :1],
+    ],
+)
+def test_size_from_a_number_is_as_exact_as_in_python(body: Function, tmp_path: Path) -> None:
+    """``int(20 * 0.9)`` of the float32 next to 0.9 is 17, and 18 if the product is a float32 too."""
+    example = {"x": torch.randn(3, 20), "share": torch.tensor(0.5)}
+    _assert_files(Program(body), example, tmp_path, *map(torch.tensor, (0.9, 0.7, 0.1, 0.35, 0.15)))
