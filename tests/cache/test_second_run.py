@@ -132,6 +132,7 @@ def test_stopped_run_is_continued(config: Path) -> None:
     assert again(config).cache_hits == ("export torchscript", "check graph", "check torchscript")
 
 
+@pytest.mark.slow
 def test_cached_results_are_compared_with_current_tolerances(config: Path) -> None:
     again(config)
     config.write_text(CONFIG.replace('"quick"', '"quick"\nnoise_multiple = 1e-3'), encoding="utf-8")

@@ -201,6 +201,7 @@ def _shifted(hidden: torch.Tensor, sizes: tuple[int, ...], alike: bool) -> torch
     return hidden + 0.5 if is_wrong else hidden
 
 
+@pytest.mark.slow
 def test_a_failing_run_reports_the_smallest_failing_input(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="Smallest input that fails: batch 1, sequence 20; x all 0; mask all 1"):
         export(

@@ -91,6 +91,7 @@ def test_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str) -
     assert nothing_is_left(project)
 
 
+@pytest.mark.slow
 def test_without_the_wrong_rule_the_run_passes(project: Path) -> None:
     path = config(project, "merge-linears", wrong("ReluForGelu"))
     result = run.run(path, without=[wrong("ReluForGelu")])

@@ -59,6 +59,7 @@ def test_bundle_equals_itself_to_the_byte(one: Path) -> None:
     assert {title for title, section in differences["sections"].items() if section["rows"]} == {"Latency"}
 
 
+@pytest.mark.slow
 def test_bundle_with_a_format_more_is_the_same(plain: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dynamic": exports.DYNAMIC, "effort": "quick", "formats": ["pt2", "torchscript"]}
     both = exports.quick(exports.block(), exports.batch(), tmp_path / "both", **options).output

@@ -63,6 +63,7 @@ def test_nearly_right_rule_fails_only_its_target(call: Caller, tmp_path: Path) -
     assert int(root.get("failures", 0)) == len(root.findall(".//failure")) > 0
 
 
+@pytest.mark.slow
 def test_suggested_tolerance_passes(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "parity.xml"
     call("run", config(more=NEARLY_RIGHT), "--junit", str(report))

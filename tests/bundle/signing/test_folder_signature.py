@@ -298,14 +298,14 @@ def test_signature_that_ignores_files_is_refused(copied: Path, keys: tuple[Path,
 
 
 STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "of a file less": (lambda statement: statement["subject"].pop(), "other files than the folder has"),
+    "of a file less": (lambda statement: statement["subject"].pop(), "other files than the folder contains"),
     "of a file twice": (
         lambda statement: statement["subject"].append(statement["subject"][0]),
-        "other files than the folder has",
+        "other files than the folder contains",
     ),
     "of other bytes": (
         lambda statement: statement["subject"][0].update(digest={"sha256": "0" * 64}),
-        "other files than the folder has",
+        "other files than the folder contains",
     ),
     "of another kind": (lambda statement: statement.update(predicateType="https://else/v1"), "predicate type is not"),
     "of another form": (lambda statement: statement["predicate"].update(more=1), "not a statement"),

@@ -153,6 +153,7 @@ def test_attention_becomes_one_operator(tmp_path: Path) -> None:
     assert onnx.load(lowered).opset_import[0].version == 23
 
 
+@pytest.mark.slow
 def test_row_masked_by_the_smallest_number_attends_to_all_keys(tmp_path: Path) -> None:
     subject = _attending(torch.finfo(torch.float32).min)
     plain, lowered = write_both(subject, "onnx", "attention", tmp_path)

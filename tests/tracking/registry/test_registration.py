@@ -30,6 +30,7 @@ def store(tmp_path: Path) -> Registry:
     return Registry(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_alias_moves_to_an_equal_version_but_not_a_worse_one(store: Registry) -> None:
     first = store.log()
     assert (first.version, first.holder, first.moved, first.failure) == ("1", "1", True, None)
