@@ -275,6 +275,24 @@ def test_state_that_a_repeated_batch_hides_is_refused(
         export(make().eval(), inputs, tmp_path / "bundle", formats=["pt2"], **options)
 
 
+class ScaledOnce(nn.Module):
+    """Computes a number from a fixed size in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = x.shape[1] ** -0.5
+        return x * self.scale
+
+
+def test_number_from_a_fixed_size_is_no_state(tmp_path: Path) -> None:
+    result = quick(ScaledOnce(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    torch.testing.assert_close(run(result, x=X + 1)["output"], (X + 1) * X.shape[1] ** -0.5)
+
+
 def test_values_that_no_later_call_reads_are_no_state(tmp_path: Path) -> None:
     model = KeepingInput().eval()
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH)

@@ -1,4 +1,4 @@
-"""Pools to sizes that are computed from the input's, whose windows differ in width."""
+"""Pools to sizes that are computed from the sizes of the input. The windows may differ in width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adaptive_max_pool(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tens
     index = x.new_zeros((), dtype=torch.int64)
     stride = 1
     for axis in range(-1, -len(sizes) - 1, -1):
-        start, end, steps = windows_of(x.shape[axis], sizes[axis])
+        start, end, steps = find_windows(x.shape[axis], sizes[axis])
         places = torch.minimum(start + steps, end - 1)
         index = append_axes(axis, places) * stride + (index if axis == -1 else gather_windows(index, axis, places))
         stride = stride * x.shape[axis]
@@ -36,6 +36,7 @@ def adaptive_max_pool(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tens
 
 
 def is_one(sizes: Sequence[Any]) -> bool:
+    """Returns True if it is certain that every size is 1."""
     return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
@@ -45,7 +46,7 @@ def is_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
     return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
 
 
-def windows_of(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def find_windows(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns starts and ends of an axis's windows, shaped [size, 1], and steps of the widest."""
     index = torch.arange(size)[:, None]
     return index * n // size, ((index + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)

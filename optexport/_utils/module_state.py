@@ -94,7 +94,7 @@ class State:
         """Adds 10,000 to each Python number that the model changed, one at a time, and yields its path."""
         for path, container, saved in self._containers:
             for key, value in _items(container):
-                if type(value) in (int, float) and _find(saved, key) is not value and isinstance(container, dict):
+                if type(value) in (int, float) and _find(saved, key) is not value:
                     container[key] = value + 10_000
                     yield _join(path, key)
                     container[key] = value

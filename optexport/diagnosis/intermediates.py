@@ -118,7 +118,7 @@ def observe_graph(
             try:
                 result = super().run_node(n)
             except Exception as error:  # an operator may raise anything
-                observed.raised = (n.name, f"{describe_error(error)[:200]}")
+                observed.raised = (n.name, describe_error(error)[:200])
                 raise
             if n.op != "get_attr" or n in leaves:  # a weight that is not an output is not a computation step
                 observed.add(n.name, describe(n), result, keep)

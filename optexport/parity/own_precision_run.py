@@ -186,10 +186,10 @@ def _check_second_call(run: Call, model: nn.Module, batch: Batch, outputs: Outpu
         with restoring_state(model) as second_state:
             _check_unaffected(run, model, batch, outputs, changed)
             written = second_state.written_tensors()
+            for path in second_state.raise_numbers():  # a counter may have a threshold
+                with restoring_state(model):
+                    _check_unaffected(run, model, batch, outputs, [path])
         _check_written_tensors(run, model, batch, outputs, written)
-        for path in state.raise_numbers():  # a counter may have a threshold
-            with restoring_state(model):
-                _check_unaffected(run, model, batch, outputs, [path])
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:

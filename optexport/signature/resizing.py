@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -145,26 +145,36 @@ def make_traceable(batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence
     return resized
 
 
-def grow_to_general_sizes(
-    batch: Batch, dynamic: Dynamic, values: Mapping[str, Sequence[str]] = MappingProxyType({}), *, times: int = 1
-) -> Batch:
-    """Returns a batch whose dynamic axes have larger sizes without small factors, or else their largest size.
+def iter_larger_batches(
+    batch: Mapping[str, torch.Tensor],
+    dynamic: Dynamic,
+    values: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Iterator[Batch]:
+    """Yields batches whose dynamic axes have larger sizes without small factors, or else their largest size.
 
     At such sizes a model that pads to a multiple does pad, and few computed sizes are equal by chance. The first axis
-    of each input, most often the batch, stays as it is.
+    of each input, most often the batch, stays as it is. Nothing is yielded if no axis can grow.
 
     Args:
         values: Dimensions that the values of an input index, by input.
-        times: How many times as large the sizes are at least.
     """
-    grown: dict[str, dict[int, str | Dim]] = {}
-    for name, axes in dynamic.items():
-        for axis, declared in axes.items():
-            dim = declared if isinstance(declared, Dim) else Dim(declared)
-            if axis:
-                size = _find_general_size(dim, times * batch[name].shape[axis])
-                grown.setdefault(name, {})[axis] = replace(dim, min=size)
-    return make_traceable(batch, grown, values)
+    shapes = [{name: tensor.shape for name, tensor in batch.items()}]
+    for times in _TIMES:
+        grown: dict[str, dict[int, str | Dim]] = {}
+        for name, axes in dynamic.items():
+            for axis, declared in axes.items():
+                dim = declared if isinstance(declared, Dim) else Dim(declared)
+                if axis:
+                    size = _find_general_size(dim, times * batch[name].shape[axis])
+                    grown.setdefault(name, {})[axis] = replace(dim, min=size)
+        larger = make_traceable(dict(batch), grown, values)
+        shapes.append({name: tensor.shape for name, tensor in larger.items()})
+        if shapes[-1] not in shapes[:-1]:
+            yield larger
+
+
+# How many times as large the sizes are at least. A table of a model may contain several times the example.
+_TIMES = (1, 4)
 
 
 def _find_general_size(dim: Dim, size: int) -> int:

@@ -206,7 +206,8 @@ def _explain(
         return UntraceableError(
             "the model stores a tensor that it computes, for example in weight.data, and reads it in the same call",
             location=name,
-            hint="Compute it before the export, and leave that assignment out of forward.",
+            hint="If only the first call does so, call the model once before the export. Otherwise, leave that "
+            "assignment out of forward.",
         )
     line = find_line(error)
     return UntraceableError(

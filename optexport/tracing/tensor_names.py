@@ -10,7 +10,7 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -54,9 +54,7 @@ def rename_hidden_tensors(program: ExportedProgram) -> None:
     program._graph_signature = copy.deepcopy(program.graph_signature)
     for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         spec.target = renamed.get(str(spec.target), spec.target)
-    for node in _nodes(program):
-        if stack := node.meta.get("nn_module_stack"):
-            node.meta["nn_module_stack"] = {key: (_rename_head(path, heads), cls) for key, (path, cls) in stack.items()}
+    _rewrite_module_paths(program, lambda path: _rename_head(path, heads))
 
 
 def write_module_paths_plainly(program: ExportedProgram) -> None:
@@ -64,12 +62,7 @@ def write_module_paths_plainly(program: ExportedProgram) -> None:
 
     TorchDynamo writes the paths of some modules so, but not the names of their tensors.
     """
-    for node in _nodes(program):
-        if stack := node.meta.get("nn_module_stack"):
-            node.meta["nn_module_stack"] = {
-                key: (re.sub(r"__dict__\['_modules'\]\['(.+?)'\]", r"\1", path), cls)
-                for key, (path, cls) in stack.items()
-            }
+    _rewrite_module_paths(program, lambda path: re.sub(r"__dict__\['_modules'\]\['(.+?)'\]", r"\1", path))
 
 
 def _rename_head(path: str, taken: Container[str]) -> str:
@@ -85,7 +78,8 @@ def _rename(name: str, taken: Container[str], owner: Any) -> str:
     return next(new for suffix in suffixes if (new := f"{name}{suffix}") not in taken)
 
 
-def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
+def _rewrite_module_paths(program: ExportedProgram, rewrite: Callable[[str], str]) -> None:
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {key: (rewrite(path), cls) for key, (path, cls) in stack.items()}

@@ -8,7 +8,7 @@ import functools
 import itertools
 import keyword
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -20,7 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport.errors import BranchSizeError, FixedSizeError, TraceError, UntraceableError
 from optexport.signature.index_values import IndexValues
-from optexport.signature.resizing import grow_to_general_sizes
+from optexport.signature.resizing import iter_larger_batches
 from optexport.signature.signature import (
     Batch,
     Dim,
@@ -56,8 +56,6 @@ from optexport.tracing.shapes.size_guards import (
 )
 from optexport.tracing.tensor_names import renaming_hidden_members
 
-# How many times as large the sizes of a second and a third trace are. A table may contain several times the example.
-_LARGER = (1, 4)
 # torch.export fixes each axis of size 1.
 _ONE_ROW = "the example has one row; declare the axis to allow more"
 
@@ -126,134 +124,123 @@ def trace(
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
     _check_names(model)
     with converting_scripts(model, example), renaming_hidden_members(model):
-        return _trace_at_any_sizes(model, example, dynamic, values)
+        return _trace_at_any_sizes(_Request(model, example, dynamic, values))
 
 
-def _trace_at_any_sizes(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    dynamic: Dynamic | None,
-    values: Mapping[str, Sequence[str]],
-) -> Traced:
+@dataclass(frozen=True)
+class _Request:
+    """A module without TorchScript parts to trace; see `trace`."""
+
+    model: nn.Module
+    example: Mapping[str, torch.Tensor]
+    dynamic: Dynamic | None
+    values: Mapping[str, Sequence[str]]
+
+    def trace(self) -> Traced:
+        """Traces the module with all axes dynamic that may be, with the declared ranges or, if that fails, without."""
+        try:
+            return _trace_module(self.model, self.example, self.dynamic, values=self.values)
+        except (UntraceableError, FixedSizeError):
+            if _declared_dims(self.dynamic):
+                with contextlib.suppress(TraceError):  # the first error says more
+                    return _trace_module(self.model, self.example, self.dynamic, has_ranges=False, values=self.values)
+            raise
+
+
+def _trace_at_any_sizes(request: _Request) -> Traced:
     """Traces a module at the sizes of the example or, if that fixes a declared size, at larger ones.
 
     A model may have a branch for sizes that need no padding, or for the image size of its training. The graph of its
     other branch must also be right for the example.
     """
     try:
-        return _trace_or_fall_back(model, example, dynamic, values)
+        return _trace_or_fall_back(request)
     except (BranchSizeError, FixedSizeError):
-        for times in _LARGER if dynamic is not None else ():
-            batch = grow_to_general_sizes(dict(example), dynamic or {}, values, times=times)
+        expected = run_or_error(request.model, request.example)
+        if isinstance(expected, Exception):
+            raise
+        for batch in iter_larger_batches(request.example, request.dynamic or {}, request.values):
             with contextlib.suppress(TraceError):  # the first error says more
-                traced = _trace_or_fall_back(model, batch, dynamic, values)
-                expected = run_or_error(model, example)
-                if not isinstance(expected, Exception) and agree(run_or_error(traced.graph_module, example), expected):
+                traced = _trace_or_fall_back(replace(request, example=batch))
+                if agree(run_or_error(traced.graph_module, request.example), expected):
                     return traced
         raise
 
 
-def _trace_or_fall_back(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    dynamic: Dynamic | None,
-    values: Mapping[str, Sequence[str]],
-) -> Traced:
-    """Traces a module without TorchScript parts, with fallbacks if ``torch.export`` refuses it or fixes an axis."""
-    trace_axes = functools.partial(_trace_with_or_without_ranges, model, example, dynamic, values)
+def _trace_or_fall_back(request: _Request) -> Traced:
+    """Traces a module with fallbacks if ``torch.export`` refuses it or fixes an axis."""
     try:
-        result = trace_axes()
+        result = request.trace()
     except UntraceableError as error:
-        return _trace_with_fallbacks(model, example, dynamic, values, error, trace_axes)
+        return _trace_with_fallbacks(request, error)
     except FixedSizeError:
-        if (strict := _try_strict(model, trace_axes)) is None:
+        if (strict := _try_strict(request)) is None:
             raise
         return strict
-    if result.fixed and result.is_fixed_by_len and (strict := _try_strict(model, trace_axes)) is not None:
+    if result.fixed and result.is_fixed_by_len and (strict := _try_strict(request)) is not None:
         return strict if len(strict.fixed) < len(result.fixed) else result
     return result
 
 
-def _trace_with_or_without_ranges(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    dynamic: Dynamic | None,
-    values: Mapping[str, Sequence[str]],
-) -> Traced:
-    """Traces a module with all axes dynamic that may be, with the declared ranges or, if that fails, without."""
-    try:
-        return _trace_module(model, example, dynamic, values=values)
-    except (UntraceableError, FixedSizeError):
-        if _declared_dims(dynamic):
-            with contextlib.suppress(TraceError):  # the first error says more
-                return _trace_module(model, example, dynamic, has_ranges=False, values=values)
-        raise
-
-
-def _trace_with_fallbacks(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    dynamic: Dynamic | None,
-    values: Mapping[str, Sequence[str]],
-    error: UntraceableError,
-    trace_axes: Callable[[], Traced],
-) -> Traced:
+def _trace_with_fallbacks(request: _Request, error: UntraceableError) -> Traced:
     """Traces a module that torch.export refused: all ways of branches, strictly, or with less that may change."""
-    has_branch = is_branch(error)
+    has_branch, converted = is_branch(error), None
     if has_branch:
         try:
-            result, lines = trace_branches(model, trace_axes)
-            return replace(result, skipped_checks=(*result.skipped_checks, *lines))
+            return _trace_all_ways(request)
         except UntraceableError as branch_error:  # says more
-            if (converted := _try_conversions(model, trace_axes)) is not None:
-                return converted
+            converted = _try_conversions(request)
+            if converted is not None and (converted.branches or converted.skipped_checks):
+                return converted  # other models are traced strictly, or their inputs become constants
             error = branch_error
     may_be_strict = not isinstance(error.__cause__, LongSizeError)  # a strict trace would take too long as well
-    if may_be_strict and dynamic is not None and (strict := _try_strict(model, trace_axes)) is not None:
+    is_declared = request.dynamic is not None
+    if is_declared and may_be_strict and (strict := _try_strict(request)) is not None:
         return strict  # otherwise, inputs may become constants
-    if has_branch and dynamic is not None:
-        converted = _try_conversions(model, trace_axes, needs_branch=False)
-        if converted is not None:
-            return converted
+    if is_declared and converted is not None:
+        return converted
 
     def trace_with(model: nn.Module, example: Batch, free: DynamicAxes | None, reason: str) -> Traced:
-        result = _trace_module(model, example, dynamic, free, values=values)
+        result = _trace_module(model, example, request.dynamic, free, values=request.values)
         fixed = (axis if axis.endswith(_ONE_ROW) else f"{axis}{reason}" for axis in result.fixed)
         return replace(result, fixed=tuple(fixed))
 
-    inputs, is_declared = dict(example), dynamic is not None
+    inputs = dict(request.example)
     try:
         with exploring_branches(enabled=has_branch) as checks:
-            result, constants, notes = retry_trace(model, inputs, error, trace_with, is_declared=is_declared)
+            result, constants, notes = retry_trace(request.model, inputs, error, trace_with, is_declared=is_declared)
     except UntraceableError:
-        if may_be_strict and not is_declared and (strict := _try_strict(model, trace_axes)) is not None:
+        if may_be_strict and not is_declared and (strict := _try_strict(request)) is not None:
             return strict
         raise
     skipped_checks = (*result.skipped_checks, *checks)
     return replace(result, fixed=(*notes, *result.fixed), constants=constants, skipped_checks=skipped_checks)
 
 
-def _try_conversions(model: nn.Module, trace_axes: Callable[[], Traced], *, needs_branch: bool = True) -> Traced | None:
+def _trace_all_ways(request: _Request) -> Traced:
+    """Traces a module along all ways of its branches on values."""
+    result, lines = trace_branches(request.model, request.trace)
+    return replace(result, skipped_checks=(*result.skipped_checks, *lines))
+
+
+def _try_conversions(request: _Request) -> Traced | None:
     """Traces all ways of a module that converts values with ``int`` or ``float``; None if that fails too."""
-    if dynamo_exporter.has_transformers_model(model):
+    if dynamo_exporter.has_transformers_model(request.model):
         return None
-    with tracing_conversions(model), contextlib.suppress(TraceError):
-        result, lines = trace_branches(model, trace_axes)
-        # Models without branches are traced strictly, or their inputs become constants.
-        if result.branches or lines or not needs_branch:
-            return replace(result, skipped_checks=(*result.skipped_checks, *lines))
+    with tracing_conversions(request.model), contextlib.suppress(TraceError):
+        return _trace_all_ways(request)
     return None
 
 
-def _try_strict(model: nn.Module, trace_axes: Callable[[], Traced]) -> Traced | None:
+def _try_strict(request: _Request) -> Traced | None:
     """Traces a module with ``strict=True``; None if that fails too.
 
     TorchDynamo reads Python's bytecode, and traces ``len(x)`` and ``int(index.max())``, which fix a number otherwise.
     """
-    if isinstance(model, fx.GraphModule) or dynamo_exporter.has_transformers_model(model):
+    if isinstance(request.model, fx.GraphModule) or dynamo_exporter.has_transformers_model(request.model):
         return None
     with dynamo_exporter.tracing_strictly(), contextlib.suppress(TraceError):
-        return replace(trace_axes(), is_strict=True)
+        return replace(request.trace(), is_strict=True)
     return None
 
 

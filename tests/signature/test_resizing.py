@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from optexport.errors import ConfigError
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.data_batches import describe_unchecked_data
-from optexport.signature.resizing import make_traceable, resize, resize_tensor, split_batch
-from optexport.signature.signature import Dim, Signature, TensorSpec
+from optexport.signature.resizing import iter_larger_batches, make_traceable, resize, resize_tensor, split_batch
+from optexport.signature.signature import Dim, Dynamic, Signature, TensorSpec
 from tests.tiers import examples
 
 
@@ -123,3 +123,18 @@ def test_an_example_is_resized_for_tracing_within_its_range(rows: int, columns: 
 def test_a_declared_axis_without_elements_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"inputs: x: axis 1 is declared dynamic, but has size 0"):
         make_traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "sizes"),
+    [
+        ({"x": {0: "batch"}}, []),
+        ({"x": {0: "batch", 1: "time"}}, [13, 53]),
+        ({"x": {1: Dim("time", 1, 20)}}, [13, 20]),
+        ({"x": {1: Dim("time", 4, 64, multiple_of=4)}}, [44, 52]),
+        ({"x": {1: Dim("time", 1, 12)}}, []),
+    ],
+)
+def test_larger_batches_have_sizes_without_small_factors(dynamic: Dynamic, sizes: list[int]) -> None:
+    batches = iter_larger_batches({"x": torch.randn(2, 12)}, dynamic)
+    assert [tuple(batch["x"].shape) for batch in batches] == [(2, size) for size in sizes]

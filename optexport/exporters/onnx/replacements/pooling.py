@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
-from optexport._utils.adaptive_pooling import append_axes, gather_windows, is_even, is_one, windows_of
+from optexport._utils.adaptive_pooling import append_axes, find_windows, gather_windows, is_even, is_one
 
 
 def upsample_nearest(
@@ -56,7 +56,7 @@ def adaptive_avg_pool(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(sizes) - 1]
         return pool(x, [x.shape[axis] // size for axis, size in zip(axes, sizes, strict=True)])
     for axis, size in zip(axes, sizes, strict=True):
-        start, end, steps = windows_of(x.shape[axis], size)
+        start, end, steps = find_windows(x.shape[axis], size)
         places = start + steps
         windows = gather_windows(x, axis, places.clamp(max=x.shape[axis] - 1))
         windows = torch.where(append_axes(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
