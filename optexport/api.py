@@ -16,6 +16,7 @@ from optexport._utils.progress import Progress
 from optexport._utils.size_ranges import round_up
 from optexport.bundle import contents
 from optexport.config.consistency import check_formats, check_precision
+from optexport.config.derived import resolve_passes
 from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort, Layout
@@ -56,6 +57,7 @@ def export(  # noqa: PLR0913 - options of the public API
     precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
+    passes: Mapping[str, Sequence[str]] | None = None,
     layout: Layout | None = None,
     allow_fixed_shape: bool = False,
     progress: Progress | None = None,
@@ -82,6 +84,8 @@ def export(  # noqa: PLR0913 - options of the public API
         precision: Formats in lower precision as in ``[precision]``: ``{"onnx": "int8"}``. Only the gates apply to them.
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; by default the exporter's default.
+        passes: Format passes as in ``[export.passes]``: ``{"onnx": ["sum-residuals"]}``. An empty list leaves out the
+            defaults of a format.
         layout: "triton" writes the files as a model repository of Triton Inference Server, inside the bundle.
         allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although ``dynamic`` has axes, if
             TorchScript cannot compile the graph.
@@ -95,8 +99,7 @@ def export(  # noqa: PLR0913 - options of the public API
         TransformationError: A rule raises, or returns something other than a graph.
         ExportError: A file cannot be written in its format.
     """
-    check_arguments(model, dynamic=dynamic, values=values, metrics=metrics, precision=precision)
-    rules = name_rules(transformations)
+    check_arguments(model, dynamic=dynamic, values=values, metrics=metrics, precision=precision, passes=passes)
     output = as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
@@ -129,6 +132,7 @@ def export(  # noqa: PLR0913 - options of the public API
                 "formats": as_list(formats),
                 "output": output.name,
                 "opset": opset,
+                "passes": {name: list(names) for name, names in (passes or {}).items()},
                 "layout": layout,
                 "allow_fixed_shape": allow_fixed_shape,
             },
@@ -138,6 +142,8 @@ def export(  # noqa: PLR0913 - options of the public API
     )
     check_formats(config, "export")
     check_precision(config, "export")
+    config = resolve_passes(config)
+    rules = name_rules(transformations)
     custom_metrics = load_metrics(config.parity.metrics, Path())
     indexes = {name: value.indexes for name, value in config.inputs.values.items()}
     names = _axis_names(batches[0], dynamic or {})

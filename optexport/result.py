@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optexport.bench.measure import Report
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.measurements import GainRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.errors import OptexportError, TrackingError
 from optexport.parity.checker import TargetParity
@@ -27,6 +28,7 @@ class Result:
         tracking_failure: The error of tracking, if it failed.
         registered: The result of the registration, if the config names a registered model.
         baseline: The folder of the untransformed export, if requested.
+        gain: The times of the ONNX and TorchScript files beside the original model in PyTorch.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
         cache_hits: The steps whose results are from the cache.
@@ -40,6 +42,7 @@ class Result:
     tracking_failure: TrackingError | None = None
     registered: Registered | None = None
     baseline: Path | None = None
+    gain: tuple[GainRecord, ...] = ()
     bench: Report | None = field(default=None, repr=False)
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)
     cache_hits: tuple[str, ...] = ()

@@ -248,6 +248,7 @@ class Manifest(_Record):
         optexport_version: The version of optexport.
         config: The resolved config, without secrets and absolute paths.
         versions: The versions of Python and of packages.
+        processor_flags: The flags of the processor that chose the default format passes, among those that matter.
         model: The origin of the model.
         inputs: The inputs.
         constants: The arguments that the files do not take, with their values in the trace.
@@ -276,6 +277,7 @@ class Manifest(_Record):
     optexport_version: str
     config: dict[str, Any]
     versions: dict[str, str]
+    processor_flags: list[str] = []
     model: ModelRecord
     inputs: list[TensorRecord]
     constants: dict[str, bool | int | float | str | list[Any]] = {}

@@ -90,6 +90,25 @@ class BenchRecord(_Record):
         return list(dict.fromkeys(figure.shape for figure in self.figures))
 
 
+class GainRecord(_Record):
+    """Time of a file beside the original model in PyTorch, on the traced batch.
+
+    Attributes:
+        format: The format of the file.
+        ms: The median time of a call of the file, in milliseconds.
+        original_ms: The median time of a call of the original model, in milliseconds.
+    """
+
+    format: str
+    ms: float
+    original_ms: float
+
+    @property
+    def speedup(self) -> float:
+        """Returns how many times as fast as the original the file is."""
+        return self.original_ms / self.ms
+
+
 class Origin(_Record):
     """Origin of a bundle; empty for a bundle that was made in memory.
 
@@ -113,6 +132,7 @@ class Measured(_Record):
         manifest: The digest of the bundle's manifest.
         date: The date in ISO 8601 format.
         seconds: The duration of each step, in seconds.
+        gain: The times of the files beside the original model; empty if a call is slow.
     """
 
     manifest: str
@@ -124,6 +144,7 @@ class Measured(_Record):
     device: str = "cpu"
     threads: Count | None = None
     seconds: dict[str, float] = {}
+    gain: list[GainRecord] = []
     bench: BenchRecord | None = None
     tune: list[Outcome] = []
     origin: Origin = Origin()

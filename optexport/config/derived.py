@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optexport._utils.platform import processor_flags
+from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig
 from optexport.config.schema import Config, TransformationConfig
 
@@ -37,6 +39,21 @@ def resolve_config(config: Config, rules: Sequence[NamedRule], output: Path | No
         update["export"] = config.export.model_copy(update={"output": name, "passes": {}})
         update["precision"] = None
     return config.model_copy(update=update)
+
+
+def resolve_passes(config: Config) -> Config:
+    """Returns the config with the format passes of every format; the defaults are those of this processor.
+
+    A file in lower precision or for another device has no default passes.
+    """
+    export = config.export
+    flags = processor_flags()
+    passes = {
+        name: format_passes.default_passes(name, flags, export.opset)
+        for name in export.formats
+        if config.model.device == "cpu" and (config.precision is None or config.precision.of(name) is None)
+    }
+    return config.model_copy(update={"export": export.model_copy(update={"passes": {**passes, **export.passes}})})
 
 
 def disable_measurements(config: Config) -> Config:

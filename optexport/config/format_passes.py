@@ -1,11 +1,11 @@
 """Format passes: other ways to write the same graph to a file, some faster in a runtime.
 
-A rule changes the graph, and therefore all files. A format pass changes the file of one format. The fastest choice
-depends on the machine, so no pass is on by default.
+A rule changes the graph, and therefore all files. A format pass changes the file of one format.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from optexport.runtime.devices import Device
@@ -38,6 +38,11 @@ PASSES = (
         ("onnx",),
         "writes the Add before a LayerNormalization as Sum, so that ONNX Runtime does not fuse the two",
     ),
+    FormatPass(
+        "split-linears",
+        ("onnx",),
+        "writes a linear whose result is only cut into parts, as after merge-linears, as one linear for each part",
+    ),
     FormatPass("attention", ("onnx",), f"writes attention as one operator; needs opset {ATTENTION_OPSET} or newer"),
     FormatPass(
         "gemm", ("onnx",), "writes a MatMul with a weight and the Add of its bias as one Gemm on a matrix of rows"
@@ -62,6 +67,31 @@ PASSES = (
     ),
     FormatPass("freeze", ("torchscript",), "turns the weights into constants of the code (torch.jit.freeze)"),
 )
+
+# Flags of processors in /proc/cpuinfo.
+AVX512, AMX = "avx512f", "amx_tile"
+
+# The passes of a file if the config names none for its format, each with the flag that the processor must have for it.
+# docs/measurements.md has the gains. A .pt2 file stays as traced, so that any device or compiler can use it.
+_DEFAULTS: Mapping[str, Mapping[str, str | None]] = {
+    "onnx": {"sum-residuals": None, "split-linears": None, "attention": None, "gemm": AMX},
+    "torchscript": {"onednn-linear": AVX512, "channels-last": AVX512},
+    "pt2": {},
+}
+
+
+def default_passes(file_format: str, flags: Collection[str], opset: int | None = None) -> list[str]:
+    """Returns the passes that a file for the CPU gets by default.
+
+    Args:
+        flags: The flags of the processor.
+        opset: The requested opset of an ONNX file.
+    """
+    return [
+        name
+        for name, flag in _DEFAULTS[file_format].items()
+        if (flag is None or flag in flags) and (name != "attention" or opset is None or opset >= ATTENTION_OPSET)
+    ]
 
 
 def list_passes(file_format: str, device: Device = "cpu") -> tuple[str, ...]:

@@ -175,7 +175,8 @@ class ExportConfig(Table):
         output: The folder of the bundle.
         opset: The ONNX opset; by default the exporter's default. The exporter writes older opsets incorrectly, and ONNX
             Runtime does not read newer ones.
-        passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them.
+        passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them. By
+            default, those that measurements showed to be faster on such a processor.
         layout: The layout of the files in the bundle; by default next to the manifest.
         allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although axes are declared as
             dynamic. By default, this is an error.

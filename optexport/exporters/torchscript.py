@@ -71,8 +71,8 @@ def save(
                 location="export.formats: torchscript",
                 hint='Rename it in ASCII, or leave "torchscript" out of export.formats.',
             )
-    program = torch_passes.apply_passes(program, passes, "torchscript")
-    graph_module = program.module(check_guards=False)
+    fast_program = torch_passes.apply_passes(program, passes, "torchscript")
+    graph_module = fast_program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     problem: _Problem | None = None
     with dynamo_exporter.quiet():  # hides the deprecation warning of TorchScript, which the user chose
@@ -80,6 +80,8 @@ def save(
             module = compile_in_new_unit(lambda: torch.jit.script(make_scriptable(graph_module, signature)))
         except Exception as error:  # the TorchScript compiler raises many types of exceptions
             problem = _find_problem(error, graph_module.graph)
+            graph_module = program.module(check_guards=False)  # torch.jit.trace refuses some operators of passes
+            assert isinstance(graph_module, fx.GraphModule)
             module = compile_in_new_unit(partial(_trace, graph_module, signature, example, problem))
         if "freeze" in passes:
             module = torch_passes.freeze(module)

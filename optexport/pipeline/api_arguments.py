@@ -19,6 +19,7 @@ _EXAMPLES = {
     "values": '{"lengths": {"indexes": "time"}}',
     "metrics": '{"cosine": 0.999}',
     "precision": '{"onnx": "int8"}',
+    "passes": '{"onnx": ["sum-residuals"]}',
 }
 
 

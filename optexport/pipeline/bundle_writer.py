@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from optexport._utils.packages import versions
-from optexport._utils.platform import machine
+from optexport._utils.platform import machine, processor_flags
 from optexport._version import __version__
 from optexport.bench.measure import Report
 from optexport.bench.report import as_json as bench_as_json
@@ -30,8 +30,10 @@ from optexport.bundle.manifest import (
     TransformationRecord,
     ValuesRecord,
 )
+from optexport.bundle.measurements import GainRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.bundle.parity_records import ParityRecord
+from optexport.config.format_passes import AMX, AVX512
 from optexport.errors import printable
 from optexport.inference.describe import describe
 from optexport.job import VariantResult
@@ -59,6 +61,7 @@ class RunResults:
         variants: The files of all variants.
         outcomes: The results of tuning.
         cache_hits: The steps whose results are from the cache.
+        gain: The times of the files beside the original model.
         bench: The benchmarks of the files, if any.
     """
 
@@ -68,6 +71,7 @@ class RunResults:
     variants: tuple[VariantResult, ...]
     outcomes: tuple[Outcome, ...]
     cache_hits: tuple[str, ...]
+    gain: tuple[GainRecord, ...] = ()
     bench: Report | None = None
 
     @property
@@ -81,6 +85,7 @@ class RunResults:
             self.traced.job.output,
             tuple(self.checker.targets),
             manifest,
+            gain=self.gain,
             bench=self.bench,
             tuned=self.outcomes,
             cache_hits=self.cache_hits,
@@ -121,6 +126,7 @@ def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, f
     """
     job = results.traced.job
     measured: dict[str, Any] = {"device": devices.describe(job.config.model.device)}
+    measured |= {"gain": [record.model_dump() for record in results.gain]} if results.gain else {}
     measured |= {} if results.bench is None else {"bench": bench_as_json(results.bench)}
     measured |= {"tune": tuning_as_json(results.outcomes)} if results.outcomes else {}
     measured |= {"cache_hits": list(results.cache_hits)} if results.cache_hits else {}
@@ -151,6 +157,7 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         optexport_version=__version__,
         config=config,
         versions=versions(),
+        processor_flags=sorted(processor_flags() & {AMX, AVX512}),
         model=ModelRecord(
             source=config["model"]["source"],
             revision=loaded.revision,

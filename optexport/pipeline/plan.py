@@ -14,7 +14,7 @@ from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
-from optexport.config.derived import disable_measurements, resolve_config
+from optexport.config.derived import disable_measurements, resolve_config, resolve_passes
 from optexport.config.error_locations import naming_config
 from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
@@ -99,7 +99,7 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
         config = lockfile.pin_revision(config, lock, path.parent)
     with naming_config(path):
         rules = load_rules(config, path.parent, options.without)
-        config = _apply_options(resolve_config(config, rules), options)
+        config = _apply_options(resolve_passes(resolve_config(config, rules)), options)
         output = config.output_path(path.parent)
         baseline = layout.sibling(output, "baseline") if options.baseline else None
         if dump is not None:

@@ -21,6 +21,7 @@ from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
 from optexport.pipeline import bundle_writer, lockfile, steps
+from optexport.pipeline.gain import measure_gain
 from optexport.pipeline.measure import list_workloads, measure_files
 from optexport.pipeline.plan import RunOptions, RunPlan, plan_run
 from optexport.pipeline.variant import VariantExporter, transform_variant
@@ -116,6 +117,8 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         exporter = VariantExporter(traced, checker, draft, progress)
         variants = [exporter.export(*pair) for pair in zip(traced.job.variants, graphs, strict=True)]
         results = exporter.results(variants, outcomes)
+        with progress.step("gain"):
+            results = replace(results, gain=tuple(measure_gain(results, draft)))
         # measure.py: "measure", only if the config asks for it
         results = measure_files(results, workloads, draft, scratch, progress)
         with progress.step("bundle"):

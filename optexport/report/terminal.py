@@ -11,7 +11,14 @@ from rich.table import Table
 
 from optexport.bench import report
 from optexport.bundle.layout import REPORT
-from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, PrecisionRecord, TensorRecord
+from optexport.bundle.manifest import (
+    ArtifactRecord,
+    ChangeRecord,
+    GateValueRecord,
+    Manifest,
+    PrecisionRecord,
+    TensorRecord,
+)
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import ORIGINAL, CaseParity, OutputParity, TargetParity
@@ -248,13 +255,14 @@ def _show_verdict(result: Result, console: Console) -> None:
         f"at most {_percent(max(shares))} of the tolerance used" if shares else "no tolerances",
     ]
     console.print(f"\n{verdict}  {', '.join(facts)}", highlight=False)
-    latencies = _latencies(result)
+    latencies, gains = _latencies(result), _gains(result)
     for artifact in manifest.artifacts:
         paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]
         size = report.size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
         precision = None if artifact.precision is None else artifact.precision.precision
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
-        _print(console, f"  {artifact.path:28} {size:>10}   {latencies.get(name, '')}".rstrip())
+        details = [latencies.get(name), gains.get(artifact.format), _passes_text(artifact)]
+        _print(console, f"  {artifact.path:28} {size:>10}   {'; '.join(filter(None, details))}".rstrip())
     for reason in manifest.application.missing if manifest.application is not None else ():
         _print(console, f"  not included: {reason}")
 
@@ -265,6 +273,17 @@ def _latencies(result: Result) -> dict[str, str]:
     for figures in result.bench.figures if result.bench is not None else ():
         texts.setdefault(figures.artifact.name, f"{1e3 * figures.p50:.3g} ms at {figures.workload.label}")
     return texts
+
+
+def _gains(result: Result) -> dict[str, str]:
+    """Returns how fast the file of each format is beside the original model in PyTorch."""
+    return {
+        record.format: f"{record.speedup:.2f} times as fast as PyTorch ({record.ms:.3g} ms)" for record in result.gain
+    }
+
+
+def _passes_text(artifact: ArtifactRecord) -> str:
+    return f"passes {', '.join(artifact.passes)}" if artifact.passes else ""
 
 
 def _show_locations(result: Result, console: Console) -> None:

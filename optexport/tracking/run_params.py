@@ -73,6 +73,8 @@ def metrics(bundle: BundleRecord) -> dict[str, float]:
         values[f"bytes.{file.path}"] = file.size
     for step, seconds in measurements.seconds.items():
         values[f"seconds.{step}"] = seconds
+    for record in measurements.gain:
+        values[f"gain.{record.format}.speedup"] = record.speedup
     if measurements.bench is not None:
         values |= dict(_bench_metrics(measurements.bench))
     for outcome in measurements.tune:

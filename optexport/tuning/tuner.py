@@ -110,6 +110,6 @@ def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
         if rule_formats:
             rules.append(replace(rule, formats=None if rule_formats == formats else tuple(rule_formats)))
     passes = {**job.config.export.passes, **{name: list(chosen[name].passes) for name in formats if name in chosen}}
-    export = job.config.export.model_copy(update={"passes": {name: names for name, names in passes.items() if names}})
+    export = job.config.export.model_copy(update={"passes": passes})
     config = resolve_config(job.config.model_copy(update={"export": export, "tune": None}), rules)
     return replace(job, config=config, rules=tuple(rules))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optexport import Dim
-from optexport._utils.platform import machine
+from optexport._utils.platform import machine, processor_flags
 from optexport.bench.artifact import Artifact
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
@@ -68,7 +68,8 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
     for file_format in formats:
         names = format_passes.list_passes(file_format)
         plain = write(subject, file_format, (), folder)
-        combinations = dict.fromkeys([*((name,) for name in names), names])
+        default = tuple(format_passes.default_passes(file_format, processor_flags()))
+        combinations = dict.fromkeys([*((name,) for name in names), default, names])
         # The first of equal files.
         written = {plain.path.read_bytes(): plain}
         for some in combinations:

@@ -16,9 +16,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from optexport._utils.platform import processor_flags
 from optexport.bundle import manifest
 from optexport.bundle.manifest import Manifest
+from optexport.config.format_passes import AMX, AVX512, default_passes
 from optexport.config.load import validate_settings
+from optexport.config.schema import FORMATS
 from optexport.loading.loader import Loaded
 from optexport.pipeline.portable_config import portable_config
 from optexport.transformations.registry import PRESET
@@ -100,10 +103,17 @@ def test_every_file_is_listed_with_size_and_digest(document: dict[str, Any]) -> 
 
 def test_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
     paths = {"torchscript": "model.torchscript.pt", "onnx": "model.onnx", "pt2": "model.pt2"}
+    common = {"device": "cpu", "fixed_shape": None, "precision": None}
     assert document["artifacts"] == [
-        {"format": name, "path": path, "device": "cpu", "fixed_shape": None, "passes": [], "precision": None}
+        {"format": name, "path": path, "passes": default_passes(name, processor_flags()), **common}
         for name, path in paths.items()
     ]
+
+
+def test_flags_of_the_processor_explain_the_passes(document: dict[str, Any]) -> None:
+    flags = document["processor_flags"]
+    assert flags == sorted({AMX, AVX512} & processor_flags())
+    assert document["config"]["export"]["passes"] == {name: default_passes(name, flags) for name in FORMATS}
 
 
 def test_model_is_identified_by_class_and_weights(document: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]
             for draft in output.parent.glob(f".{output.name}.partial-*"):
                 spoil(draft / names[file_format])
 
-    return failing(output, MergeLinears(), formats=[file_format], progress=Progress(announce))
+    return failing(output, MergeLinears(), formats=[file_format], passes={file_format: []}, progress=Progress(announce))
 
 
 def reproduce(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -77,7 +77,10 @@ def save_onnx(
     **options: Any,
 ) -> None:
     model = onnx_exporter.convert(
-        subject.flat, subject.signature, example or subject.example, onnx_exporter.choose_opset(passes, opset)
+        subject.flat,
+        subject.signature,
+        example or subject.example,
+        onnx_exporter.choose_opset(subject.flat, passes, opset),
     )
     onnx_exporter.write(model, path, passes=passes, **options)
 

@@ -86,7 +86,9 @@ def save(subject: files.Prepared, file_format: str, folder: Path, names: Sequenc
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            onnx_exporter.write(_converted(subject, onnx_exporter.choose_opset(names, None)), path, passes=names)
+            onnx_exporter.write(
+                _converted(subject, onnx_exporter.choose_opset(subject.flat, names, None)), path, passes=names
+            )
         case "torchscript":
             assert torchscript.save(subject.program, subject.signature, subject.example, path, passes=names) is None
         case "pt2":

@@ -85,4 +85,4 @@ def test_passes_of_a_format_are_listed_in_application_order() -> None:
 def test_passes_for_the_cpu_are_not_used_for_cuda() -> None:
     assert format_passes.list_passes("pt2", "cuda") == ()
     assert format_passes.list_passes("torchscript", "cuda") == ("freeze",)
-    assert format_passes.list_passes("onnx", "cuda") == ("sum-residuals", "attention", "gemm")
+    assert format_passes.list_passes("onnx", "cuda") == ("sum-residuals", "split-linears", "attention", "gemm")

@@ -58,14 +58,16 @@ class OnnxFormat(Format):
         self._convert = functools.cache(functools.partial(convert, graph.flat, graph.signature, graph.example))
 
     def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        model = self._convert(choose_opset(passes, opset))
+        model = self._convert(choose_opset(self.graph.flat, passes, opset))
         write(model, path, metadata=self.graph.metadata(passes), passes=passes)
         return None
 
 
-def choose_opset(names: Sequence[str], opset: int | None) -> int | None:
+def choose_opset(graph_module: fx.GraphModule, passes: Sequence[str], opset: int | None) -> int | None:
     """Returns the requested opset, or by default one that the format passes can use."""
-    return ATTENTION_OPSET if opset is None and "attention" in names else opset
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    has_attention = bool(graph_module.graph.find_nodes(op="call_function", target=attention))
+    return ATTENTION_OPSET if opset is None and "attention" in passes and has_attention else opset
 
 
 def convert(

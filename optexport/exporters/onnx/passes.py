@@ -11,6 +11,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx import transformers_fixes
+from optexport.exporters.onnx.split_linears import split_linears
 
 # onnxscript's patterns treat numbers up to this one as zero.
 _ZERO_THRESHOLD = 1e-8
@@ -49,12 +50,13 @@ def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
 
 def _use_gemm(model: onnx_ir.Model) -> onnx_ir.Model:
     """Replaces ``Add(MatMul(x, W), b)`` by Reshape, Gemm and Reshape if x is at least 3-D."""
+    sizes: dict[object, onnx_ir.Value] = {}
     for add in list(model.graph.all_nodes()):
         if not _is_standard(add, "Add"):
             continue
         for product, bias in (add.inputs, reversed(add.inputs)):
             matmul = _producer(product, "MatMul")
-            nodes = [] if matmul is None else _build_gemm(matmul, bias)
+            nodes = [] if matmul is None else _build_gemm(matmul, bias, sizes)
             if matmul is not None and nodes:
                 graph = add.graph
                 assert graph is not None
@@ -70,8 +72,14 @@ def _use_gemm(model: onnx_ir.Model) -> onnx_ir.Model:
     return model
 
 
-def _build_gemm(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
-    """Returns nodes that compute a product and a bias by one Gemm; empty if they do not fit."""
+def _build_gemm(
+    matmul: onnx_ir.Node, bias: onnx_ir.Value | None, sizes: dict[object, onnx_ir.Value]
+) -> Sequence[onnx_ir.Node]:
+    """Returns nodes that compute a product and a bias by one Gemm; empty if they do not fit.
+
+    Args:
+        sizes: The computed shapes of earlier results, which layers with equal shapes share.
+    """
     (x, weight), product = matmul.inputs, matmul.outputs[0]
     if len(product.uses()) > 1 or product.is_graph_output():
         return []
@@ -97,8 +105,12 @@ def _build_gemm(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[on
     if leading.count(-1) < 2:
         tape.op("Reshape", [result, integers([*leading, columns])])
     else:
-        sizes = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": -1}), integers([columns])], {"axis": 0})
-        tape.op("Reshape", [result, sizes], {"allowzero": 1})  # keeps the size 0 of an empty batch
+        names = [size if isinstance(size, int) else size.value or x for size in x.shape[:-1]]  # x for an unknown size
+        key = (matmul.graph, *names, columns)
+        if key not in sizes:
+            leading_sizes = tape.op("Shape", [x], {"start": 0, "end": -1})
+            sizes[key] = tape.op("Concat", [leading_sizes, integers([columns])], {"axis": 0})
+        tape.op("Reshape", [result, sizes[key]], {"allowzero": 1})  # keeps the size 0 of an empty batch
     return list(tape.nodes)
 
 
@@ -153,6 +165,7 @@ def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
 
 _PASSES: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
     "sum-residuals": _sum_residuals,
+    "split-linears": split_linears,
     "gemm": _use_gemm,
     "transformers-fusions": _fuse_as_transformers,
 }

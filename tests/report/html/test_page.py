@@ -149,7 +149,7 @@ def test_commands_reproduce_the_bundle(tmp_path: Path, generation: dict[str, Any
 def test_page_of_a_bundle_without_times(tmp_path: Path) -> None:
     folder = bundles.copied(tmp_path / "bundle", measured=False)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
-    assert "Nothing was measured" in read.text
+    assert "No benchmark was run" in read.text
     check_contained(read)
 
 

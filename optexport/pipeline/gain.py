@@ -1,0 +1,74 @@
+"""Times the files of a run beside the original model for a few seconds, so that every run shows its gain."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from optexport._utils import model_memory
+from optexport.bundle.measurements import GainRecord
+from optexport.pipeline.bundle_writer import RunResults
+from optexport.runtime import runners
+
+# Limits for all files together, opening them included. `[bench]` measures properly.
+SECONDS = 3.0
+ROUNDS = 15
+# A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
+# the runtime before it may still be spinning.
+_TURN = 0.02
+
+_FORMATS = ("onnx", "torchscript")
+
+
+def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
+    """Times ONNX and TorchScript files and the original model on the traced batch, in turns.
+
+    Args:
+        draft: The folder of the files.
+
+    Returns:
+        A record for each file; empty if the model is too large or too slow for the time limit.
+    """
+    job, example = results.traced.job, results.traced.job.example
+    artifacts = [artifact for artifact in results.artifacts if artifact.format in _FORMATS]
+    if job.config.model.device != "cpu" or model_memory.is_large(job.loaded.model) or not artifacts:
+        return []
+    end = time.perf_counter() + SECONDS
+    calls: list[Callable[[], object]] = [partial(results.traced.call, job.loaded.model, example)]
+    for artifact in artifacts:
+        if time.perf_counter() >= end:
+            return []
+        *_, (_, open_file) = runners.list_openers(
+            draft / artifact.path, artifact.format, results.traced.signature.output_names
+        )
+        calls.append(partial(open_file(), example))
+    seconds = _time_in_turns(calls, end)
+    if seconds is None:
+        return []
+    original, *files = seconds
+    return [
+        GainRecord(format=artifact.format, ms=1e3 * file, original_ms=1e3 * original)
+        for artifact, file in zip(artifacts, files, strict=True)
+    ]
+
+
+def _time_in_turns(calls: list[Callable[[], object]], end: float) -> list[float] | None:
+    """Returns the median seconds of each call; None if the time ends before each had three turns."""
+    rounds: list[list[float]] = []
+    while len(rounds) < ROUNDS and time.perf_counter() < end:
+        rounds.append([_time_turn(call) for call in calls])
+    return [statistics.median(turns) for turns in zip(*rounds, strict=True)] if len(rounds) >= 3 else None
+
+
+def _time_turn(call: Callable[[], object]) -> float:
+    """Returns the median seconds of the calls of a turn."""
+    call()
+    times: list[float] = []
+    while sum(times) < _TURN:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,74 @@
+"""Format passes that a config gets if it names none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optexport._utils.platform import processor_flags
+from optexport.config import derived
+from optexport.config.derived import resolve_passes
+from optexport.config.format_passes import AMX, AVX512, default_passes, list_passes
+from optexport.config.load import validate_settings
+from optexport.config.schema import FORMATS, Config
+
+
+def config(**tables: Any) -> Config:
+    return validate_settings({"model": {"source": "./model"}, **tables}, "config.toml")
+
+
+@pytest.fixture
+def _new_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived, "processor_flags", lambda: frozenset({AMX, AVX512, "sse"}))
+
+
+def test_passes_depend_on_the_processor() -> None:
+    everywhere = ["sum-residuals", "split-linears", "attention"]
+    assert default_passes("onnx", ()) == default_passes("onnx", {AVX512}) == everywhere
+    assert default_passes("onnx", {AMX}) == [*everywhere, "gemm"]
+    assert default_passes("torchscript", {AMX}) == []
+    assert default_passes("torchscript", {AVX512}) == ["onednn-linear", "channels-last"]
+    assert default_passes("pt2", {AMX, AVX512}) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_default_is_a_pass_of_its_format(name: str) -> None:
+    assert set(default_passes(name, {AMX, AVX512})) <= set(list_passes(name))
+
+
+def test_attention_needs_its_opset() -> None:
+    assert "attention" in default_passes("onnx", (), 23)
+    assert "attention" not in default_passes("onnx", (), 22)
+
+
+@pytest.mark.usefixtures("_new_processor")
+def test_config_names_the_passes_of_every_format_once_resolved() -> None:
+    resolved = resolve_passes(config()).export.passes
+    assert resolved == {name: default_passes(name, {AMX, AVX512}) for name in FORMATS}
+
+
+@pytest.mark.usefixtures("_new_processor")
+def test_passes_of_the_config_replace_the_defaults_of_their_format() -> None:
+    resolved = resolve_passes(config(export={"passes": {"onnx": []}})).export.passes
+    assert resolved == {"onnx": [], "torchscript": ["onednn-linear", "channels-last"], "pt2": []}
+
+
+@pytest.mark.usefixtures("_new_processor")
+def test_resolved_config_does_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = resolve_passes(config())
+    monkeypatch.setattr(derived, "processor_flags", frozenset)
+    assert resolve_passes(resolved) == resolved
+
+
+@pytest.mark.usefixtures("_new_processor")
+def test_lower_precision_and_other_devices_have_no_default_passes() -> None:
+    gates = {"metrics": {"cosine": 0.9}}
+    resolved = resolve_passes(config(precision={"onnx": "int8"}, parity=gates)).export.passes
+    assert "onnx" not in resolved
+    assert resolved["torchscript"] == ["onednn-linear", "channels-last"]
+    assert resolve_passes(config(model={"source": "./model", "device": "cuda"})).export.passes == {}
+
+
+def test_flags_of_this_processor_are_read() -> None:
+    assert all(flag and flag == flag.lower() for flag in processor_flags())
