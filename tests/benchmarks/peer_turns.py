@@ -1,12 +1,13 @@
-"""Compares the speed of tuned files with the files of other exporters.
+"""Compares the speed of default or tuned files with the files of other exporters.
 
     python -m tests.benchmarks.peer_turns [MODEL...] [--folder FOLDER] [--budget 10m] [--rounds 10] [--threads 1]
+    python -m tests.benchmarks.peer_turns [MODEL...] --default      # the files of a run without tuning
 
 The peers are installed into separate environments. All files of one format run in the same runtime, in this
 environment, in turns, like in `optexport bench`; inputs have no padding. Files and times from an earlier run stay in
 the folder, so that an interrupted comparison can continue.
 
-The table gives the speed-up of our tuned file over each peer (peer's time / ours, median and 95 % interval). The
+The table gives the speed-up of our file over each peer (peer's time / ours, median and 95 % interval). The
 summary gives the geometric mean over the single peer that is fastest overall.
 """
 
@@ -47,14 +48,14 @@ _INPUTS = {
 
 
 def ours(name: str, source: Path | None, folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns the files of a tuned run by format: path, names of inputs, and the choice of tuning."""
-    path_of_record = folder / "ours.json"
+    """Returns the files of a run by format: path, names of inputs, and the choice of tuning."""
+    path_of_record = folder / ("default.json" if arguments.default else "ours.json")
     if not path_of_record.exists():
         racer = RACERS[name]
         config = folder / "config.toml"
         config.write_text(_config(racer, source, arguments), encoding="utf-8")
         result = run(config)
-        chosen = {outcome.format: outcome.chosen.change for outcome in result.tuned}
+        chosen = dict.fromkeys(result.files, "default") | {o.format: o.chosen.change for o in result.tuned}
         inputs = [spec.name for spec in result.manifest.inputs]
         records = {
             key: {"path": str(path), "inputs": inputs, "chosen": chosen[key]} for key, path in result.files.items()
@@ -76,6 +77,15 @@ def _config(racer: Racer, source: Path | None, arguments: argparse.Namespace) ->
     shapes = ", ".join(
         "{ " + ", ".join(f"{key} = {size}" for key, size in _sizes(shape).items()) + " }" for shape in racer.shapes
     )
+    tuning = f"""\
+[bench]
+shapes = [{shapes}]
+threads = {arguments.threads}
+rounds = {max(LEAST_ROUNDS, arguments.rounds)}
+
+[tune]
+budget = "{arguments.budget}"
+"""
     return f"""\
 [model]
 {model}
@@ -86,22 +96,15 @@ def _config(racer: Racer, source: Path | None, arguments: argparse.Namespace) ->
 
 [export]
 formats = ["onnx", "torchscript"]
-output = "ours"
-
-[bench]
-shapes = [{shapes}]
-threads = {arguments.threads}
-rounds = {max(LEAST_ROUNDS, arguments.rounds)}
+output = "{"default" if arguments.default else "ours"}"
 
 [parity]
 effort = "{arguments.effort}"
 
-[tune]
-budget = "{arguments.budget}"
-
 [tracking]
 enabled = false
-"""
+
+{"" if arguments.default else tuning}"""
 
 
 def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
@@ -202,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(RACERS), metavar="MODEL", help=", ".join(RACERS))
     parser.add_argument("--folder", type=Path, default=Path("build/race"))
+    parser.add_argument("--default", action="store_true", help="compare the files of a run without tuning")
     parser.add_argument("--budget", default="10m", help="of tuning, for each model")
     parser.add_argument("--effort", default="standard", help="parity.effort of the tuned runs")
     parser.add_argument("--rounds", type=int, default=10)
@@ -223,7 +227,7 @@ def main() -> None:
     for name in arguments.models:
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
-        path = place / f"raced-{arguments.threads}.json"
+        path = place / f"raced-{arguments.threads}{'-default' if arguments.default else ''}.json"
         if arguments.fresh or not path.exists():
             start = time.monotonic()
             path.write_text(json.dumps(raced(name, place, arguments), indent=1))
