@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optexport.config.derived import resolve_passes
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
@@ -170,7 +171,7 @@ def _job(model: nn.Module, inputs: dict[str, torch.Tensor], folder: Path, effort
         },
         "zoo",
     )
-    return Job(config, Loaded(model), inputs, (), None, load_preset(), folder / "bundle")
+    return Job(resolve_passes(config), Loaded(model), inputs, (), None, load_preset(), folder / "bundle")
 
 
 def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) -> None:
@@ -207,7 +208,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     for name in formats:
 
         def write_and_check(name: Any = name) -> list[Any]:
-            artifact = writer.write(name, folder, ())
+            artifact = writer.write(name, folder, job.config.export.passes[name])
             fixed = artifact.fixed_shape is not None
             checked = []
             for target, opened in runners.list_openers(folder / artifact.path, name, traced.signature.output_names):
