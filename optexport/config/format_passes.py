@@ -54,6 +54,12 @@ PASSES = (
         cpu_only=True,
     ),
     FormatPass(
+        "shared-masks",
+        ("torchscript", "pt2"),
+        "converts a boolean mask of several attentions to numbers once",
+        cpu_only=True,
+    ),
+    FormatPass(
         "onednn-linear",
         ("torchscript", "pt2"),
         "computes linear layers, and a GELU after one, with oneDNN instead of the BLAS library of torch",
@@ -75,7 +81,7 @@ AVX512, AMX = "avx512f", "amx_tile"
 # docs/measurements.md has the gains. A .pt2 file stays as traced, so that any device or compiler can use it.
 _DEFAULTS: Mapping[str, Mapping[str, str | None]] = {
     "onnx": {"sum-residuals": None, "split-linears": None, "attention": None, "gemm": AMX},
-    "torchscript": {"onednn-linear": AVX512, "channels-last": AVX512},
+    "torchscript": {"shared-masks": None, "onednn-linear": AVX512, "channels-last": AVX512},
     "pt2": {},
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from optexport._utils import aten_ops
@@ -25,16 +26,17 @@ def apply_passes(program: ExportedProgram, names: Sequence[str], file_format: st
         program: Not changed.
         file_format: Format of the file to write: "torchscript" or "pt2".
     """
-    if not {"onednn-linear", "channels-last"} & set(names) or not torch.backends.mkldnn.is_available():
-        return program
     changed = copy.copy(program)
     changed._graph_module = copy.copy(program.graph_module)
     changed._graph_module.graph = copy.deepcopy(program.graph)
     # TorchScript rejects [0.0] as a list of another type, and torch.export.save cannot write [].
     scalars = [] if file_format == "torchscript" else [0.0]
-    if "onednn-linear" in names:
+    has_onednn = torch.backends.mkldnn.is_available()
+    if "shared-masks" in names:
+        _share_masks(changed.graph)
+    if "onednn-linear" in names and has_onednn:
         _call_onednn(changed, scalars)
-    if "channels-last" in names:
+    if "channels-last" in names and has_onednn:
         _move_channels(changed, scalars)
     changed.graph_module.recompile()
     return changed
@@ -60,6 +62,30 @@ def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     """Turns a scripted module's weights into constants and folds constant expressions."""
     frozen: torch.jit.ScriptModule = torch.jit.freeze(module.eval())
     return frozen
+
+
+def _share_masks(graph: fx.Graph) -> None:
+    """Converts a boolean mask of several attentions to numbers once; otherwise, each attention does it."""
+    attentions: dict[tuple[fx.Node, torch.dtype], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        arguments = aten_ops.arguments(node)
+        mask, dtype = arguments["attn_mask"], arguments["query"].meta["val"].dtype
+        if isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bool:
+            attentions.setdefault((mask, dtype), []).append(node)
+    is_written = any(node.target._schema.is_mutable for node in graph.nodes if isinstance(node.target, OpOverload))
+    for (mask, dtype), nodes in attentions.items():
+        if len(nodes) < 2 or is_written:  # another operator may change the mask between two attentions
+            continue
+        with graph.inserting_before(nodes[0]):
+            zeros = graph.call_function(aten.zeros_like.default, (mask,), {"dtype": dtype})
+            hidden = graph.call_function(aten.logical_not.default, (mask,))
+            added = graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, float("-inf")))
+        value = mask.meta["val"]
+        zeros.meta["val"] = added.meta["val"] = value.to(dtype)
+        hidden.meta["val"] = value
+        for node in nodes:
+            node.args = tuple(added if argument is mask else argument for argument in node.args)
+            node.kwargs = {key: added if argument is mask else argument for key, argument in node.kwargs.items()}
 
 
 def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:

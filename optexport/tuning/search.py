@@ -184,7 +184,9 @@ class Search:
             changes = frozenset[Option]().union(*(self.start ^ candidate for candidate in better[:count]))
             self._try(self.start ^ changes, deadline=self.end_time)
             combined.append(self.start ^ changes)
-        new = [candidate for candidate in self._without_baselines(combined) if candidate in self.artifacts]
+        # Two combinations may be equal: leaving out all rules includes leaving out one.
+        distinct = self._without_baselines(dict.fromkeys(combined))
+        new = [candidate for candidate in distinct if candidate in self.artifacts]
         return [candidate for candidate in new if candidate not in field]
 
     def _choose(self) -> Candidate:

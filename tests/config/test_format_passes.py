@@ -27,8 +27,8 @@ def test_passes_depend_on_the_processor() -> None:
     everywhere = ["sum-residuals", "split-linears", "attention"]
     assert default_passes("onnx", ()) == default_passes("onnx", {AVX512}) == everywhere
     assert default_passes("onnx", {AMX}) == [*everywhere, "gemm"]
-    assert default_passes("torchscript", {AMX}) == []
-    assert default_passes("torchscript", {AVX512}) == ["onednn-linear", "channels-last"]
+    assert default_passes("torchscript", {AMX}) == ["shared-masks"]
+    assert default_passes("torchscript", {AVX512}) == ["shared-masks", "onednn-linear", "channels-last"]
     assert default_passes("pt2", {AMX, AVX512}) == []
 
 
@@ -51,7 +51,7 @@ def test_config_names_the_passes_of_every_format_once_resolved() -> None:
 @pytest.mark.usefixtures("_new_processor")
 def test_passes_of_the_config_replace_the_defaults_of_their_format() -> None:
     resolved = resolve_passes(config(export={"passes": {"onnx": []}})).export.passes
-    assert resolved == {"onnx": [], "torchscript": ["onednn-linear", "channels-last"], "pt2": []}
+    assert resolved == {"onnx": [], "torchscript": ["shared-masks", "onednn-linear", "channels-last"], "pt2": []}
 
 
 @pytest.mark.usefixtures("_new_processor")
@@ -66,7 +66,7 @@ def test_lower_precision_and_other_devices_have_no_default_passes() -> None:
     gates = {"metrics": {"cosine": 0.9}}
     resolved = resolve_passes(config(precision={"onnx": "int8"}, parity=gates)).export.passes
     assert "onnx" not in resolved
-    assert resolved["torchscript"] == ["onednn-linear", "channels-last"]
+    assert resolved["torchscript"] == ["shared-masks", "onednn-linear", "channels-last"]
     assert resolve_passes(config(model={"source": "./model", "device": "cuda"})).export.passes == {}
 
 

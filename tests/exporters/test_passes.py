@@ -79,7 +79,7 @@ def test_passes_of_a_format_are_listed_in_application_order() -> None:
     assert format_passes.list_passes("onnx").index("sum-residuals") < format_passes.list_passes("onnx").index(
         "transformers-fusions"
     )
-    assert set(format_passes.list_passes("pt2")) == {"onednn-linear", "channels-last"}
+    assert set(format_passes.list_passes("pt2")) == {"shared-masks", "onednn-linear", "channels-last"}
 
 
 def test_passes_for_the_cpu_are_not_used_for_cuda() -> None:

@@ -151,3 +151,35 @@ def test_file_with_onednn_layers_can_be_a_source(tmp_path: Path) -> None:
     assert targets.count(torch.ops.aten.linear.default) == 3
     assert LINEAR not in targets
     torch.testing.assert_close([loaded.module()(**batch) for batch in inputs], want)
+
+
+class Masked(nn.Module):
+    """Two attentions with one boolean mask, which hides everything from the last row of the batch."""
+
+    def __init__(self, *, overwrites: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.overwrites = nn.Linear(4, 4), nn.Linear(4, 4), overwrites
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        allowed = (mask > 0)[:, None, :].expand(-1, x.shape[1], -1).contiguous()
+        y = nn.functional.scaled_dot_product_attention(self.a(x), x, x, attn_mask=allowed)
+        if self.overwrites:
+            allowed.logical_not_()
+        return nn.functional.scaled_dot_product_attention(self.b(x + y), y, y, attn_mask=allowed)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("file_format", ["torchscript", "pt2"])
+def test_mask_of_several_attentions_is_converted_once(file_format: str, overwrites: bool, tmp_path: Path) -> None:
+    example = {"x": X, "mask": torch.ones(3, 5)}
+    subject = files.prepare(randomise(Masked(overwrites=overwrites)), example, {"x": AXES, "mask": AXES})
+    plain, shared = write_both(subject, file_format, "shared-masks", tmp_path)
+    mask = torch.ones(4, 7)
+    mask[1, 3:], mask[2, :5], mask[3] = 0, 0, 0
+    inputs = [{"x": torch.randn(1, 9, 4), "mask": torch.ones(1, 9)}, {"x": torch.randn(4, 7, 4), "mask": mask}]
+    assert_files_agree(shared, plain, file_format, subject, inputs)
+    if file_format == "pt2":
+        attentions = [n for n in torch.export.load(shared).graph.nodes if "attention" in str(n.target)]
+        masks = [node.args[3] for node in attentions]
+        assert {mask.meta["val"].dtype for mask in masks} == {torch.bool if overwrites else torch.float32}
+        assert (len(set(masks)) == 1) != overwrites

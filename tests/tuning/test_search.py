@@ -190,7 +190,7 @@ def test_start_that_cannot_run_ends_the_search(world: Callable[..., World]) -> N
         world({}, killed=["as configured"] * 2).search()
 
 
-@pytest.mark.parametrize(("speed", "chosen"), [(0.96, "plain export"), (1.0, "as configured")])
+@pytest.mark.parametrize(("speed", "chosen"), [(0.94, "plain export"), (1.0, "as configured")])
 def test_configured_candidate_slower_than_plain_is_not_chosen(
     world: Callable[..., World], speed: float, chosen: str
 ) -> None:
