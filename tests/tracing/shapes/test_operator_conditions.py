@@ -9,22 +9,23 @@ import torch
 from torch import nn
 
 from optexport.errors import TraceError
-from optexport.signature.signature import Dim
+from optexport.signature.signature import Dim, Dynamic
 from optexport.tracing.shapes import path_probe
 from optexport.tracing.trace import trace
 from tests._helpers.graphs import Program
 
-DYNAMIC = {"x": {0: "batch", 2: Dim("height", 2, 64), 3: Dim("width", 2, 64)}}
+DYNAMIC: Dynamic = {"x": {0: "batch", 2: Dim("height", 2, 64), 3: Dim("width", 2, 64)}}
 
 
-def exchanged(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def exchanged(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Reads an image's pixels as its channels; reshape asks whether the number of pixels is a multiple of 6."""
     batch, channels, height, width = x.shape
     rows = m.layer(x).flatten(2).transpose(1, 2).contiguous()
-    return rows.reshape(batch, channels, height, width)
+    image: torch.Tensor = rows.reshape(batch, channels, height, width)
+    return image
 
 
-def branching(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def branching(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Branches on what reshape has asked before."""
     y, pixels = exchanged(m, x), x.shape[2] * x.shape[3]
     return y * 2 if pixels % 6 else y
