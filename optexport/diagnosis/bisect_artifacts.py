@@ -75,7 +75,7 @@ def diagnose_artifacts(
         text = f"{path.name} fails, and there is no .pt2 file that passes to compare it with."
         return Finding(target.target, index, text, [complete])
     pieces: list[Reproduction] = []
-    hint = None
+    jump_hint: str | None = None
     try:
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
@@ -90,11 +90,11 @@ def diagnose_artifacts(
             else:
                 lines.append(f"In {path.name}: {divergence.in_target[0]} ({divergence.in_target[1]}).")
             with contextlib.suppress(Exception):  # some models cannot be copied
-                text, hint = _describe_jump(graph_module, parity_checker, target, index, divergence.node)
-                lines.extend(text)
+                jump, jump_hint = _describe_jump(graph_module, parity_checker, target, index, divergence.node)
+                lines += jump
     except Exception as error:  # each runtime raises its own error types
         lines.append(describe_search_error(error))
-    return Finding(target.target, index, "\n".join(lines), [*pieces, complete], hint)
+    return Finding(target.target, index, "\n".join(lines), [*pieces, complete], jump_hint)
 
 
 def _describe_jump(
