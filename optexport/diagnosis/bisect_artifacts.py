@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
-from torch import fx
+import torch
+from torch import fx, nn
 
+from optexport._utils import model_memory
+from optexport._utils.user_lines import find_node_line
 from optexport.diagnosis.divergence import Comparison, compare, describe_divergence, describe_search_error
 from optexport.diagnosis.failure import find_unmeasured_output, find_unnamed_case
 from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract_onnx
-from optexport.parity import checker
-from optexport.parity.checker import ParityChecker
+from optexport.parity import checker, perturbation
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.runtime import runners
 from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
-from optexport.signature.signature import Batch
+from optexport.signature.signature import Batch, as_arguments
 
 _RUNTIMES = {"onnx": "ONNX Runtime", "torchscript": "TorchScript", "pt2": "torch.export"}
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
@@ -71,6 +75,7 @@ def diagnose_artifacts(
         text = f"{path.name} fails, and there is no .pt2 file that passes to compare it with."
         return Finding(target.target, index, text, [complete])
     pieces: list[Reproduction] = []
+    jump_hint: str | None = None
     try:
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
@@ -84,9 +89,79 @@ def diagnose_artifacts(
                 lines.append(f"In {path.name}: {computation}.")
             else:
                 lines.append(f"In {path.name}: {divergence.in_target[0]} ({divergence.in_target[1]}).")
+            with contextlib.suppress(Exception):  # some models cannot be copied
+                jump, jump_hint = _describe_jump(graph_module, parity_checker, target, index, divergence.node)
+                lines += jump
     except Exception as error:  # each runtime raises its own error types
         lines.append(describe_search_error(error))
-    return Finding(target.target, index, "\n".join(lines), [*pieces, complete])
+    return Finding(target.target, index, "\n".join(lines), [*pieces, complete], jump_hint)
+
+
+def _describe_jump(
+    graph_module: fx.GraphModule, parity_checker: ParityChecker, target: TargetParity, index: int, diverging: str
+) -> tuple[list[str], str | None]:
+    """Returns a line about a rounding step before a node, and a hint, if the step explains the failure.
+
+    It does if the original with perturbed weights is as far from float64 as the file.
+    """
+    reference = parity_checker.reference.select([index])
+    case = reference.cases[0]
+    step = _find_rounding_step(graph_module, observe_graph(graph_module, case.batch), diverging)
+    failing = {
+        (output.output, result.case): result.distance
+        for output in target.outputs
+        for result in output.cases
+        if result.failure and not parity_checker.tolerances[output.output].fixed
+    }
+    if step is None or not failing or model_memory.is_large(graph_module):
+        return [], None
+    names = list(parity_checker.tolerances)
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return dict(zip(names, model(**as_arguments(batch)), strict=True))
+
+    farthest = perturbation.measure_farthest(reference, call, graph_module, seed=0)
+    if any(distance > _FARTHEST_TIMES * farthest[key] for key, distance in failing.items() if key in farthest):
+        return [], None
+    line = find_node_line(step.stack_trace)
+    text = (
+        f"{step.name}{f' at {line}' if line else ''} makes whole numbers or booleans, and rounding decides some of"
+        f" them: the original changes by {max(farthest.values()):.1e} if its weights move by half a unit in the last"
+        " place."
+    )
+    hint = (
+        f"Set parity.atol to what such a step may change in the output (more than {max(failing.values()):.1e} here), or"
+        " move the step out of the model."
+    )
+    return [text], hint
+
+
+# Measured changes are those of some perturbed models only, so a file may be this many times farther from the original.
+_FARTHEST_TIMES = 2
+
+
+def _find_rounding_step(graph_module: fx.GraphModule, observed: Observed, before: str) -> fx.Node | None:
+    """Returns the last node before another one that makes whole numbers or booleans from other numbers."""
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    waiting, ancestors = [before], {before}
+    while waiting:
+        new = {*observed.needs.get(waiting.pop(), ())} - ancestors
+        ancestors |= new
+        waiting += new
+    steps = [
+        name
+        for name, value in observed.values.items()
+        if name in ancestors
+        and _is_whole(value.tensor)
+        and any(
+            read in observed.values and not _is_whole(observed.values[read].tensor) for read in observed.needs[name]
+        )
+    ]
+    return nodes[steps[-1]] if steps else None
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool((tensor == tensor.round()).all())
 
 
 def _diagnose_optimizations(path: Path, parity_checker: ParityChecker, case: int) -> tuple[str, str]:

@@ -84,7 +84,7 @@ def find_raised_tolerances(
             return None
     reference = checker.reference.select([i for i, case in enumerate(checker.reference.cases) if case.name in cases])
     try:
-        farthest_measured = _farthest(reference, run, model, seed)
+        farthest_measured = measure_farthest(reference, run, model, seed)
     except Exception:  # model code may raise anything, and some models cannot be copied
         return None
     for (output, case), farthest in farthest_measured.items():
@@ -96,8 +96,8 @@ def find_raised_tolerances(
     return tolerances
 
 
-def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_OutputCase, float]:
-    """Measures perturbed models' distance from float64; infinite if one gives NaN or infinity."""
+def measure_farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> dict[_OutputCase, float]:
+    """Measures perturbed models' distance from float64, by output and case; infinite if one gives NaN or infinity."""
     distances_from_exact: dict[_OutputCase, float] = {}
     perturb = _perturber(model, seed)
     with torch.no_grad():

@@ -39,6 +39,7 @@ from optexport.tracing.shapes.fixed_sizes import (
     recording_fixed_sizes,
     store_fixing_lines,
 )
+from optexport.tracing.shapes.operator_conditions import recording_operator_conditions, store_operator_conditions
 from optexport.tracing.shapes.size_one import SizeOneRecorder, doubt_size_one
 from optexport.tracing.tensor_names import rename_hidden_tensors, write_module_paths_plainly
 from optexport.tracing.value_checks import drop_value_assertions, skip_value_checks
@@ -95,6 +96,7 @@ def export_with_axes(
             ScalarTracker(model, changing) as scalars,
             SizeOneRecorder() as size_ones,
             recording_fixed_sizes() as fixing_lines,
+            recording_operator_conditions() as operator_conditions,
             calling_all_ways(model),
             SymbolicSizes(),
         ):
@@ -117,6 +119,7 @@ def export_with_axes(
     drop_value_assertions(program, checks)
     size_ones.store(program)
     store_fixing_lines(program, fixing_lines)
+    store_operator_conditions(program, operator_conditions)
     program.graph_module.meta[_CHECKS_KEY] = tuple(checks)
     if written := scalars.used_buffers & _find_written_buffers(program):
         return export_with_axes(model, example, dynamic, free, {*changing, *written})

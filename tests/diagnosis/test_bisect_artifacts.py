@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from optexport import export
+from optexport._utils.progress import Progress
 from optexport.diagnosis import reproduction
+from optexport.errors import ParityError
+from tests._helpers.graphs import Program
 from tests._helpers.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 from tests.diagnosis.failures import NAMES, failing_file, node_of, reproduce, to_relu, weight_of
 
@@ -80,3 +87,22 @@ def test_exception_of_a_file_at_one_size_is_reproduced(tmp_path: Path) -> None:
     text = failing_file(tmp_path / "block", "torchscript", bake_torchscript)
     assert "First difference: the file raises RuntimeError: The size of tensor a" in text
     assert reproduce(tmp_path / "block-failure").returncode == 1
+
+
+def test_rounding_that_decides_a_step_is_named_with_the_tolerance_to_set(tmp_path: Path) -> None:
+    """15 * 0.1 is next to 1.5, so the lowest bit of the weight decides between 1 and 2."""
+    below = float(np.nextafter(np.float32(0.1), np.float32(0)))
+    model = Program(lambda m, x: (x * m.scale).round() * 0.25, scale=nn.Parameter(torch.tensor([below, 1.0])))
+
+    def announce(stage: str, seconds: float | None) -> None:
+        if stage == "check onnx" and seconds is None:
+            for draft in tmp_path.glob(".out.partial-*"):
+                weight_of("scale", lambda scale: np.array([0.1, 1.0], scale.dtype))(draft / "model.onnx")
+
+    options: Any = {"formats": ["onnx"], "effort": "quick", "progress": Progress(announce)}
+    with pytest.raises(ParityError) as caught:
+        export(model.eval(), {"x": torch.tensor([[15.0, 2.3], [3.0, 4.2]])}, tmp_path / "out", **options)
+    assert "round_1 at graphs.py" in str(caught.value)
+    assert "the original changes by 2.5e-01 if its weights move" in str(caught.value)
+    assert "parity.atol" in str(caught.value.hint)
+    export(model, {"x": torch.tensor([[15.0, 2.3], [3.0, 4.2]])}, tmp_path / "out", atol=0.3, **options)

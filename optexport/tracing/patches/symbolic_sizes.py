@@ -94,6 +94,38 @@ def _istft(  # noqa: PLR0913 - the parameters of istft
     return signal if input.dim() == 3 else signal.squeeze(0)
 
 
+def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:  # noqa: A002
+    """Gathers after broadcasting; the fake version of torch 2.13 turns every size into an integer."""
+    if not _is_symbolic(*input.shape, *indices.shape):
+        return None
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % input.dim()
+    other_sizes = ((*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]) for tensor in (input, indices))
+    sizes = torch.broadcast_shapes(*other_sizes)
+
+    def expand(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand(*sizes[:dim], tensor.shape[dim], *sizes[dim + 1 :])
+
+    return expand(input).gather(dim, expand(indices))
+
+
+def _affine_grid(theta: torch.Tensor, size: Any, align_corners: bool | None = None) -> torch.Tensor | None:
+    """Multiplies the points of a regular grid by a matrix per row, in the order of torch."""
+    _, _, *axes = size
+    if not _is_symbolic(*axes):
+        return None
+    options: Any = {"dtype": theta.dtype, "device": theta.device}
+    coordinates = []
+    for count in axes:
+        last = torch.full((), count - 1, **options)
+        points = -1 + 2 * torch.arange(count, **options) / last.clamp(min=1)
+        coordinates.append(torch.where(last == 0, 0, points) if align_corners else points * (last / (last + 1)))
+    points = torch.stack([*reversed(torch.meshgrid(*coordinates, indexing="ij")), torch.ones(axes, **options)], -1)
+    grid = points.flatten(0, -2).expand(theta.shape[0], -1, -1) @ theta.mT
+    return grid.view(theta.shape[0], *axes, len(axes))
+
+
 def _adaptive_max_pool(axes: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:  # noqa: A002
     sizes = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * axes
     if not _is_symbolic(*sizes):
@@ -113,6 +145,9 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.hann_window: _hann_window,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
+    functional.affine_grid: _affine_grid,
     functional.adaptive_max_pool1d: partial(_adaptive_max_pool, 1),
     functional.adaptive_max_pool2d: partial(_adaptive_max_pool, 2),
     functional.adaptive_max_pool3d: partial(_adaptive_max_pool, 3),

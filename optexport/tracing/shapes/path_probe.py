@@ -113,7 +113,8 @@ def probe_paths(
 
     If both agree, the model is also traced there. That trace says for which sizes the model takes the same branch, so
     that these sizes need no further run. The search ends when every size at which an assertion fails is explained, or
-    belongs to an assertion that stays.
+    belongs to an assertion that stays. An assertion that only operators asked for needs a single comparison: operators
+    choose by it how to compute, not what.
 
     Args:
         export: Traces the model with a batch.
@@ -122,12 +123,17 @@ def probe_paths(
     result.removable = [suspect for suspect in suspects if suspect.is_asserted]
     if not result.removable:
         return result
+    probe = _Probe(model, example, _without_assertions(program), signature, export)
     search = _Search(signature.dims, traced)
     search.add([suspect.expression for suspect in result.removable], traced)
-    probe = _Probe(model, example, _without_assertions(program), signature, export)
-    remaining = list[SuspectSize]()
+    remaining, needless = list[SuspectSize](), list[SuspectSize]()
     while (sizes := search.next_sizes(result.removable, remaining)) is not None:
         broken = _broken_at(result.removable, sizes)
+        if all(suspect.is_of_operator for suspect in broken) and probe.agrees(sizes):
+            needless += broken
+            result.removable = [suspect for suspect in result.removable if suspect not in broken]
+            result.sizes.append(sizes)
+            continue
         is_exclusion = all(suspect.is_exclusion for suspect in broken)
         conditions = None
         if len(search.variants) < _MAX_BRANCHES:
@@ -144,6 +150,7 @@ def probe_paths(
         else:
             remaining += broken
             result.removable = [suspect for suspect in result.removable if suspect not in broken]
+    result.removable += needless
     return result
 
 
@@ -169,6 +176,14 @@ class _Probe:
     graph: fx.GraphModule
     signature: Signature
     export: Callable[[Batch], ExportedProgram]
+
+    def agrees(self, sizes: Mapping[str, int]) -> bool:
+        """Returns True if the graph gives the results of the model at these sizes, and they are small."""
+        if not is_affordable(self.example, sizes, self.signature.sizes(self.example)):
+            return False
+        batch = resize(self.example, self.signature, sizes)
+        expected = run_or_error(self.model, batch)
+        return isinstance(expected, list) and agree(run_or_error(self.graph, batch), expected)
 
     def run(self, sizes: Mapping[str, int], *, is_exclusion: bool) -> _ProbeOutcome:
         """Compares the graph with the model at some sizes, and traces the model there.

@@ -23,6 +23,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature.signature import Dim
+from optexport.tracing.shapes.operator_conditions import find_operator_conditions
 from optexport.tracing.shapes.size_conditions import LARGEST, candidates, is_broken, sizes_to_try
 from optexport.tracing.shapes.size_one import find_size_one_conditions
 
@@ -119,12 +120,14 @@ class SuspectSize:
         is_exclusion: True if the condition excludes sizes: ``(height // 16) * (width // 16) != 4``. A model with a
             special branch for one size leaves such a condition if it was traced at another size. Most often both
             branches compute the same there.
+        is_of_operator: True if only operators asked for the condition, not the model.
     """
 
     expression: Any
     sizes: tuple[dict[str, int], ...]
     is_asserted: bool
     is_exclusion: bool
+    is_of_operator: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -142,6 +145,8 @@ def find_suspect_sizes(
         traced: The traced size of each dimension.
     """
     suspects: list[SuspectSize] = []
+    _, renamed = renaming(program, names, dims)
+    of_operators = {expression.xreplace(renamed) for expression in find_operator_conditions(program)}
     asserted = _with_dimensions(iter_assertions(program), program, names, dims)
     computed = _with_dimensions(_iter_float_sizes(program), program, names, dims)
     assumptions = [(*assertion, True) for assertion in asserted] + [(*size, False) for size in computed]
@@ -162,7 +167,8 @@ def find_suspect_sizes(
             )
         ]
         if suspect_sizes:
-            suspects.append(SuspectSize(expression, tuple(suspect_sizes), is_asserted, is_exclusion(expression)))
+            exclusion, of_operator = is_exclusion(expression), expression in of_operators
+            suspects.append(SuspectSize(expression, tuple(suspect_sizes), is_asserted, exclusion, of_operator))
     return suspects
 
 

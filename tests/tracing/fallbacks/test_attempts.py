@@ -35,5 +35,5 @@ def test_input_too_long_to_be_a_constant_is_refused() -> None:
             return torch.cat([x[:length] for length in lengths.tolist() if length > 1])
 
     example = {"x": torch.randn(9, 3), "lengths": torch.randint(2, 9, (300,))}
-    with pytest.raises(TraceError, match="branches on values more than 4 times in one call"):
+    with pytest.raises(TraceError, match="branches on values more than 8 times in one call"):
         trace.trace(Cut(), example)

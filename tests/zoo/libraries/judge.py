@@ -44,7 +44,7 @@ class Eager:
         for sizes, batch, outputs in zip(self.entry.sizes, self.batches, self.outputs, strict=True):
             at = ", ".join(f"{name} {size}" for name, size in sizes.items())
             try:
-                results = run(batch)
+                results = run(_copy(batch))
             except Exception as error:  # a runtime may raise anything
                 return f"at {at}: {type(error).__name__}: {_last_line(error)}"
             if len(results) != len(outputs):
@@ -102,7 +102,7 @@ def judge_peers(name: str, announce: Announce = lambda outcome, stage: None) -> 
         return outcome
     names = list(eager.entry.inputs)
     flat = _Flat(eager.module, names, eager.entry.constants).eval()
-    example = tuple(eager.batches[0][name] for name in names)
+    example = tuple(_copy(eager.batches[0])[name] for name in names)
     dynamic = eager.entry.dynamic()
     with tempfile.TemporaryDirectory(prefix="optexport-zoo-") as folder:
         path = Path(folder, "model.onnx")
@@ -158,8 +158,8 @@ def _prepare(outcome: Outcome) -> Eager | None:
 
 def _run_eagerly(module: nn.Module, batches: Sequence[Batch]) -> list[list[np.ndarray]]:
     with torch.no_grad():
-        outputs = [_arrays(module(**batch)) for batch in batches]
-        again = _arrays(module(**batches[0]))
+        outputs = [_arrays(module(**_copy(batch))) for batch in batches]
+        again = _arrays(module(**_copy(batches[0])))
     if not again or not all(np.isfinite(array).all() for arrays in outputs for array in arrays):
         raise ValueError("the outputs are not finite")
     if not all(map(np.array_equal, outputs[0], again)):
@@ -173,6 +173,11 @@ def _compare(outcome: Outcome, stage: str, eager: Eager, write: Callable[[], Run
     if difference:
         outcome.stages[stage] = WRONG
         outcome.reasons[stage] = difference[:600]
+
+
+def _copy(batch: Batch) -> Batch:
+    """Copies the tensors of a batch, because a model may write into its inputs."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _open_onnx(path: Path) -> Run:
