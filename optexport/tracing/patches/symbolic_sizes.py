@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from optexport._utils.adaptive_pooling import adaptive_max_pool
+from optexport._utils.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
 
 
 class SymbolicSizes(TorchFunctionMode):
@@ -95,12 +95,63 @@ def _istft(  # noqa: PLR0913 - the parameters of istft
 
 
 def _adaptive_max_pool(axes: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:  # noqa: A002
-    sizes = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * axes
-    if not _is_symbolic(*sizes):
+    sizes = _symbolic_sizes(input, axes, output_size)
+    if sizes is None:
         return None
-    sizes = [before if size is None else size for before, size in zip(input.shape[-axes:], sizes, strict=True)]
     maxima, indices = adaptive_max_pool(input, sizes)
     return (maxima, indices) if return_indices else maxima
+
+
+def _adaptive_avg_pool(axes: int, input: torch.Tensor, output_size: Any) -> torch.Tensor | None:  # noqa: A002
+    sizes = _symbolic_sizes(input, axes, output_size)
+    return None if sizes is None else adaptive_avg_pool(input, sizes)
+
+
+def _symbolic_sizes(x: torch.Tensor, axes: int, output_size: Any) -> list[Any] | None:
+    """Returns the output sizes of adaptive pooling, or None if all of them are numbers."""
+    pairs = zip(x.shape[-axes:], _per_axis(output_size, axes), strict=True)
+    sizes = [before if size is None else size for before, size in pairs]
+    return sizes if _is_symbolic(*sizes) else None
+
+
+def _max_pool(  # noqa: PLR0913 - the parameters of max_pool
+    axes: int,
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> torch.Tensor | None:
+    kernels = _per_axis(kernel_size, axes)
+    if not _is_symbolic(*kernels) or return_indices or {*_per_axis(padding, axes)} != {0}:
+        return None
+    if {*_per_axis(dilation, axes)} != {1}:
+        return None
+    return max_pool(input, kernels, _per_axis(stride or kernels, axes), ceil_mode=ceil_mode)
+
+
+def _avg_pool(  # noqa: PLR0913 - the parameters of avg_pool
+    axes: int,
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,  # noqa: ARG001 - without padding, it has no effect
+    divisor_override: int | None = None,
+) -> torch.Tensor | None:
+    kernels = _per_axis(kernel_size, axes)
+    if not _is_symbolic(*kernels) or divisor_override or {*_per_axis(padding, axes)} != {0}:
+        return None
+    return avg_pool(input, kernels, _per_axis(stride or kernels, axes), ceil_mode=ceil_mode)
+
+
+def _per_axis(value: Any, axes: int) -> list[Any]:
+    """Returns one value for each axis; torch also takes one for all."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * axes if len(values) == 1 else values
 
 
 def _is_symbolic(*sizes: Any) -> bool:
@@ -113,6 +164,15 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.hann_window: _hann_window,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,
+    functional.avg_pool1d: partial(_avg_pool, 1),
+    functional.avg_pool2d: partial(_avg_pool, 2),
+    functional.avg_pool3d: partial(_avg_pool, 3),
+    functional.max_pool1d: partial(_max_pool, 1),
+    functional.max_pool2d: partial(_max_pool, 2),
+    functional.max_pool3d: partial(_max_pool, 3),
+    functional.adaptive_avg_pool1d: partial(_adaptive_avg_pool, 1),
+    functional.adaptive_avg_pool2d: partial(_adaptive_avg_pool, 2),
+    functional.adaptive_avg_pool3d: partial(_adaptive_avg_pool, 3),
     functional.adaptive_max_pool1d: partial(_adaptive_max_pool, 1),
     functional.adaptive_max_pool2d: partial(_adaptive_max_pool, 2),
     functional.adaptive_max_pool3d: partial(_adaptive_max_pool, 3),
