@@ -52,9 +52,7 @@ class State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._containers = [
-            (path, container, container.copy()) for path, container in _walk("", vars(model), set(), hops=2)
-        ]
+        self._containers = [(path, container, container.copy()) for path, container in iter_containers(model)]
         # The buffers of a TorchScript program are in no dict of Python.
         scripts = [
             (path, dict(module._buffers.items()))
@@ -125,7 +123,13 @@ def restoring_state(model: nn.Module) -> Iterator[State]:
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 # Hooks are no state, and most of the dicts of a module.
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+_CONTAINERS = (dict, list, OrderedDict, defaultdict, deque)
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Tensor, fx.Graph, fx.Node)
+
+
+def iter_containers(model: nn.Module) -> Iterator[tuple[str, _Container]]:
+    """Yields the dicts and lists that hold values of a model, with their paths."""
+    return _walk("", vars(model), set(), hops=2)
 
 
 def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[str, _Container]]:
@@ -136,13 +140,14 @@ def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[st
         seen: Identities of the containers that were yielded.
         hops: How many objects that are no modules may lie within each other.
     """
-    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and hops and not isinstance(value, _NO_STATE)):
+    is_object = hasattr(value, "__dict__") and type(value) not in _CONTAINERS and not isinstance(value, _NO_STATE)
+    if isinstance(value, nn.Module) or (is_object and hops):
         hops -= not isinstance(value, nn.Module)
         value = vars(value)
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _walk(_join(path, index), item, seen, hops)
-    if type(value) not in (dict, list, OrderedDict, defaultdict, deque) or id(value) in seen:
+    if type(value) not in _CONTAINERS or id(value) in seen:
         return
     seen.add(id(value))
     yield path, value

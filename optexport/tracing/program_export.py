@@ -30,6 +30,7 @@ from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.number_tensors import write_numbers_as_tensors
+from optexport.tracing.patches.size_keys import UNHASHABLE, allowing_size_keys, allows_size_keys, replacing_dicts
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
 from optexport.tracing.shapes.expression_limit import LongSizeDetector, LongSizeError
@@ -86,6 +87,7 @@ def export_with_axes(
     try:
         with (
             restoring_state(model),  # a trace would leave fake tensors in attributes that the model assigns
+            replacing_dicts(model),
             dynamo_exporter.exporting(),
             dynamo_exporter.one_pass(model),
             LongSizeDetector(),
@@ -108,6 +110,9 @@ def export_with_axes(
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many types, and the model's code any other
+        if UNHASHABLE in str(error) and not allows_size_keys():
+            with allowing_size_keys():
+                return export_with_axes(model, example, dynamic, free, changing)
         if returns_own_classes(model, example):
             with returning_containers(model):
                 return export_with_axes(model, example, dynamic, free, changing)
@@ -210,6 +215,12 @@ def _explain(
             "assignment out of forward.",
         )
     line = find_line(error)
+    if UNHASHABLE in str(error):
+        return UntraceableError(
+            f"the model uses a size of an input in a set, or as a key of a local dict{f', at {line}' if line else ''}",
+            location=name,
+            hint="Compare sizes with == instead, or keep results by size in a dict that is an attribute of the model.",
+        )
     return UntraceableError(
         f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,
