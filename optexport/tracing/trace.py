@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import keyword
-import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -122,7 +119,6 @@ def trace(
         indexes = find_indexes(model.module(check_guards=False), example, signature, values)
         signature = replace(signature, indexes=indexes)
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
-    _check_names(model)
     with converting_scripts(model, example), renaming_hidden_members(model):
         return _trace_at_any_sizes(_Request(model, example, dynamic, values))
 
@@ -242,17 +238,6 @@ def _try_strict(request: _Request) -> Traced | None:
     with dynamo_exporter.tracing_strictly(), contextlib.suppress(TraceError):
         return replace(request.trace(), is_strict=True)
     return None
-
-
-def _check_names(model: nn.Module) -> None:
-    """Checks that torch.fx can write every module and parameter name into generated code."""
-    for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
-        if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
-            raise TraceError(
-                f"the generated code cannot contain the name {name!r}",
-                location=type(model).__name__,
-                hint="Rename it, without quotes, backslashes, line breaks and Python keywords.",
-            )
 
 
 def _trace_module(
