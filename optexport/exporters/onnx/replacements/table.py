@@ -81,6 +81,7 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.fft_ifftshift.default: lambda *a: indexing.fftshift(*a, back=True),
     aten.masked_select.default: indexing.masked_select,
     aten.copy_.default: indexing.copy,
+    aten.pad_sequence.default: indexing.pad_sequence,
     aten.kthvalue.default: order.kthvalue,
     aten.median.default: order.median,
     aten.median.dim: order.median_along,
