@@ -33,6 +33,7 @@ from optexport.tracing.number_tensors import write_numbers_as_tensors
 from optexport.tracing.patches.size_keys import UNHASHABLE, allowing_size_keys, allows_size_keys, replacing_dicts
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
+from optexport.tracing.patches.weight_data import WeightData
 from optexport.tracing.shapes.expression_limit import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
@@ -99,6 +100,7 @@ def export_with_axes(
             recording_fixed_sizes() as fixing_lines,
             calling_all_ways(model),
             SymbolicSizes(),
+            WeightData(),
         ):
             if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)
