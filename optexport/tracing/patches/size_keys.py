@@ -6,7 +6,6 @@ A symbolic size has no hash, because the trace does not know to which other size
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optexport._utils.code_globals import find_variables
 from optexport._utils.module_state import iter_containers
 
 # torch's message for a symbolic size as a key of a dict.
@@ -41,8 +41,8 @@ def allows_size_keys() -> bool:
 def replacing_dicts(model: nn.Module) -> Iterator[None]:
     """Replaces a model's dicts by copies that accept symbolic sizes as keys, within the block.
 
-    These are attributes of its modules, of their classes, and of the files that define these. Nothing is replaced
-    outside `allowing_size_keys`.
+    These are attributes of its modules and classes, and global variables. Nothing is replaced outside
+    `allowing_size_keys`.
     """
     replaced: list[tuple[Any, str, dict[Any, Any]]] = []
     copies: dict[int, SizeKeyDict] = {}
@@ -122,13 +122,9 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def _find_dicts(model: nn.Module) -> Iterator[tuple[Any, str, dict[Any, Any]]]:
-    """Yields dicts with the class, file or namespace that contains them, and their name in it."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "transformers", "builtins")]
-    files = dict.fromkeys(sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules)
-    for owner in (*own, *files):
-        names = [(name, value) for name, value in vars(owner).items() if not name.startswith("__")]
-        yield from ((owner, name, value) for name, value in names if type(value) in (dict, OrderedDict))
+    """Yields dicts with the class, file or container that they are in, and their name in it."""
+    variables = [(owner, name, vars(owner).get(name)) for owner, name in find_variables(model)]
+    yield from ((owner, name, value) for owner, name, value in variables if type(value) in (dict, OrderedDict))
     internal = vars(nn.Module())
     for _, container in list(iter_containers(model)):
         for name, value in list(container.items()) if isinstance(container, dict) else ():
