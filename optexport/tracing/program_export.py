@@ -223,6 +223,12 @@ def _explain(
             location=name,
             hint="Compare sizes with == instead, or keep results by size in a dict that is an attribute of the model.",
         )
+    if "ufunc does not support" in str(error):
+        return UntraceableError(
+            f"the model computes with a size of an input in NumPy{f', at {line}' if line else ''}",
+            location=name,
+            hint="Use functions of math or torch for sizes.",
+        )
     return UntraceableError(
         f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,

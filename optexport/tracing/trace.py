@@ -31,7 +31,7 @@ from optexport.tracing.fallbacks.attempts import (
     trace_branches,
 )
 from optexport.tracing.fallbacks.branch_merging import find_branches
-from optexport.tracing.fallbacks.number_conversions import tracing_conversions
+from optexport.tracing.fallbacks.number_conversions import tracing_conversions, tracing_math_of_sizes, uses_math
 from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.module_reconstruction import reconstruct_modules
@@ -169,10 +169,11 @@ def _trace_or_fall_back(request: _Request) -> Traced:
         result = request.trace()
     except UntraceableError as error:
         return _trace_with_fallbacks(request, error)
-    except FixedSizeError:
-        if (strict := _try_strict(request)) is None:
+    except FixedSizeError as error:
+        fallback = _try_math_of_sizes(request, error) or _try_strict(request)
+        if fallback is None:
             raise
-        return strict
+        return fallback
     if result.fixed and result.is_fixed_by_len and (strict := _try_strict(request)) is not None:
         return strict if len(strict.fixed) < len(result.fixed) else result
     return result
@@ -225,6 +226,15 @@ def _try_conversions(request: _Request) -> Traced | None:
         return None
     with tracing_conversions(request.model), contextlib.suppress(TraceError):
         return _trace_all_ways(request)
+    return None
+
+
+def _try_math_of_sizes(request: _Request, error: FixedSizeError) -> Traced | None:
+    """Traces a module that computes ``math.log(n)`` or its kind of a size; None if it does not, or that fails."""
+    if not uses_math(error.message):
+        return None
+    with tracing_math_of_sizes(request.model), contextlib.suppress(TraceError):
+        return request.trace()
     return None
 
 
