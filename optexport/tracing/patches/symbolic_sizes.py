@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from optexport._utils.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
 
@@ -24,6 +27,8 @@ class SymbolicSizes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _PADDING:
+            args, kwargs = pytree.tree_map_only(torch.SymInt, _allow_multiples, (args, dict(kwargs)))
         function = _FUNCTIONS.get(func)
         result = None if function is None else function(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result
@@ -154,10 +159,35 @@ def _per_axis(value: Any, axes: int) -> list[Any]:
     return values * axes if len(values) == 1 else values
 
 
+def _allow_multiples(size: torch.SymInt) -> Any:
+    """Returns ``k - n % k``, or a part of it, so that it is 0 if n is a multiple of k.
+
+    In ``if n % k: x = pad(x, (0, k - n % k))``, the model computes it only for other n. With 0, the graph is right for
+    multiples as well.
+    """
+    environment, expression = size.node.shape_env, size.node.expr
+    for remainder in expression.atoms(Mod, PythonMod):
+        step = remainder.args[1]
+        if step.is_Integer and expression.subs(remainder, step) == 0 and _is_guarded(size, remainder):
+            expression = expression.subs(remainder, step - Mod(step - remainder, step))
+    return size if expression == size.node.expr else environment.create_symintnode(expression, hint=size.node.hint)
+
+
+def _is_guarded(size: torch.SymInt, remainder: sympy.Expr) -> bool:
+    """Returns True if the trace took a branch for sizes with a remainder."""
+    conditions = (sympy.Ne(remainder, 0), sympy.Gt(remainder, 0))
+    return any(size.node.shape_env._maybe_evaluate_static(condition) == sympy.true for condition in conditions)
+
+
 def _is_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+# Functions that models use to make a size a multiple of a number.
+_PADDING = frozenset(
+    {functional.pad, torch.zeros, torch.ones, torch.full}
+    | {torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full}
+)
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     torch.linspace: _linspace,

@@ -91,3 +91,49 @@ def test_windows_of_pooling_are_computed_from_sizes(pool: Function) -> None:
         x = torch.randn(2, 3, height, width)
         for actual, expected in zip(outputs(graph_module, x), outputs(model, x), strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+def end(m: object, x: torch.Tensor) -> torch.Tensor:
+    width = x.shape[2]
+    if width % 4:
+        x = functional.pad(x, (0, 4 - width % 4))
+    return x
+
+
+def both_ends(m: object, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[2] % 4 != 0:
+        missing = 4 - x.shape[2] % 4
+        x = functional.pad(x, (missing // 2, missing - missing // 2), mode="replicate")
+    return x
+
+
+def zeros(m: object, x: torch.Tensor) -> torch.Tensor:
+    rest = x.shape[2] % 4
+    if rest > 0:
+        x = torch.cat([x, x.new_zeros(x.shape[0], x.shape[1], 4 - rest)], 2)
+    return x
+
+
+def missing_first(m: object, x: torch.Tensor) -> torch.Tensor:
+    missing = 4 - x.shape[2] % 4
+    return x if missing == 4 else functional.pad(x, (0, missing))
+
+
+def always(m: object, x: torch.Tensor) -> torch.Tensor:
+    return functional.pad(x, (0, 4 - x.shape[2] % 4))
+
+
+def rest(m: object, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[2] % 4:
+        x = functional.pad(x, (0, x.shape[2] % 4))
+    return x
+
+
+@pytest.mark.parametrize("pad", [end, both_ends, zeros, missing_first, always, rest])
+@pytest.mark.parametrize("traced_width", [8, 9])
+def test_padding_to_a_multiple_is_right_at_multiples(pad: Function, traced_width: int) -> None:
+    dynamic: Dynamic = {"x": {2: Dim("width", 4, 40)}}
+    traced = trace(Program(pad), {"x": torch.randn(2, 3, traced_width)}, dynamic)
+    for width in (4, 7, 8, 9, 10, 12, 39, 40):
+        x = torch.randn(2, 3, width)
+        assert torch.equal(traced.graph_module(x), pad(None, x))
