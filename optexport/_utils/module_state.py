@@ -128,8 +128,8 @@ class State:
             for key in dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
             if _find(container, key) is not _find(saved, key)
         )
-        changed = itertools.chain(changed, (v.path for v in self._variables if v.current is not v.value))
-        return [path for path in dict.fromkeys(changed) if path not in tensors]
+        variables = (variable.path for variable in self._variables if variable.current is not variable.value)
+        return [path for path in dict.fromkeys(itertools.chain(changed, variables)) if path not in tensors]
 
     def raise_numbers(self) -> Iterator[str]:
         """Adds 10,000 to each Python number that the model changed, one at a time, and yields its path."""

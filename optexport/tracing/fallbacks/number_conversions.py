@@ -68,7 +68,8 @@ def tracing_math_of_sizes(model: nn.Module) -> Iterator[None]:
     for namespace, name, value in imported:
         namespace[name] = replaced[value]
     try:
-        with mock.patch.multiple(math, **{function.__name__: new for function, new in replaced.items()}):
+        functions: dict[str, Any] = {function.__name__: new for function, new in replaced.items()}
+        with mock.patch.multiple(math, **functions):
             yield
     finally:
         for namespace, name, value in imported:
@@ -87,7 +88,8 @@ def _of_size(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(value: Any, *base: Any) -> Any:
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return function(value, *base)
-        result = getattr(torch, function.__name__)(torch.full((), value, dtype=torch.float64)).item()
+        number: Any = value  # the stubs of torch.full take no symbols
+        result = getattr(torch, function.__name__)(torch.full((), number, dtype=torch.float64)).item()
         return result / math.log(*base) if base else result
 
     return computed
