@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from optexport._utils.weight_data import gets_data, sets_data
-from optexport.tracing.fallbacks.known_values import overwritten
+from optexport._utils.writes import overwritten
 
 
 class WeightData(TorchFunctionMode):
