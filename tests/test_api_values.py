@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from optexport.errors import ConfigError, TraceError
 from optexport.signature.signature import Dim
@@ -59,6 +60,26 @@ def test_edges_are_right_at_other_numbers_of_nodes(file_format: str, tmp_path: P
     result = quick(model, inputs, tmp_path / "bundle", formats=[file_format], dynamic=dynamic)
     batch = {"x": torch.randn(30, 4), "edges": torch.randint(0, 30, (2, 50))}
     torch.testing.assert_close(run(result, **batch)["output"], model(**batch), rtol=1e-4, atol=1e-5)
+
+
+class Parts(nn.Module):
+    """Cuts rows into parts of given lengths; returns their means, and the parts with padding."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = torch.split(x, lengths.tolist())
+        return torch.stack([part.mean(0) for part in parts]), pad_sequence(parts, batch_first=True, padding_value=-1.0)
+
+
+@pytest.mark.slow
+def test_parts_of_lengths_are_right_at_other_lengths(tmp_path: Path) -> None:
+    model = Parts().eval()
+    inputs = {"x": torch.randn(9, 4), "lengths": torch.tensor([2, 3, 4])}
+    result = quick(model, inputs, tmp_path / "bundle", formats=["onnx", "torchscript"], dynamic={"x": {0: "rows"}})
+    assert result.manifest.values["lengths"].adds_up
+    for lengths in ([1, 1, 7], [4, 4, 1], [12, 3, 5]):
+        batch = {"x": torch.randn(sum(lengths), 4), "lengths": torch.tensor(lengths)}
+        for actual, expected in zip(run(result, **batch).values(), model(**batch), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_wrong_names_of_values_are_refused_with_a_suggestion(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from optexport._utils.code_globals import find_cached_functions, find_variables, is_own
 
 _Container = dict[Any, Any] | list[Any] | deque[Any]
 
@@ -27,7 +30,7 @@ class _SavedTensor:
     """A tensor of a model, and its value at the beginning."""
 
     path: str
-    container: _Container
+    container: _Container | MappingProxyType[str, Any]
     key: Any
     tensor: torch.Tensor
     value: torch.Tensor | None  # None for a parameter, because a copy of all weights might not fit into memory
@@ -45,16 +48,48 @@ class _SavedTensor:
             self.tensor.copy_(self.value)
 
 
+@dataclass(frozen=True)
+class _Variable:
+    """A global variable or class attribute, and its value at the beginning."""
+
+    path: str
+    owner: Any
+    name: str
+    value: Any
+
+    @property
+    def current(self) -> Any:
+        return vars(self.owner).get(self.name, _MISSING)
+
+    def set(self, value: Any) -> None:
+        if value is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+_MISSING = object()
+
+
 class State:
     """What a model keeps between calls, as it was at the beginning.
 
-    That is every tensor, number and other value in the attributes of its modules, also within dicts, lists and objects.
+    That is every tensor, number and other value in the attributes of its modules, also within dicts, lists and objects,
+    and in the global variables and class attributes that its code uses.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._containers = [
-            (path, container, container.copy()) for path, container in _walk("", vars(model), set(), hops=2)
-        ]
+        seen: set[int] = set()
+        containers = list(iter_containers(model, seen))
+        self._variables: list[_Variable] = []
+        for owner, name in find_variables(model):
+            path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+            variable = _Variable(path, owner, name, vars(owner).get(name, _MISSING))
+            self._variables.append(variable)
+            if type(variable.value) in _CONTAINERS or is_own(type(variable.value)):
+                containers += _walk(path, variable.value, seen, hops=1)
+        self._cached_functions = [(function, function.cache_info()) for function in find_cached_functions(model)]
+        self._containers = [(path, container, container.copy()) for path, container in containers]
         # The buffers of a TorchScript program are in no dict of Python.
         scripts = [
             (path, dict(module._buffers.items()))
@@ -74,6 +109,11 @@ class State:
             for key, value in _items(container)
             if isinstance(value, torch.Tensor)
         ]
+        self._tensors += [
+            _SavedTensor(v.path, vars(v.owner), v.name, v.value, v.value.clone(), _version(v.value))
+            for v in self._variables
+            if isinstance(v.value, torch.Tensor) and not _has_no_data(v.value)
+        ]
 
     def written_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the tensors that the model wrote to or replaced so far, by path; parameters are among them."""
@@ -88,7 +128,8 @@ class State:
             for key in dict.fromkeys(key for key, _ in (*_items(container), *_items(saved)))
             if _find(container, key) is not _find(saved, key)
         )
-        return [path for path in dict.fromkeys(changed) if path not in tensors]
+        variables = (variable.path for variable in self._variables if variable.current is not variable.value)
+        return [path for path in dict.fromkeys(itertools.chain(changed, variables)) if path not in tensors]
 
     def raise_numbers(self) -> Iterator[str]:
         """Adds 10,000 to each Python number that the model changed, one at a time, and yields its path."""
@@ -98,6 +139,12 @@ class State:
                     container[key] = value + 10_000
                     yield _join(path, key)
                     container[key] = value
+        for variable in self._variables:
+            value = variable.current
+            if type(value) in (int, float) and value is not variable.value:
+                variable.set(value + 10_000)
+                yield variable.path
+                variable.set(value)
 
     def restore(self) -> None:
         """Restores all values, except those of parameters that were written to in place."""
@@ -106,6 +153,12 @@ class State:
                 continue
             container.clear()
             container.update(saved) if isinstance(container, dict) else container.extend(saved)
+        for variable in self._variables:
+            if variable.current is not variable.value:
+                variable.set(variable.value)
+        for function, info in self._cached_functions:
+            if function.cache_info().misses != info.misses:  # it may hold tensors of a trace
+                function.cache_clear()
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.restore()
@@ -125,7 +178,17 @@ def restoring_state(model: nn.Module) -> Iterator[State]:
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 # Hooks are no state, and most of the dicts of a module.
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+_CONTAINERS = (dict, list, OrderedDict, defaultdict, deque)
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Tensor, fx.Graph, fx.Node)
+
+
+def iter_containers(model: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, _Container]]:
+    """Yields the dicts and lists that hold values of a model, with their paths.
+
+    Args:
+        seen: Collects the identities of the containers.
+    """
+    return _walk("", vars(model), set() if seen is None else seen, hops=2)
 
 
 def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[str, _Container]]:
@@ -136,13 +199,14 @@ def _walk(path: str, value: Any, seen: set[int], hops: int) -> Iterator[tuple[st
         seen: Identities of the containers that were yielded.
         hops: How many objects that are no modules may lie within each other.
     """
-    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and hops and not isinstance(value, _NO_STATE)):
+    is_object = hasattr(value, "__dict__") and type(value) not in _CONTAINERS and not isinstance(value, _NO_STATE)
+    if isinstance(value, nn.Module) or (is_object and hops):
         hops -= not isinstance(value, nn.Module)
         value = vars(value)
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _walk(_join(path, index), item, seen, hops)
-    if type(value) not in (dict, list, OrderedDict, defaultdict, deque) or id(value) in seen:
+    if type(value) not in _CONTAINERS or id(value) in seen:
         return
     seen.add(id(value))
     yield path, value
@@ -159,9 +223,9 @@ def _items(container: _Container) -> list[tuple[Any, Any]]:
     return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-def _find(container: _Container, key: Any) -> Any:
+def _find(container: _Container | MappingProxyType[str, Any], key: Any) -> Any:
     """Returns a value of a container, or None."""
-    if isinstance(container, dict):
+    if isinstance(container, dict | MappingProxyType):
         return container.get(key)
     return container[key] if key < len(container) else None
 

@@ -119,7 +119,8 @@ def from_bundle(
                 )
         batch = {spec.name: tensors[spec.name] for spec in specs}
     indexes = {
-        name: IndexValues(tuple(values.indexes), values.low, values.high) for name, values in manifest.values.items()
+        name: IndexValues(tuple(values.indexes), values.low, values.high, values.adds_up)
+        for name, values in manifest.values.items()
     }
     signature = Signature(specs, (), dims, indexes)
     for name, size in signature.sizes(batch).items():

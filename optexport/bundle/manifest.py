@@ -71,11 +71,13 @@ class ValuesRecord(_Record):
         indexes: The names of the dimensions.
         low: 0 for positions, 1 for lengths.
         high: -1 for positions, 0 for lengths and for the ends of segments.
+        adds_up: True for lengths of parts that add up to the size.
     """
 
     indexes: list[str]
     low: int
     high: int
+    adds_up: bool = False
 
 
 class ChangeRecord(_Record):

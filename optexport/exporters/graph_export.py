@@ -71,7 +71,7 @@ def to_program(
     try:
         try:
             program = _export(graph_module, inputs, signature.dynamic_shapes())
-        except (UserError, AssertionError) as error:
+        except (UserError, AssertionError, ValueError) as error:
             if not any(message in str(error) for message in _SOLVER_ERRORS):
                 raise
             program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
@@ -95,6 +95,7 @@ _SOLVER_ERRORS = (
     "Specializations unexpectedly required",
     "Cannot create Dim with inconsistent",
     "Constraints violated",
+    "too many values to unpack",  # the solver cannot read its own result a <= b <= c
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import State, restoring_state
+from optexport._utils.weight_data import DataAccess
 from optexport.errors import TraceError, describe_error
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
@@ -102,9 +103,11 @@ def _is_finite(outputs: Outputs) -> bool:
 
 def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Runs a model, and rejects it if its next call returns other results: their noise floor would be meaningless."""
-    with restoring_state(model) as state:
+    with restoring_state(model) as state, DataAccess() as access:
         first = run(model, batch)
         written, changed = state.written_tensors(), state.changed_attributes()
+    paths = {id(parameter): path for path, parameter in model.named_parameters()}
+    written |= {paths[key]: parameter for key, parameter in access.parameters.items() if key in paths}
     with restoring_state(model):
         again = run(model, batch)
     if difference := _find_difference(first, again):
@@ -115,10 +118,45 @@ def _run_repeatably(run: Call, model: nn.Module, batch: Batch) -> Outputs:
             location=type(model).__name__,
             hint="Remove random numbers from the model, because their results cannot be checked.",
         )
+    written = _drop_constant_parameters(run, model, batch, written)
     _check_written_tensors(run, model, batch, first, written)
     if written or changed:
         _check_second_call(run, model, batch, first)
     return first
+
+
+def _drop_constant_parameters(
+    run: Call, model: nn.Module, batch: Batch, written: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Drops the parameters that have the same values after calls with other inputs, such as weights with a mask.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        written: The tensors that the model writes to, by path.
+    """
+    before = {path: tensor.clone() for path, tensor in written.items() if isinstance(tensor, nn.Parameter)}
+    constant = set[str]()
+    for change in (_other_values, _opposite_values) if before else ():
+        other = {name: change(tensor) for name, tensor in batch.items()}
+        is_same = all(torch.equal(tensor, other[name]) for name, tensor in batch.items())
+        if is_same or not _accepts(run, model, other):
+            continue
+        constant |= before.keys()
+        changed = {path for path, value in before.items() if not torch.equal(written[path], value)}
+        for path in changed:
+            written[path].copy_(before.pop(path))
+        constant -= changed
+    return {path: tensor for path, tensor in written.items() if path not in constant}
+
+
+def _accepts(run: Call, model: nn.Module, batch: Batch) -> bool:
+    """Returns True if a model runs on a batch."""
+    try:
+        with restoring_state(model):
+            run(model, batch)
+    except Exception:  # model code may raise anything
+        return False
+    return True
 
 
 def _check_written_tensors(
@@ -197,6 +235,13 @@ def _other_values(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor / 2
     return tensor.roll(1, 0) if tensor.dim() else tensor.clone()
+
+
+def _opposite_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with values that differ from those of `_other_values`, and are larger."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * -3
+    return tensor.roll(1, -1) if tensor.dim() else tensor.clone()
 
 
 def _check_unaffected(run: Call, model: nn.Module, batch: Batch, outputs: Outputs, changed: Sequence[str]) -> None:

@@ -172,7 +172,7 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
             for name, dim in signature.dims.items()
         },
         values={
-            name: ValuesRecord(indexes=list(index.dims), low=index.low, high=index.high)
+            name: ValuesRecord(indexes=list(index.dims), low=index.low, high=index.high, adds_up=index.adds_up)
             for name, index in signature.indexes.items()
         },
         fixed_axes=list(traced.trace.fixed),

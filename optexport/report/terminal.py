@@ -60,7 +60,9 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
     axes = "; ".join(f"{name} {dim.describe()}" for name, dim in manifest.dims.items())
     console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
     for name, values in manifest.values.items():
-        _print(console, f"  values of {name} index {' and '.join(values.indexes)}")
+        _print(
+            console, f"  values of {name} {'add up to' if values.adds_up else 'index'} {' and '.join(values.indexes)}"
+        )
     for axis in manifest.fixed_axes:
         _print(console, f"  fixed by the model: {axis}")
     if manifest.is_strict_trace:

@@ -18,11 +18,13 @@ class IndexValues:
         dims: Names of the dimensions; the smallest size counts.
         low: 0 for positions, 1 for lengths.
         high: -1 for positions, 0 for lengths and for the ends of segments.
+        adds_up: True for lengths of parts that add up to the size of the dimension.
     """
 
     dims: tuple[str, ...]
     low: int = 0
     high: int = -1
+    adds_up: bool = False
 
     def fit(self, values: torch.Tensor, old: Mapping[str, int], new: Mapping[str, int]) -> torch.Tensor:
         """Scales values to another size of a dimension; the order and the ends of the range stay.
@@ -33,6 +35,8 @@ class IndexValues:
             new: Size of each dimension that the results must fit, by name.
         """
         dims = [name for name in self.dims if name in old and name in new]
+        if self.adds_up:
+            return _divide(min(new[name] for name in dims), values, self.low) if dims else values
         if all(old[name] == new[name] for name in dims):
             return values
         end = max(min(old[name] for name in dims) + self.high, self.low)
@@ -40,6 +44,15 @@ class IndexValues:
         steps = values.long().clamp(min=self.low, max=end) - self.low
         fitted = self.low + steps * (new_end - self.low) // max(end - self.low, 1)
         return torch.where(values < self.low, values.long(), fitted).to(values.dtype)
+
+
+def _divide(size: int, values: torch.Tensor, low: int) -> torch.Tensor:
+    """Scales a vector of lengths so that they add up to a size; none is below `low` if the size allows that."""
+    total, base = int(values.sum()), min(low, size // max(len(values), 1))
+    if total == size or not total:
+        return values
+    ends = values.long().cumsum(0) * (size - base * len(values)) // total
+    return (base + torch.diff(ends, prepend=ends.new_zeros(1))).to(values.dtype)
 
 
 def suggest_values(batch: Mapping[str, torch.Tensor]) -> str | None:
@@ -50,7 +63,7 @@ def suggest_values(batch: Mapping[str, torch.Tensor]) -> str | None:
     if not names:
         return None
     return (
-        f"If the values of {' or '.join(names)} are positions or lengths in an axis, name it: "
+        f"If the values of {' or '.join(names)} are positions or lengths in an axis, or add up to its size, name it: "
         f'[inputs.values] {names[0]} = {{ indexes = "AXIS" }}.'
     )
 
@@ -74,3 +87,5 @@ def list_ranges(values: torch.Tensor, dims: Sequence[str], sizes: Mapping[str, i
         yield IndexValues(tuple(dims), 0, 0)
     else:
         yield IndexValues(tuple(dims))
+    if values.dim() == 1 and lowest >= 0 and int(values.sum()) == size:
+        yield IndexValues(tuple(dims), min(lowest, 1), 0, adds_up=True)

@@ -30,8 +30,10 @@ from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.number_tensors import write_numbers_as_tensors
+from optexport.tracing.patches.size_keys import UNHASHABLE, allowing_size_keys, allows_size_keys, replacing_dicts
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
 from optexport.tracing.patches.vmap import expand_vmap
+from optexport.tracing.patches.weight_data import WeightData
 from optexport.tracing.shapes.expression_limit import LongSizeDetector, LongSizeError
 from optexport.tracing.shapes.fixed_sizes import (
     choose_hint,
@@ -87,6 +89,7 @@ def export_with_axes(
     try:
         with (
             restoring_state(model),  # a trace would leave fake tensors in attributes that the model assigns
+            replacing_dicts(model),
             dynamo_exporter.exporting(),
             dynamo_exporter.one_pass(model),
             LongSizeDetector(),
@@ -99,6 +102,7 @@ def export_with_axes(
             recording_operator_conditions() as operator_conditions,
             calling_all_ways(model),
             SymbolicSizes(),
+            WeightData(),
         ):
             if dynamo_exporter.has_transformers_model(model):
                 _check_complete(model, example)
@@ -110,6 +114,9 @@ def export_with_axes(
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many types, and the model's code any other
+        if UNHASHABLE in str(error) and not allows_size_keys():
+            with allowing_size_keys():
+                return export_with_axes(model, example, dynamic, free, changing)
         if returns_own_classes(model, example):
             with returning_containers(model):
                 return export_with_axes(model, example, dynamic, free, changing)
@@ -213,6 +220,18 @@ def _explain(
             "assignment out of forward.",
         )
     line = find_line(error)
+    if UNHASHABLE in str(error):
+        return UntraceableError(
+            f"the model uses a size of an input in a set, or as a key of a local dict{f', at {line}' if line else ''}",
+            location=name,
+            hint="Compare sizes with == instead, or keep results by size in a dict that is an attribute of the model.",
+        )
+    if "ufunc does not support" in str(error):
+        return UntraceableError(
+            f"the model computes with a size of an input in NumPy{f', at {line}' if line else ''}",
+            location=name,
+            hint="Use functions of math or torch for sizes.",
+        )
     return UntraceableError(
         f"torch.export could not trace the model{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import keyword
-import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -34,7 +31,7 @@ from optexport.tracing.fallbacks.attempts import (
     trace_branches,
 )
 from optexport.tracing.fallbacks.branch_merging import find_branches
-from optexport.tracing.fallbacks.number_conversions import tracing_conversions
+from optexport.tracing.fallbacks.number_conversions import tracing_conversions, tracing_math_of_sizes, uses_math
 from optexport.tracing.fallbacks.value_branches import exploring_branches, is_branch
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.module_reconstruction import reconstruct_modules
@@ -122,7 +119,6 @@ def trace(
         indexes = find_indexes(model.module(check_guards=False), example, signature, values)
         signature = replace(signature, indexes=indexes)
         return _make_traced(reconstruct_modules(model), signature, fixed, list_suspect_sizes(suspects))
-    _check_names(model)
     with converting_scripts(model, example), renaming_hidden_members(model):
         return _trace_at_any_sizes(_Request(model, example, dynamic, values))
 
@@ -173,10 +169,11 @@ def _trace_or_fall_back(request: _Request) -> Traced:
         result = request.trace()
     except UntraceableError as error:
         return _trace_with_fallbacks(request, error)
-    except FixedSizeError:
-        if (strict := _try_strict(request)) is None:
+    except FixedSizeError as error:
+        fallback = _try_math_of_sizes(request, error) or _try_strict(request)
+        if fallback is None:
             raise
-        return strict
+        return fallback
     if result.fixed and result.is_fixed_by_len and (strict := _try_strict(request)) is not None:
         return strict if len(strict.fixed) < len(result.fixed) else result
     return result
@@ -232,6 +229,15 @@ def _try_conversions(request: _Request) -> Traced | None:
     return None
 
 
+def _try_math_of_sizes(request: _Request, error: FixedSizeError) -> Traced | None:
+    """Traces a module that computes ``math.log(n)`` or its kind of a size; None if it does not, or that fails."""
+    if not uses_math(error.message):
+        return None
+    with tracing_math_of_sizes(request.model), contextlib.suppress(TraceError):
+        return request.trace()
+    return None
+
+
 def _try_strict(request: _Request) -> Traced | None:
     """Traces a module with ``strict=True``; None if that fails too.
 
@@ -242,17 +248,6 @@ def _try_strict(request: _Request) -> Traced | None:
     with dynamo_exporter.tracing_strictly(), contextlib.suppress(TraceError):
         return replace(request.trace(), is_strict=True)
     return None
-
-
-def _check_names(model: nn.Module) -> None:
-    """Checks that torch.fx can write every module and parameter name into generated code."""
-    for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
-        if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
-            raise TraceError(
-                f"the generated code cannot contain the name {name!r}",
-                location=type(model).__name__,
-                hint="Rename it, without quotes, backslashes, line breaks and Python keywords.",
-            )
 
 
 def _trace_module(

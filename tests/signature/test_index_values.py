@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,8 @@ def test_a_narrow_dtype_does_not_overflow() -> None:
 
 def test_ranges_depend_on_the_ends_of_the_values() -> None:
     def ranges(*values: int) -> list[tuple[int, int]]:
-        return [(index.low, index.high) for index in list_ranges(torch.tensor(values), ["n"], {"n": 7})]
+        indexes = list_ranges(torch.tensor(values), ["n"], {"n": 7})
+        return [(index.low, index.high) for index in indexes if not index.adds_up]
 
     assert ranges(7, 2) == [(1, 0), (0, 0)]  # lengths
     assert ranges(0, 7) == [(0, 0)]  # ends of segments
@@ -85,3 +87,14 @@ def test_resized_example_has_values_that_fit() -> None:
     dynamic = {"x": {0: "batch", 1: Dim("time", 2, 5)}, "lengths": {0: "batch"}}
     lengths = make_traceable(batch, dynamic, {"lengths": ["time"]})["lengths"]
     assert lengths.tolist() == [5, 2, 4]
+
+
+@pytest.mark.parametrize("low", [0, 1])
+@pytest.mark.parametrize("values", [[2, 3, 4], [9], [1, 8], [0, 9, 0], [3, 0, 6]])
+def test_lengths_of_parts_add_up_to_every_size(values: list[int], low: int) -> None:
+    index = IndexValues(("n",), low, 0, adds_up=True)
+    for size in (1, 2, 9, 10, 50):
+        fitted = index.fit(torch.tensor(values), {"n": 9}, {"n": size})
+        assert int(fitted.sum()) == size
+        assert int(fitted.min()) >= (low if size >= len(values) and size != 9 else 0)
+    assert index.fit(torch.tensor(values), {"n": 9}, {"n": 9}).tolist() == values

@@ -54,6 +54,35 @@ def test_number_that_depends_on_values_stays_dynamic() -> None:
     assert torch.equal(traced.graph_module(x, segment), Segments()(x, segment))
 
 
+class Checked(nn.Module):
+    """Has an axis that only a strict trace keeps, and compares a number with itself."""
+
+    def __init__(self, *, is_tensor: bool) -> None:
+        super().__init__()
+        self.is_tensor = is_tensor
+
+    def forward(self, x: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+        count = int(segment.max()) + 1
+        total = x.sum()
+        sums = torch.zeros(count, x.shape[1]).index_add(0, segment, x)
+        if self.is_tensor:
+            return torch.where(total != total, torch.zeros(()), sums)
+        value = total.item()
+        return sums * 0 if value != value else sums
+
+
+def test_a_number_that_may_be_nan_differs_from_itself() -> None:
+    example = {"x": torch.randn(5, 4), "segment": torch.tensor([0, 2, 2, 1, 3])}
+    dynamic = {"x": {0: "rows"}, "segment": {0: "rows"}}
+    model = Checked(is_tensor=True)
+    x = torch.full((7, 4), torch.nan)
+    segment = torch.tensor([0, 5, 5, 1, 2, 3, 4])
+    traced = trace(model, example, dynamic)
+    assert torch.equal(traced.graph_module(x, segment), model(x, segment))
+    with pytest.raises(TraceError):  # not traced as if no number were NaN
+        trace(Checked(is_tensor=False), example, dynamic)
+
+
 def test_usual_trace_is_preferred() -> None:
     assert not trace(nn.Linear(4, 4), {"input": torch.randn(3, 4)}, {"input": {0: "rows"}}).is_strict
 

@@ -305,16 +305,6 @@ def test_non_modules_and_unknown_inputs_are_refused() -> None:
         symbolic_trace(nn.Linear(4, 4), ["x"])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
-def test_name_that_generated_code_cannot_use_is_refused(name: str) -> None:
-    """torch generated invalid Python for a keyword, and the failure was reported as a defect."""
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(4, 4))
-    with pytest.raises(TraceError, match="the generated code cannot contain the name"):
-        trace(model, {"input": torch.randn(2, 4)})
-
-
 @pytest.mark.slow
 def test_program_with_a_keyword_as_a_name_is_refused() -> None:
     model = nn.Sequential()

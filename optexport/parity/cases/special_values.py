@@ -43,7 +43,8 @@ def special_cases(
     Args:
         example: The traced batch.
         vocabularies: Number of valid ids per input, for inputs that index an embedding.
-        effort: "quick" adds padding only. "exhaustive" adds random values and negative integers.
+        effort: "quick" adds padding and the other value of each flag only. "exhaustive" adds random values and
+            negative integers.
         seed: Seed of the random values.
         declared: Tables of inputs with generated values; their range limits the integers.
         attention_masks: Inputs that are added to attention scores, so that a 1 hides nothing.
@@ -51,6 +52,8 @@ def special_cases(
             skipped, because they could exhaust the memory.
     """
     cases = _padded_cases(example)
+    flags = [name for name, tensor in example.items() if _is_flag(name, tensor)]
+    cases += [Case(f"{name} negated", {**example, name: ~example[name]}, optional=True) for name in flags]
     if effort == "quick":
         return cases
     if vocabularies:
@@ -72,7 +75,9 @@ def special_cases(
     if not has_value_dependent_sizes:
         for name in [name for name, tensor in example.items() if _has_free_integers(name, tensor, vocabularies)]:
             cases += _integer_cases(example, name, effort, _integer_range(example[name].dtype, declared.get(name)))
-    for name in [name for name, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel()]:
+    for name in [
+        n for n, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel() and n not in flags
+    ]:
         cases += _boolean_cases(example, name)
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
         drawn = _draw_values(example, [*values], vocabularies, seed + turn)
@@ -119,6 +124,11 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
 def _is_continuous(name: str, tensor: torch.Tensor) -> bool:
     """Returns True if any number is a usual value of an input, unlike in a mask."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
+
+
+def _is_flag(name: str, tensor: torch.Tensor) -> bool:
+    """Returns True for a single boolean, on which a model may branch in a way that a trace does not see."""
+    return tensor.dtype is torch.bool and tensor.numel() == 1 and "mask" not in name
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

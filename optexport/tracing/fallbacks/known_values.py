@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from optexport._utils.tensors import outside_of_traces
+from optexport._utils.writes import overwritten
 from optexport.errors import ValuesAskedError
 
 # Values of larger tensors are not tracked; they do not decide sizes.
@@ -49,8 +50,6 @@ _SIZED_BY_TENSORS = frozenset(
         *(torch.Tensor.repeat, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.__getitem__),
     }
 )
-# These write to later arguments in training mode, which is their sixth argument. The value here is its default.
-_WRITING_STATISTICS = {torch.nn.functional.batch_norm: False, torch.nn.functional.instance_norm: True}
 
 
 @dataclass(frozen=True)
@@ -252,16 +251,3 @@ def _is_determined(func: Callable[..., Any], leaves: Collection[Any]) -> bool:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return True
     return not any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in packet.overloads())
-
-
-def overwritten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Returns the tensors that a function writes to, judged by its name."""
-    name = getattr(func, "__name__", "").partition(".")[0]  # such as add_.Tensor
-    targets = [kwargs.get("out")]
-    if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
-        targets += args[:1]
-    elif func in _WRITING_STATISTICS:
-        is_training = [*args[5:6], *(kwargs[key] for key in ("training", "use_input_stats") if key in kwargs)]
-        if any(is_training or [_WRITING_STATISTICS[func]]):
-            targets += [*args, *kwargs.values()]
-    return [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, torch.Tensor)]

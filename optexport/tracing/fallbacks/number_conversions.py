@@ -8,7 +8,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType
 from typing import Any
 from unittest import mock
 
@@ -48,6 +50,49 @@ class _Type(type):
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.original, name)
+
+
+@contextlib.contextmanager
+def tracing_math_of_sizes(model: nn.Module) -> Iterator[None]:
+    """Makes ``math.log(x.shape[1])`` and its kind compute with tensors of float64, within the block.
+
+    They would fix the size. Names that a model's files import from ``math`` are replaced, too.
+    """
+    replaced = {getattr(math, name): _of_size(getattr(math, name)) for name in _MATH_OF_SIZES}
+    imported = [
+        (namespace, name, value)
+        for namespace in _namespaces(model)
+        for name, value in namespace.items()
+        if isinstance(value, BuiltinFunctionType) and value in replaced
+    ]
+    for namespace, name, value in imported:
+        namespace[name] = replaced[value]
+    try:
+        functions: dict[str, Any] = {function.__name__: new for function, new in replaced.items()}
+        with mock.patch.multiple(math, **functions):
+            yield
+    finally:
+        for namespace, name, value in imported:
+            namespace[name] = value
+
+
+_MATH_OF_SIZES = ("sqrt", "log", "log2", "log10", "log1p", "exp", "sin", "cos", "tanh")
+
+
+def uses_math(line: str) -> bool:
+    """Returns True for a line that calls one of the functions that `tracing_math_of_sizes` replaces."""
+    return re.search(rf"\b({'|'.join(_MATH_OF_SIZES)})\(", line) is not None
+
+
+def _of_size(function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(value: Any, *base: Any) -> Any:
+        if not isinstance(value, torch.SymInt | torch.SymFloat):
+            return function(value, *base)
+        number: Any = value  # the stubs of torch.full take no symbols
+        result = getattr(torch, function.__name__)(torch.full((), number, dtype=torch.float64)).item()
+        return result / math.log(*base) if base else result
+
+    return computed
 
 
 @contextlib.contextmanager

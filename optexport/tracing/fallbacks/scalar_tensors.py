@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from optexport._utils.writes import overwritten
 from optexport.signature.index_values import is_whole
-from optexport.tracing.fallbacks.known_values import overwritten
 
 Integer = int | torch.SymInt
 

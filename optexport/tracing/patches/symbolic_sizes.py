@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Mod, PythonMod
 
-from optexport._utils.adaptive_pooling import adaptive_max_pool
+from optexport._utils.pooling import adaptive_avg_pool, adaptive_max_pool, avg_pool, max_pool
 
 
 class SymbolicSizes(TorchFunctionMode):
@@ -24,6 +27,8 @@ class SymbolicSizes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _PADDING:
+            args, kwargs = pytree.tree_map_only(torch.SymInt, _allow_multiples, (args, dict(kwargs)))
         function = _FUNCTIONS.get(func)
         result = None if function is None else function(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result
@@ -127,18 +132,94 @@ def _affine_grid(theta: torch.Tensor, size: Any, align_corners: bool | None = No
 
 
 def _adaptive_max_pool(axes: int, input: torch.Tensor, output_size: Any, return_indices: bool = False) -> Any:  # noqa: A002
-    sizes = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * axes
-    if not _is_symbolic(*sizes):
+    sizes = _symbolic_sizes(input, axes, output_size)
+    if sizes is None:
         return None
-    sizes = [before if size is None else size for before, size in zip(input.shape[-axes:], sizes, strict=True)]
     maxima, indices = adaptive_max_pool(input, sizes)
     return (maxima, indices) if return_indices else maxima
+
+
+def _adaptive_avg_pool(axes: int, input: torch.Tensor, output_size: Any) -> torch.Tensor | None:  # noqa: A002
+    sizes = _symbolic_sizes(input, axes, output_size)
+    return None if sizes is None else adaptive_avg_pool(input, sizes)
+
+
+def _symbolic_sizes(x: torch.Tensor, axes: int, output_size: Any) -> list[Any] | None:
+    """Returns the output sizes of adaptive pooling, or None if all of them are numbers."""
+    pairs = zip(x.shape[-axes:], _per_axis(output_size, axes), strict=True)
+    sizes = [before if size is None else size for before, size in pairs]
+    return sizes if _is_symbolic(*sizes) else None
+
+
+def _max_pool(  # noqa: PLR0913 - the parameters of max_pool
+    axes: int,
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> torch.Tensor | None:
+    kernels = _per_axis(kernel_size, axes)
+    if not _is_symbolic(*kernels) or return_indices or {*_per_axis(padding, axes)} != {0}:
+        return None
+    if {*_per_axis(dilation, axes)} != {1}:
+        return None
+    return max_pool(input, kernels, _per_axis(stride or kernels, axes), ceil_mode=ceil_mode)
+
+
+def _avg_pool(  # noqa: PLR0913 - the parameters of avg_pool
+    axes: int,
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,  # noqa: ARG001 - without padding, it has no effect
+    divisor_override: int | None = None,
+) -> torch.Tensor | None:
+    kernels = _per_axis(kernel_size, axes)
+    if not _is_symbolic(*kernels) or divisor_override or {*_per_axis(padding, axes)} != {0}:
+        return None
+    return avg_pool(input, kernels, _per_axis(stride or kernels, axes), ceil_mode=ceil_mode)
+
+
+def _per_axis(value: Any, axes: int) -> list[Any]:
+    """Returns one value for each axis; torch also takes one for all."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * axes if len(values) == 1 else values
+
+
+def _allow_multiples(size: torch.SymInt) -> Any:
+    """Returns ``k - n % k``, or a part of it, so that it is 0 if n is a multiple of k.
+
+    In ``if n % k: x = pad(x, (0, k - n % k))``, the model computes it only for other n. With 0, the graph is right for
+    multiples as well.
+    """
+    environment, expression = size.node.shape_env, size.node.expr
+    for remainder in expression.atoms(Mod, PythonMod):
+        step = remainder.args[1]
+        if step.is_Integer and expression.subs(remainder, step) == 0 and _is_guarded(size, remainder):
+            expression = expression.subs(remainder, step - Mod(step - remainder, step))
+    return size if expression == size.node.expr else environment.create_symintnode(expression, hint=size.node.hint)
+
+
+def _is_guarded(size: torch.SymInt, remainder: sympy.Expr) -> bool:
+    """Returns True if the trace took a branch for sizes with a remainder."""
+    conditions = (sympy.Ne(remainder, 0), sympy.Gt(remainder, 0))
+    return any(size.node.shape_env._maybe_evaluate_static(condition) == sympy.true for condition in conditions)
 
 
 def _is_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+# Functions that models use to make a size a multiple of a number.
+_PADDING = frozenset(
+    {functional.pad, torch.zeros, torch.ones, torch.full}
+    | {torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full}
+)
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     torch.linspace: _linspace,
@@ -148,6 +229,15 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
     functional.affine_grid: _affine_grid,
+    functional.avg_pool1d: partial(_avg_pool, 1),
+    functional.avg_pool2d: partial(_avg_pool, 2),
+    functional.avg_pool3d: partial(_avg_pool, 3),
+    functional.max_pool1d: partial(_max_pool, 1),
+    functional.max_pool2d: partial(_max_pool, 2),
+    functional.max_pool3d: partial(_max_pool, 3),
+    functional.adaptive_avg_pool1d: partial(_adaptive_avg_pool, 1),
+    functional.adaptive_avg_pool2d: partial(_adaptive_avg_pool, 2),
+    functional.adaptive_avg_pool3d: partial(_adaptive_avg_pool, 3),
     functional.adaptive_max_pool1d: partial(_adaptive_max_pool, 1),
     functional.adaptive_max_pool2d: partial(_adaptive_max_pool, 2),
     functional.adaptive_max_pool3d: partial(_adaptive_max_pool, 3),

@@ -62,6 +62,11 @@ def choose_hint(line: str | None, otherwise: str) -> str:
             "Use the size itself instead of int(size), and einops instead of einx, or remove the dimension from"
             " inputs.dynamic to fix it."
         )
+    if line is not None and re.search(r"\bmath\.", line):
+        return (
+            "Compute the number with tensors, such as torch.full((), size, dtype=torch.float64).log() for"
+            " math.log(size), and torch.clamp for max, or remove the dimension from inputs.dynamic to fix it."
+        )
     if line is None or not re.search(r"\bfor\b|\bunbind\b|\bsplit\b|\bchunk\b", line):
         return otherwise
     return (

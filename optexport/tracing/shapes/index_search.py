@@ -60,7 +60,9 @@ def _find_candidates(example: Batch, signature: Signature, declared: Container[s
         if is_whole(tensor) and tensor.numel() and "mask" not in name and name not in declared:
             highest = int(tensor.max())
             if 0 < highest <= max(traced.values(), default=0):
-                candidates[name] = [dim for dim in traced if signature.dims[dim].min <= highest]
+                total = int(tensor.sum())
+                dims = [dim for dim in traced if signature.dims[dim].min <= highest or traced[dim] == total]
+                candidates[name] = dims
     return {name: dims for name, dims in candidates.items() if dims}
 
 

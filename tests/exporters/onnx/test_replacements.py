@@ -44,6 +44,18 @@ def test_adaptive_pooling_works_at_uneven_sizes(pools: Any, axes: int, tmp_path:
 
 
 @pytest.mark.slow
+def test_pooling_to_computed_sizes_is_written(tmp_path: Path) -> None:
+    def pools(m: nn.Module, x: torch.Tensor) -> Any:
+        height, width = x.shape[2:]
+        halved = functional.adaptive_avg_pool2d(x, (height // 2, width // 2))
+        return halved, functional.avg_pool1d(x.flatten(1, 2), width // 2), functional.max_pool2d(x, (height, width))
+
+    dynamic: Any = {"x": {0: "batch", 2: Dim("height", 4, 40), 3: Dim("width", 4, 40)}}
+    others = ({"x": torch.randn(3, 3, height, width)} for height, width in ((4, 5), (9, 13), (31, 20)))
+    files.assert_onnx(Program(pools), {"x": torch.randn(2, 3, 8, 12)}, dynamic, tmp_path, *others)
+
+
+@pytest.mark.slow
 def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
     def pools(m: nn.Module, x: torch.Tensor) -> Any:
         average, maximum = functional.adaptive_avg_pool2d, functional.adaptive_max_pool2d

@@ -187,6 +187,28 @@ def test_boolean_inputs_are_tried_and_masks_are_never_all_true() -> None:
         assert all(torch.equal(batch[second], example[second]) for second in batch if second not in name)
 
 
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_single_boolean_is_negated(effort: Effort) -> None:
+    for value in (True, False):
+        example = {"flag": torch.tensor(value), "rows": torch.tensor([value]), "mask": torch.tensor([value])}
+        batches = {case.name: case.batch for case in special_cases(example, {}, effort, 0)}
+        for name in ("flag", "rows"):
+            assert batches[f"{name} negated"] == {**example, name: torch.tensor(not value).reshape(example[name].shape)}
+        assert "mask negated" not in batches
+
+
+class Switched(nn.Module):
+    """Branches on the identity of a value, which a trace does not see."""
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        return x if flag.item() is False else 2 * x
+
+
+def test_a_branch_that_the_trace_lost_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="flag negated"):
+        quick(Switched(), {"x": torch.randn(3, 4), "flag": torch.tensor(True)}, tmp_path / "bundle", formats=["pt2"])
+
+
 class Pool(nn.Module):
     """Takes another branch if all entries are kept, except while tracing."""
 

@@ -151,6 +151,21 @@ def test_both_ways_of_a_branch_are_right(function: Function) -> None:
         torch.testing.assert_close(traced.graph_module(x.clone()), model(x.clone()), equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    "condition",
+    [lambda v: v == True, lambda v: v != True, lambda v: v == False, lambda v: v == 1, lambda v: not v],  # noqa: E712
+)
+def test_a_flag_may_be_compared_with_true_and_false(condition: Callable[[object], bool]) -> None:
+    class Flagged(nn.Module):
+        def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+            return x * 2 if condition(flag.item()) else x + 1
+
+    traced = trace(Flagged(), {"x": torch.randn(3, 4), "flag": torch.tensor(True)}, {"x": {0: "rows"}})
+    for flag in (torch.tensor(True), torch.tensor(False)):
+        x = torch.randn(5, 4)
+        assert torch.equal(traced.graph_module(x, flag), Flagged()(x, flag))
+
+
 def test_operators_after_a_branch_are_called_once() -> None:
     graph = _trace(replaces_nan).graph_module.graph
     assert len(graph.find_nodes(op="call_module", target="first")) == 1

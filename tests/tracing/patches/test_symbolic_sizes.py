@@ -83,19 +83,93 @@ def test_grids_have_any_size(sizes: list[tuple[int, ...]], align_corners: bool) 
         torch.testing.assert_close(traced.graph_module(x), model(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [
-        lambda m, x: functional.adaptive_max_pool2d(x, (x.shape[2] // 2, x.shape[3] // 3)),
-        lambda m, x: functional.adaptive_max_pool2d(x, (None, x.shape[2]), return_indices=True),
-        lambda m, x: functional.adaptive_max_pool1d(x[0], (x.shape[3] + 1) // 2),
-    ],
-)
-def test_maxima_are_pooled_to_computed_sizes(pool: Function) -> None:
+def halves(m: object, x: torch.Tensor) -> list[torch.Tensor]:
+    height, width = x.shape[2:]
+    return [
+        functional.adaptive_avg_pool2d(x, (height // 2, width // 3)),
+        functional.adaptive_avg_pool2d(x, [None, height]),
+        functional.adaptive_avg_pool1d(x[0], (width + 1) // 2),
+        functional.adaptive_avg_pool3d(x[None], (1, height // 2, 2)),
+        functional.adaptive_max_pool2d(x, (height // 2, width // 3)),
+        functional.adaptive_max_pool1d(x[0], (width + 1) // 2),
+        functional.adaptive_max_pool2d(x, (None, 3)),
+        *functional.adaptive_max_pool2d(x, (None, height), return_indices=True),
+    ]
+
+
+def whole_axes(m: object, x: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        functional.max_pool1d(x[0], x.size(3)).squeeze(2),
+        functional.avg_pool1d(x[0], x.size(3)),
+        functional.max_pool2d(x, kernel_size=x.size()[2:]),
+        functional.avg_pool2d(x, (x.shape[2], 1)),
+        functional.avg_pool3d(x, x.shape[1:]),
+    ]
+
+
+def quarters(m: object, x: torch.Tensor) -> list[torch.Tensor]:
+    height, width = x.shape[2:]
+    return [
+        functional.max_pool1d(x[0], -(-width // 4), ceil_mode=True),
+        functional.avg_pool1d(x[0], -(-width // 4), ceil_mode=True),
+        functional.max_pool2d(x, (height // 2, 3), stride=2),
+        functional.avg_pool2d(x, width // 4, stride=(1, 3), ceil_mode=True),
+        functional.max_pool3d(x, (1, height // 4, width // 4)),
+    ]
+
+
+@pytest.mark.parametrize("pool", [whole_axes, *(pytest.param(f, marks=pytest.mark.slow) for f in (halves, quarters))])
+def test_windows_of_pooling_are_computed_from_sizes(pool: Function) -> None:
     model = Program(pool).eval()
     dynamic: Dynamic = {"x": {2: Dim("height", 4, 64), 3: Dim("width", 4, 64)}}
     graph_module = symbolic_trace(model, example_inputs={"x": torch.randn(2, 3, 12, 18)}, dynamic=dynamic)
-    for height, width in ((12, 18), (4, 5), (13, 7), (31, 20)):
+    for height, width in ((12, 18), (5, 7), (13, 8), (31, 20)):
         x = torch.randn(2, 3, height, width)
         for actual, expected in zip(outputs(graph_module, x), outputs(model, x), strict=True):
-            assert torch.equal(actual, expected)
+            torch.testing.assert_close(actual, expected)
+
+
+def end(m: object, x: torch.Tensor) -> torch.Tensor:
+    width = x.shape[2]
+    if width % 4:
+        x = functional.pad(x, (0, 4 - width % 4))
+    return x
+
+
+def both_ends(m: object, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[2] % 4 != 0:
+        missing = 4 - x.shape[2] % 4
+        x = functional.pad(x, (missing // 2, missing - missing // 2), mode="replicate")
+    return x
+
+
+def zeros(m: object, x: torch.Tensor) -> torch.Tensor:
+    rest = x.shape[2] % 4
+    if rest > 0:
+        x = torch.cat([x, x.new_zeros(x.shape[0], x.shape[1], 4 - rest)], 2)
+    return x
+
+
+def missing_first(m: object, x: torch.Tensor) -> torch.Tensor:
+    missing = 4 - x.shape[2] % 4
+    return x if missing == 4 else functional.pad(x, (0, missing))
+
+
+def always(m: object, x: torch.Tensor) -> torch.Tensor:
+    return functional.pad(x, (0, 4 - x.shape[2] % 4))
+
+
+def rest(m: object, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[2] % 4:
+        x = functional.pad(x, (0, x.shape[2] % 4))
+    return x
+
+
+@pytest.mark.parametrize("pad", [end, both_ends, zeros, missing_first, always, rest])
+@pytest.mark.parametrize("traced_width", [8, 9])
+def test_padding_to_a_multiple_is_right_at_multiples(pad: Function, traced_width: int) -> None:
+    dynamic: Dynamic = {"x": {2: Dim("width", 4, 40)}}
+    traced = trace(Program(pad), {"x": torch.randn(2, 3, traced_width)}, dynamic)
+    for width in (4, 7, 8, 9, 10, 12, 39, 40):
+        x = torch.randn(2, 3, width)
+        assert torch.equal(traced.graph_module(x), pad(None, x))

@@ -110,6 +110,16 @@ def test_segments_and_offsets_of_bags_are_fitted() -> None:
     assert indexes == {"offsets": IndexValues(("tokens",))}
 
 
+def test_lengths_of_parts_add_up_to_the_size() -> None:
+    def means(m: Model, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.mean(0) for part in x.split(lengths.tolist())])
+
+    expected = {"lengths": IndexValues(("rows",), 1, 0, adds_up=True)}
+    for smallest in (1, 6):
+        shapes: Shapes = {"x": ("rows", 4), "lengths": (3,)}
+        assert found(means, shapes, smallest=smallest, x=torch.randn(9, 4), lengths=[2, 3, 4]) == expected
+
+
 def test_coordinates_index_both_axes_of_an_image() -> None:
     indexes = found(
         lambda m, image, points: image[points[:, 0], points[:, 1]],

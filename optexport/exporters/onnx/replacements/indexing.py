@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -71,3 +72,21 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
     axes = range(x.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
     single = [axis for axis in axes if x.dim() and isinstance(x.shape[axis], int) and x.shape[axis] == 1]
     return x.squeeze(single) if single else x.clone()
+
+
+def pad_sequence(
+    sequences: Sequence[torch.Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> torch.Tensor:
+    """Stacks sequences of any lengths, which may depend on values."""
+    longest = functools.reduce(torch.sym_max, (sequence.shape[0] for sequence in sequences))
+    rows = []
+    for sequence in sequences:
+        length = sequence.shape[0]
+        padded = torch.cat([sequence, sequence.new_full((1, *sequence.shape[1:]), padding_value)])
+        positions = torch.arange(longest) - (longest - length if padding_side == "left" else 0)
+        is_inside = (positions >= 0) & (positions < length)
+        rows.append(padded.index_select(0, torch.where(is_inside, positions, length)))
+    return torch.stack(rows, 0 if batch_first else 1)

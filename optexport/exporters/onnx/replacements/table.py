@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optexport._utils.adaptive_pooling import adaptive_max_pool
+from optexport._utils.pooling import adaptive_avg_pool, adaptive_max_pool
 from optexport.exporters.onnx.refusals import Function, naming_node
 from optexport.exporters.onnx.replacements import (
     arithmetic,
@@ -17,9 +17,9 @@ from optexport.exporters.onnx.replacements import (
     linear_algebra,
     normalization,
     order,
-    pooling,
     scatter,
     special_functions,
+    upsampling,
 )
 
 aten = torch.ops.aten
@@ -43,15 +43,15 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.squeeze.default: indexing.squeeze,
     aten.squeeze.dim: indexing.squeeze,
     aten.squeeze.dims: indexing.squeeze,
-    aten.adaptive_avg_pool1d.default: pooling.adaptive_avg_pool,
-    aten.adaptive_avg_pool2d.default: pooling.adaptive_avg_pool,
-    aten.adaptive_avg_pool3d.default: pooling.adaptive_avg_pool,
+    aten.adaptive_avg_pool1d.default: adaptive_avg_pool,
+    aten.adaptive_avg_pool2d.default: adaptive_avg_pool,
+    aten.adaptive_avg_pool3d.default: adaptive_avg_pool,
     aten.adaptive_max_pool1d.default: adaptive_max_pool,
     aten.adaptive_max_pool2d.default: adaptive_max_pool,
     aten.adaptive_max_pool3d.default: adaptive_max_pool,
-    aten.upsample_nearest1d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest1d.vec, *a),
-    aten.upsample_nearest2d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest2d.vec, *a),
-    aten.upsample_nearest3d.vec: lambda *a: pooling.upsample_nearest(aten.upsample_nearest3d.vec, *a),
+    aten.upsample_nearest1d.vec: lambda *a: upsampling.upsample_nearest(aten.upsample_nearest1d.vec, *a),
+    aten.upsample_nearest2d.vec: lambda *a: upsampling.upsample_nearest(aten.upsample_nearest2d.vec, *a),
+    aten.upsample_nearest3d.vec: lambda *a: upsampling.upsample_nearest(aten.upsample_nearest3d.vec, *a),
     aten.cummax.default: lambda *a: order.cumulative_extreme(torch.cummax, *a),
     aten.cummin.default: lambda *a: order.cumulative_extreme(torch.cummin, *a),
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
@@ -81,6 +81,7 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.fft_ifftshift.default: lambda *a: indexing.fftshift(*a, back=True),
     aten.masked_select.default: indexing.masked_select,
     aten.copy_.default: indexing.copy,
+    aten.pad_sequence.default: indexing.pad_sequence,
     aten.kthvalue.default: order.kthvalue,
     aten.median.default: order.median,
     aten.median.dim: order.median_along,

@@ -1,4 +1,4 @@
-"""Pooling to a given size, and upsampling."""
+"""Upsampling."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn import functional
-
-from optexport._utils.adaptive_pooling import append_axes, find_windows, gather_windows, is_even, is_one
 
 
 def upsample_nearest(
@@ -38,27 +35,4 @@ def upsample_nearest(
     for axis, (size, step) in enumerate(zip(after, steps, strict=True), start=2):
         places = (torch.arange(size, dtype=torch.float32) * step).long().clamp(max=x.shape[axis] - 1)
         x = x.index_select(axis, places)
-    return x
-
-
-def adaptive_avg_pool(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
-    """Computes an adaptive average over the last axes.
-
-    torch's own decomposition is valid only for the traced sizes.
-
-    Args:
-        sizes: Output size of each of the last axes.
-    """
-    axes = range(-len(sizes), 0)
-    if is_one(sizes):
-        return x.mean(list(axes), keepdim=True)
-    if is_even(x, sizes):
-        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(sizes) - 1]
-        return pool(x, [x.shape[axis] // size for axis, size in zip(axes, sizes, strict=True)])
-    for axis, size in zip(axes, sizes, strict=True):
-        start, end, steps = find_windows(x.shape[axis], size)
-        places = start + steps
-        windows = gather_windows(x, axis, places.clamp(max=x.shape[axis] - 1))
-        windows = torch.where(append_axes(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
-        x = windows.sum(axis) / append_axes(axis, end - start).squeeze(axis)
     return x
