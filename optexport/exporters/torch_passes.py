@@ -26,9 +26,13 @@ def apply_passes(program: ExportedProgram, names: Sequence[str], file_format: st
         program: Not changed.
         file_format: Format of the file to write: "torchscript" or "pt2".
     """
+    if not {"shared-masks", "onednn-linear", "channels-last"} & set(names):
+        return program
     changed = copy.copy(program)
     changed._graph_module = copy.copy(program.graph_module)
     changed._graph_module.graph = copy.deepcopy(program.graph)
+    for node, copied in zip(program.graph.nodes, changed.graph.nodes, strict=True):
+        copied.name = node.name  # a copy renames a node like `input`, and the signature names it
     # TorchScript rejects [0.0] as a list of another type, and torch.export.save cannot write [].
     scalars = [] if file_format == "torchscript" else [0.0]
     has_onednn = torch.backends.mkldnn.is_available()

@@ -183,3 +183,11 @@ def test_mask_of_several_attentions_is_converted_once(file_format: str, overwrit
         masks = [node.args[3] for node in attentions]
         assert {mask.meta["val"].dtype for mask in masks} == {torch.bool if overwrites else torch.float32}
         assert (len(set(masks)) == 1) != overwrites
+
+
+@onednn
+def test_input_with_the_name_of_a_function_keeps_it(tmp_path: Path) -> None:
+    subject = files.prepare(randomise(nn.Linear(4, 4)), {"input": X}, {"input": AXES})
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = write_both(subject, file_format, "onednn-linear", tmp_path)
+        assert_files_agree(lowered, plain, file_format, subject, [{"input": torch.randn(7, 33, 4)}])

@@ -73,7 +73,7 @@ use = "python:rules_of_mine:Slows"
 use = "python:rules_of_mine:Breaks"
 [export]
 formats = ["onnx"]
-passes = { onnx = [] }
+passes = {{ onnx = [] }}
 [bench]
 rounds = 12
 [tune]
