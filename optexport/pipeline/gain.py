@@ -67,7 +67,8 @@ def _time_turn(call: Callable[[], object]) -> float:
     """Returns the median seconds of the calls of a turn."""
     call()
     times: list[float] = []
-    while sum(times) < _TURN:
+    end = time.perf_counter() + _TURN
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
