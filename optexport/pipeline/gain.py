@@ -15,7 +15,7 @@ from optexport.runtime import runners
 
 # Limits for all files together, opening them included. `[bench]` measures properly.
 SECONDS = 3.0
-ROUNDS = 15
+ROUNDS = 9
 # A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
 # the runtime before it may still be spinning.
 _TURN = 0.02
@@ -56,11 +56,15 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
 
 
 def _time_in_turns(calls: list[Callable[[], object]], end: float) -> list[float] | None:
-    """Returns the median seconds of each call; None if the time ends before each had three turns."""
-    rounds: list[list[float]] = []
-    while len(rounds) < ROUNDS and time.perf_counter() < end:
-        rounds.append([_time_turn(call) for call in calls])
-    return [statistics.median(turns) for turns in zip(*rounds, strict=True)] if len(rounds) >= 3 else None
+    """Returns the median seconds of each call; None if the time ends before each had a turn."""
+    turns: list[float] = []
+    for call in calls * ROUNDS:
+        if time.perf_counter() >= end:
+            break
+        turns.append(_time_turn(call))
+    rounds = len(turns) // len(calls)
+    complete = turns[: rounds * len(calls)]
+    return [statistics.median(complete[i :: len(calls)]) for i in range(len(calls))] if rounds else None
 
 
 def _time_turn(call: Callable[[], object]) -> float:

@@ -12,7 +12,6 @@ from rich.table import Table
 from optexport.bench import report
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import (
-    ArtifactRecord,
     ChangeRecord,
     GateValueRecord,
     Manifest,
@@ -97,6 +96,9 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
             _print(console, f"    skipped at {miss.node}: {miss.reason}")
         if (hidden := len(rule.near_misses) - _SHOWN_NEAR_MISSES) > 0:
             _print(console, f"    {hidden} more near misses in manifest.json")
+    for artifact in manifest.artifacts:
+        if artifact.passes:
+            _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
     if manifest.undone:
         _print(console, f"  undo verified, bit-exact: {', '.join(manifest.undone)}")
 
@@ -263,7 +265,7 @@ def _show_verdict(result: Result, console: Console) -> None:
         size = report.size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
         precision = None if artifact.precision is None else artifact.precision.precision
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
-        details = [latencies.get(name), gains.get(artifact.format), _passes_text(artifact)]
+        details = [latencies.get(name), gains.get(artifact.format)]
         _print(console, f"  {artifact.path:28} {size:>10}   {'; '.join(filter(None, details))}".rstrip())
     for reason in manifest.application.missing if manifest.application is not None else ():
         _print(console, f"  not included: {reason}")
@@ -282,10 +284,6 @@ def _gains(result: Result) -> dict[str, str]:
     return {
         record.format: f"{record.speedup:.2f} times as fast as PyTorch ({record.ms:.3g} ms)" for record in result.gain
     }
-
-
-def _passes_text(artifact: ArtifactRecord) -> str:
-    return f"passes {', '.join(artifact.passes)}" if artifact.passes else ""
 
 
 def _show_locations(result: Result, console: Console) -> None:
