@@ -28,7 +28,7 @@ class Result:
         tracking_failure: The error of tracking, if it failed.
         registered: The result of the registration, if the config names a registered model.
         baseline: The folder of the untransformed export, if requested.
-        gain: The times of the ONNX and TorchScript files beside the original model in PyTorch.
+        gain: The times of the ONNX and TorchScript files, and of the original model in PyTorch.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
         cache_hits: The steps whose results are from the cache.

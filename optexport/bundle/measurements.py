@@ -91,7 +91,7 @@ class BenchRecord(_Record):
 
 
 class GainRecord(_Record):
-    """Time of a file beside the original model in PyTorch, on the traced batch.
+    """Times of a file and of the original model in PyTorch, on the traced batch.
 
     Attributes:
         format: The format of the file.
@@ -132,7 +132,7 @@ class Measured(_Record):
         manifest: The digest of the bundle's manifest.
         date: The date in ISO 8601 format.
         seconds: The duration of each step, in seconds.
-        gain: The times of the files beside the original model; empty if a call is slow.
+        gain: The times of the files and of the original model; empty if a call is slow.
     """
 
     manifest: str

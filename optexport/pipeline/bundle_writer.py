@@ -61,7 +61,7 @@ class RunResults:
         variants: The files of all variants.
         outcomes: The results of tuning.
         cache_hits: The steps whose results are from the cache.
-        gain: The times of the files beside the original model.
+        gain: The times of the files and of the original model.
         bench: The benchmarks of the files, if any.
     """
 

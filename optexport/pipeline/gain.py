@@ -1,4 +1,4 @@
-"""Times the files of a run beside the original model for a few seconds, so that every run shows its gain."""
+"""Times the files of a run and the original model for a few seconds, so that every run shows its gain."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def _latencies(result: Result) -> dict[str, str]:
 
 
 def _gains(result: Result) -> dict[str, str]:
-    """Returns how fast the file of each format is beside the original model in PyTorch."""
+    """Returns how fast the file of each format is, compared with the original model in PyTorch."""
     return {
         record.format: f"{record.speedup:.2f} times as fast as PyTorch ({record.ms:.3g} ms)" for record in result.gain
     }

@@ -1,4 +1,4 @@
-"""Times of the files beside the original model."""
+"""Times of the files and of the original model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_every_run_times_its_files_beside_the_model(tmp_path: Path) -> None:
+def test_every_run_times_its_files_and_the_model(tmp_path: Path) -> None:
     result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx", "torchscript"])
     assert [record.format for record in result.gain] == ["onnx", "torchscript"]
     assert all(record.ms > 0 and record.original_ms > 0 for record in result.gain)
