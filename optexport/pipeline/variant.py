@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,11 +149,23 @@ class VariantExporter:
                 with self._progress.step(f"check {name}"):
                     self._check_file(files[name], artifact, content, variant.precision, is_quantized=is_quantized)
             if not self._checker.passed:
-                raise self._parity_error(partial(diagnose_artifacts, writer.flat, files, self._checker, writer.device))
+                raise self._parity_error(partial(self._diagnose_files, writer, files, artifacts))
             if precision is not None:
                 record = self._lower_onnx(files["onnx"], precision, writer)
                 artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
         return artifacts
+
+    def _diagnose_files(
+        self, writer: GraphWriter, files: Mapping[str, Path], artifacts: Sequence[ArtifactRecord]
+    ) -> Finding:
+        """Finds the cause of a failed file; its hint names the format passes if nothing else is known."""
+        finding = diagnose_artifacts(writer.flat, files, self._checker, writer.device)
+        failed = next(artifact for artifact in artifacts if artifact.format == finding.target.partition("-")[0])
+        if finding.hint is not None or not failed.passes:
+            return finding
+        names = ", ".join(failed.passes)
+        hint = f"Try export.passes = {{ {failed.format} = [] }}, in case a format pass ({names}) did it."
+        return replace(finding, hint=hint)
 
     def _export_file(self, name: Format, writer: GraphWriter, folder: Path) -> tuple[ArtifactRecord, str | None]:
         """Writes a file, or copies it from the cache; returns its record and its digest for the cache."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def failing(output: Path, *rules: Transformation, **options: Any) -> str:
     return str(caught.value)
 
 
-def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]) -> str:
+def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object], passes: Sequence[str] = ()) -> str:
     """Returns the error of an export with a file that is changed before its check."""
     names = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
@@ -80,7 +80,9 @@ def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]
             for draft in output.parent.glob(f".{output.name}.partial-*"):
                 spoil(draft / names[file_format])
 
-    return failing(output, MergeLinears(), formats=[file_format], passes={file_format: []}, progress=Progress(announce))
+    return failing(
+        output, MergeLinears(), formats=[file_format], passes={file_format: passes}, progress=Progress(announce)
+    )
 
 
 def reproduce(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -80,6 +80,14 @@ def test_node_in_other_formats_is_named(
     assert reproduction._fails(tmp_path / "block-failure" / "reproduce.py", raises=False)
 
 
+def test_passes_of_a_failing_file_are_named(tmp_path: Path) -> None:
+    spoil = weight_of("out.bias", lambda bias: 0 * bias)
+    without, passes = failing_file(tmp_path / "a", "onnx", spoil), ["sum-residuals", "attention"]
+    assert "export.passes" not in without
+    text = failing_file(tmp_path / "b", "onnx", spoil, passes=passes)
+    assert "Try export.passes = { onnx = [] }, in case a format pass (sum-residuals, attention) did it." in text
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
