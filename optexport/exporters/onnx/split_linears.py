@@ -113,7 +113,8 @@ def _take_columns(constant: _Constant, columns: tuple[int, int], tape: onnx_ir.t
     value, graph = constant.value, constant.value.graph
     assert graph is not None
     assert value.const_value is not None
-    name = f"{value.name}[{columns[0]}:{columns[1]}]"
+    # A weight that another linear uses transposed has other parts there.
+    name = f"{value.name}[{'' if constant.is_transposed else '..., '}{columns[0]}:{columns[1]}]"
     if name not in graph.initializers:
         array = value.const_value.numpy()
         part = array[slice(*columns)] if constant.is_transposed else array[..., slice(*columns)]

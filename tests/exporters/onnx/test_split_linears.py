@@ -52,6 +52,14 @@ def test_calls_that_share_a_weight_share_its_parts(tmp_path: Path) -> None:
     assert sizes[1] < 1.5 * sizes[0]
 
 
+def test_weight_used_both_ways_has_other_parts_in_each(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return [y.sin() for weight in (m.a.weight, m.a.weight.T) for y in (x @ weight).split(2, dim=-1)]
+
+    _, split = in_onnx(program(forward, a=nn.Linear(4, 4)), "split-linears", tmp_path)
+    assert split["MatMul"] == 4
+
+
 @pytest.mark.parametrize(
     "forward",
     [
