@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import onnxscript.optimizer
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
-from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
@@ -35,6 +33,7 @@ from optexport.exporters.onnx import (
 )
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.crash_check import check_no_crash
+from optexport.exporters.onnx.faster_torch_onnx import reusing_torchlib, skipping_needless_decomposition
 from optexport.exporters.onnx.refusals import as_refusal
 from optexport.exporters.onnx.replacements.table import replace_operators
 from optexport.signature.signature import Signature, as_argument, as_arguments
@@ -147,7 +146,7 @@ def _try_opset(
 def _convert(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
 ) -> onnx_ir.Model:
-    with transformers_fixes.onnx_patches(), _cached_torchlib():
+    with transformers_fixes.onnx_patches(), reusing_torchlib(), skipping_needless_decomposition():
         return _convert_patched(graph_module, signature, example, opset)
 
 
@@ -207,33 +206,6 @@ def _writes_into_view(graph_module: fx.GraphModule) -> bool:
         for source in node.all_input_nodes
         if isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source.meta.get("val"), torch.Tensor)
     )
-
-
-@contextlib.contextmanager
-def _cached_torchlib() -> Iterator[None]:
-    """Reuses the torchlib table of an earlier export in this process.
-
-    torch 2.13 parses the sources of 550 torchlib functions for every export, a quarter of the time of a small one.
-    """
-    registry = _registration.ONNXRegistry
-    original = vars(registry)["from_torchlib"]
-    registry.from_torchlib = staticmethod(_copy_of_torchlib)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        registry.from_torchlib = original  # type: ignore[method-assign]
-
-
-def _copy_of_torchlib(*args: Any, **kwargs: Any) -> _registration.ONNXRegistry:
-    """Returns a copy, because an export adds its own translations to the table."""
-    table = _read_torchlib(*args, **kwargs)
-    copied = copy.copy(table)
-    copied.functions = {target: [*translations] for target, translations in table.functions.items()}
-    return copied
-
-
-# The original method, bound here before any patch; its argument is the opset.
-_read_torchlib = functools.cache(_registration.ONNXRegistry.from_torchlib)
 
 
 def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:

@@ -13,11 +13,9 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
-from torch.onnx._internal.exporter import _registration
 
 from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
-from optexport.exporters.onnx import transformers_fixes
 from optexport.exporters.onnx.crash_check import check_no_crash
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
@@ -322,16 +320,6 @@ def test_small_addends_are_not_removed(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
     subject, path = saved(model, tmp_path)
     files.assert_outputs(subject, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
-
-
-def test_torchlib_is_read_once_and_its_registry_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _registration.ONNXRegistry.from_torchlib
-    subject, path = saved(Program(lambda m, x: x.relu()), tmp_path)
-    monkeypatch.setattr(transformers_fixes, "onnx_translations", dict)
-    monkeypatch.setattr(_registration, "onnxscript_apis", None)  # an export would read torchlib from here
-    files.save_onnx(subject, path)
-    files.assert_outputs(subject, path, subject.example)
-    assert original == _registration.ONNXRegistry.from_torchlib
 
 
 class Tagger(nn.Module):
