@@ -144,6 +144,7 @@ def _start_worker(artifact: Artifact, threads: int) -> Iterator[_Worker]:
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # like allow_spinning in the worker
+        "GOMP_SPINCOUNT": "0",  # has precedence over the policy
     }
     with ours, tempfile.TemporaryFile() as stderr:
         process = None

@@ -74,7 +74,17 @@ def main() -> None:
         os.environ["HOME"] = _private_folder()
     # Imports and traces create many small, long-lived objects: garbage collection took a tenth of a run's time.
     gc.set_threshold(20_000, 50, 100)
+    limit_spinning()
     cli()
+
+
+def limit_spinning() -> None:
+    """Makes idle threads of torch sleep after some ten microseconds, unless the user has configured how they wait.
+
+    By default they spin for milliseconds. Beside another busy process, a run then takes several times as long.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _private_folder() -> str:

@@ -42,7 +42,7 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
         if time.perf_counter() >= end:
             return []
         *_, (_, open_file) = runners.list_openers(
-            draft / artifact.path, artifact.format, results.traced.signature.output_names
+            draft / artifact.path, artifact.format, results.traced.signature.output_names, spinning=True
         )
         calls.append(partial(open_file(), example))
     seconds = _time_in_turns(calls, end)

@@ -47,7 +47,7 @@ def open_file(
 
 
 def list_openers(
-    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
+    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu", *, spinning: bool = False
 ) -> list[tuple[str, Callable[[], Run]]]:
     """Lists the targets of an exported file.
 
@@ -56,6 +56,7 @@ def list_openers(
 
     Args:
         device: Device that the file was written for. Inputs and outputs of a run are always on the CPU.
+        spinning: As for `open_onnx`.
 
     Returns:
         The name of each target, and a function that opens the file and returns a function that runs it.
@@ -64,8 +65,8 @@ def list_openers(
     match file_format:
         case "onnx":
             openers = [
-                ("onnx", partial(open_onnx, path, outputs, device, optimized=False)),
-                ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True)),
+                ("onnx", partial(open_onnx, path, outputs, device, optimized=False, spinning=spinning)),
+                ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True, spinning=spinning)),
             ]
         case "torchscript":
             openers = [("torchscript", partial(open_torchscript, path, outputs, device))]
@@ -85,7 +86,13 @@ def _open_without_folder(open_it: Callable[[], Run], path: Path, file_format: st
 
 
 def open_onnx(
-    path: Path, outputs: Sequence[str], device: Device = "cpu", *, optimized: bool, level: str = "ORT_ENABLE_ALL"
+    path: Path,
+    outputs: Sequence[str],
+    device: Device = "cpu",
+    *,
+    optimized: bool,
+    level: str = "ORT_ENABLE_ALL",
+    spinning: bool = False,
 ) -> Run:
     """Opens an ONNX file in ONNX Runtime.
 
@@ -93,6 +100,8 @@ def open_onnx(
         outputs: Names of the file's outputs.
         optimized: True for graph optimizations as in production, False for none.
         level: Level of the optimizations.
+        spinning: Whether idle threads spin, the default of ONNX Runtime. That is faster, unless another process needs
+            the cores: then it takes several times as long.
 
     Raises:
         ExportError: The runtime rejects the file.
@@ -100,6 +109,7 @@ def open_onnx(
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised anyway
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     options.graph_optimization_level = getattr(
         onnxruntime.GraphOptimizationLevel, level if optimized else "ORT_DISABLE_ALL"
     )

