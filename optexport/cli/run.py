@@ -69,8 +69,9 @@ def run(
         return
     try:
         with show_progress(quiet=as_json) as progress:
-            from optexport.pipeline import run as pipeline_run
-            from optexport.report import json_document, terminal
+            with progress.step("import libraries"):
+                from optexport.pipeline import run as pipeline_run
+                from optexport.report import json_document, terminal
 
             # A model's own code may print; standard output is reserved for the result.
             with stdout_to_stderr():

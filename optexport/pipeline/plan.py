@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from optexport import tracking
 from optexport._utils.packages import versions
 from optexport._utils.paths import as_path
+from optexport._utils.progress import Progress
 from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
@@ -75,11 +76,16 @@ class RunPlan:
         """The folder that paths in the config are relative to."""
         return self.path.parent
 
-    def start_tracking(self) -> contextlib.AbstractContextManager[tracking.Tracker]:
-        """Returns a context that starts the MLflow run, and ends it as finished or failed."""
+    @contextlib.contextmanager
+    def start_tracking(self, progress: Progress) -> Iterator[tracking.Tracker]:
+        """Starts the MLflow run as a step, and ends it as finished or failed when the block ends."""
         settings = portable_config(self.config)
         tags = run_params.tags(settings["model"]["source"], versions(), self.origin)
-        return tracking.tracking(self.config.tracking, self.path, self.output, settings, tags)
+        with contextlib.ExitStack() as stack:
+            with progress.step("start tracking"):
+                run = tracking.tracking(self.config.tracking, self.path, self.output, settings, tags)
+                tracker = stack.enter_context(run)
+            yield tracker
 
 
 def plan_run(path: str | Path, options: RunOptions) -> RunPlan:

@@ -61,7 +61,7 @@ def run(  # noqa: PLR0913 - options of the public API
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
-        plan.start_tracking() as tracker,
+        plan.start_tracking(progress) as tracker,  # plan.py: "start tracking"
         naming_config(plan.path),
     ):
         job = load_job(plan, workspace, progress)

@@ -76,6 +76,8 @@ def _is_kept(node: fx.Node, translated: set[Any]) -> bool:
     """Returns True if a node needs no decomposition: it has a translation, or computes with sizes."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
+    if "val" not in node.meta:  # torch.export has inserted it, to detach a constant
+        return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")
