@@ -54,16 +54,17 @@ def skipping_needless_decomposition() -> Iterator[None]:
     """
     original = _fx_passes.decompose_with_registry
 
-    def decompose(program: ExportedProgram, registry: _registration.ONNXRegistry) -> ExportedProgram:
+    def decompose(exported_program: ExportedProgram, registry: _registration.ONNXRegistry) -> ExportedProgram:
+        graph_module = exported_program.graph_module
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
-        if not all(_is_kept(node, translated) for node in program.graph.nodes):
-            return original(program, registry)
-        for node in list(program.graph.nodes):
+        if not all(_is_kept(node, translated) for node in graph_module.graph.nodes):
+            return original(exported_program, registry)
+        for node in list(graph_module.graph.nodes):
             if node.target in _CONVERSIONS or (node.target in _RESHAPES and _keeps_shape(node)):
                 _replace_conversion(node)
             node.target = _SYNONYMS.get(node.target, node.target)
-        program.graph_module.recompile()
-        return program
+        graph_module.recompile()
+        return exported_program
 
     _fx_passes.decompose_with_registry = decompose
     try:
