@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
@@ -22,51 +25,126 @@ from optexport.transformations.apply import is_built_in
 from optexport.tuning import trial_cache
 from optexport.tuning.candidate import configured
 from optexport.tuning.candidate_builder import CandidateBuilder
-from optexport.tuning.search import Search
-from optexport.tuning.tournament import Tournament
+from optexport.tuning.search import BUILD_SHARE, Search
+from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
+
+# Launches of one file at one shape that a format needs time for, to be measured at several shapes.
+_LAUNCHES_FOR_SEVERAL_SHAPES = 60
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time of a tuned run.
+
+    Attributes:
+        text: The budget in words, such as ``5m``.
+        end: When the run must end, by `time.monotonic`.
+        reserve: Seconds of the work after the search, without exporting and checking files.
+    """
+
+    text: str
+    end: float
+    reserve: float
 
 
 def tune(
-    builder: CandidateBuilder, workloads: Sequence[Workload], budget: float, progress: Progress
+    builder: CandidateBuilder, workloads: Sequence[Workload], needs_all: bool, budget: Budget, progress: Progress
 ) -> tuple[Job, tuple[Outcome, ...]]:
     """Searches for the fastest candidate of each format.
 
     Args:
         builder: Builds and checks the candidates of a job.
-        workloads: Inputs to measure on.
-        budget: Seconds for the candidates of all formats. Their baselines and the last rungs come on top.
-        progress: Times the search of each format.
+        workloads: Inputs to measure on, with the most important ones first.
+        needs_all: False if only the first workload may be measured for lack of time.
+        budget: The time of the run. The search ends early enough for the export and checks of the chosen files.
+        progress: Times the search of each format, and shows what the budget is enough for.
 
     Returns:
         The job with the chosen rules and format passes, and the outcome of each search.
     """
     job = builder.job
     formats = list(dict.fromkeys(job.config.export.formats))
-    remaining = budget
+    # ONNX first, in case there is time for one format only: its processes start fastest.
+    searches = [
+        Search(job, name, builder, Tournament(workloads if needs_all else workloads[:1], job.config.bench.threads))
+        for name in sorted(formats, key=lambda name: name != "onnx")
+    ]
+    with progress.step("tune"):
+        end, ready = _build_baselines(searches, budget)
+    progress.note(f"tune: budget {budget.text}: {_estimate(ready, end - time.monotonic())}")
     outcomes = []
-    for index, name in enumerate(formats):
-        with progress.step(f"tune {name}"):
-            tournament = Tournament(workloads, job.config.bench.threads)
-            search = Search(job, name, builder, tournament, share(budget, remaining, index, len(formats)))
-            entry = _cache_entry(job, builder.traced, builder.checker, workloads, name)
-            outcome = search.run(trial_cache.read(entry))
-            remaining -= search.spent
+    for index, search in enumerate(searches):
+        with progress.step(f"tune {search.format}"):
+            outcome = None
+            if search in ready:
+                outcome = _run_search(search, workloads, end, len(searches) - index)
+            elif not search.is_refused:
+                outcome = search.outcome_without_time()
             if outcome is not None:
-                trial_cache.write(entry, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
+    outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def share(budget: float, remaining: float, index: int, formats: int) -> float:
-    """Returns the seconds for one format: its share of the budget, or more if time is left.
+def _build_baselines(searches: Sequence[Search], budget: Budget) -> tuple[float, list[Search]]:
+    """Builds the baselines of each format, while there is time. That shows how long the final exports will take.
+
+    Returns:
+        When the searches must end, and the searches that can run.
+    """
+    ready: list[Search] = []
+    expected = 0.0  # of a format without a file: half of the slowest one, because ONNX is first and takes longest
+    end = budget.end - budget.reserve
+    for index, search in enumerate(searches):
+        later = expected * (len(searches) - index - 1)
+        if time.monotonic() + 2 * expected + later > end:
+            break
+        if search.build_baselines(end - later):
+            ready.append(search)
+        expected = max(expected, search.build_seconds / 2)
+        end -= search.build_seconds
+    return end - expected * len([search for search in searches if search not in ready]), ready
+
+
+def _estimate(ready: Sequence[Search], seconds: float) -> str:
+    """Describes how many candidates can be tried."""
+    changes = sum(len(search.changes()) for search in ready)
+    build_seconds = statistics.fmean(search.build_seconds for search in ready) if ready else math.inf
+    count = min(changes, max(0, int(BUILD_SHARE * seconds / build_seconds)))
+    return f"about {count} candidates" if count else "no time for candidates, the files stay as configured"
+
+
+def _run_search(search: Search, workloads: Sequence[Workload], end: float, remaining: int) -> Outcome:
+    """Runs the search of one format, if there is time."""
+    tournament = search.tournament
+    if tournament.clock() + tournament.cost(1, ROUNDS_PER_LAUNCH) > end:
+        return search.outcome_without_time()
+    search.measure_start()
+    deadline = share(tournament.clock(), end, remaining, search.least_seconds)
+    launches = (deadline - tournament.clock()) / tournament.cost(1, ROUNDS_PER_LAUNCH)
+    if len(tournament.workloads) < len(workloads) and launches >= _LAUNCHES_FOR_SEVERAL_SHAPES and not search.is_fixed:
+        tournament.change_workloads(workloads)
+    builder = search.builder
+    entry = _cache_entry(search.job, builder.traced, builder.checker, tournament.workloads, search.format)
+    outcome = search.run(trial_cache.read(entry), deadline)
+    if outcome.shapes:  # otherwise nothing was compared
+        trial_cache.write(entry, outcome.chosen, outcome.trials)
+    return outcome
+
+
+def share(now: float, end: float, formats: int, needed: float) -> float:
+    """Returns when a format's search must end.
 
     Args:
-        budget: Seconds for all formats.
-        remaining: Seconds left; negative if earlier formats took too long.
-        index: Number of formats before this one.
-        formats: Number of formats.
+        now: The current time.
+        end: When all searches must end.
+        formats: Number of formats that share the remaining time, with this one.
+        needed: Seconds of the shortest search. If the share is less, the format has all of the time: one tuned format
+            is better than none.
     """
-    return max(budget / formats, remaining / (formats - index))
+    remaining = max(0.0, end - now)
+    seconds = remaining / formats
+    return now + (seconds if seconds >= needed else remaining)
 
 
 def _cache_entry(
