@@ -176,7 +176,9 @@ class Search:
         build_deadline = now + BUILD_SHARE * (deadline - now)
         for candidate in candidates:
             count = len(self._without_baselines(self.built)) + 1
-            rung = self.tournament.cost(count + 2, _FIRST_ROUNDS) if count > _FINALISTS else 0.0
+            # Few candidates are all in the last rung, whose time is for one of them at least.
+            few = count <= _FINALISTS
+            rung = self.tournament.cost(*((count - 1, LEAST_ROUNDS) if few else (count + 2, _FIRST_ROUNDS)))
             self._try(candidate, min(build_deadline, deadline - rung) if count > 1 else deadline)
 
     def _try(self, candidate: Candidate, deadline: float = math.inf) -> None:

@@ -29,7 +29,7 @@ from optexport.tuning.search import BUILD_SHARE, Search
 from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
 # Launches of one file at one shape that a format needs time for, to be measured at several shapes.
-_LAUNCHES_FOR_SEVERAL_SHAPES = 60
+_LAUNCHES_FOR_SEVERAL_SHAPES = 120
 
 
 @dataclass(frozen=True)
