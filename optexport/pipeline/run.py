@@ -106,7 +106,7 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
             bundle_writer.write_graph(draft / "graph_before.txt", traced.graph_module)
         with progress.step("reference"):
             checker = steps.run_reference(traced)
-        # tuning/tuner.py: "tune", and "tune FORMAT" for each format, only with [tune]
+        # tuning/tuner.py: "tune FORMAT", only with [tune]
         traced, outcomes = steps.tune(traced, checker, workloads, scratch, progress)
         # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]

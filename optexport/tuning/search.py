@@ -39,7 +39,7 @@ _MIN_GAIN = 1.01
 
 
 class Search:
-    """The search for one format's fastest candidate. Runs once: `build_baselines`, `measure_start`, `run`.
+    """The search for one format's fastest candidate. Runs once: `build_start`, `measure_start`, `run`.
 
     Args:
         job: The run.
@@ -65,22 +65,12 @@ class Search:
         self._names: dict[str, str] = {}
         self._has_last_rung = False
 
-    @property
-    def is_refused(self) -> bool:
-        """True if no candidate passes the parity check, which the run itself reports."""
-        return self.start in self.rejected
+    def build_start(self) -> bool:
+        """Builds the configured file, or one with as many of its options as pass; returns False if none passes.
 
-    def build_baselines(self, deadline: float = math.inf) -> bool:
-        """Builds the start and the plain export.
-
-        Args:
-            deadline: When the plain export and the final export of this format must be done.
-
-        Returns:
-            True if there is a start.
+        The run itself reports why none passes.
         """
         self._find_start()
-        self._try(self.plain, deadline - self.build_seconds)
         return self.start in self.built
 
     def measure_start(self) -> None:
@@ -112,7 +102,10 @@ class Search:
             deadline: When the search must end, by the clock of the tournament. If that is too early for one candidate,
                 the start is chosen.
         """
-        if self.plain in self.untried or self.tournament.clock() + self.least_seconds > deadline:
+        if self.tournament.clock() + self.least_seconds > deadline:
+            return self.outcome_without_time()
+        self._try(self.plain)
+        if self.tournament.clock() + self.least_seconds > deadline:
             return self.outcome_without_time()
         cached = {Candidate([*trial.rules, *trial.passes]): trial for trial in earlier if self._is_valid(trial)}
         chosen_before = list(cached)[:1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,49 +67,48 @@ def tune(
         Search(job, name, builder, Tournament(workloads if needs_all else workloads[:1], job.config.bench.threads))
         for name in sorted(formats, key=lambda name: name != "onnx")
     ]
-    with progress.step("tune"):
-        end, ready = _build_baselines(searches, budget)
-    progress.note(f"tune: budget {budget.text}: {_estimate(ready, end - time.monotonic())}")
-    outcomes = []
+    outcomes: list[Outcome] = []
+    builds: list[float] = []  # seconds of the final exports, as far as they are known
     for index, search in enumerate(searches):
         with progress.step(f"tune {search.format}"):
-            outcome = None
-            if search in ready:
-                outcome = _run_search(search, workloads, end, len(searches) - index)
-            elif not search.is_refused:
-                outcome = search.outcome_without_time()
-            if outcome is not None:
-                outcomes.append(outcome)
+            remaining = len(searches) - index
+            in_time = time.monotonic() < _find_end(budget, builds, remaining + 1)  # it is built now and at the end
+            if in_time and not search.build_start():
+                continue  # the run itself reports why no file passes
+            end = _find_end(budget, [*builds, search.build_seconds], remaining - 1)
+            if not outcomes:
+                progress.note(_estimate(searches, budget, end - time.monotonic(), search.build_seconds))
+            outcomes.append(
+                _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
+            )
+            builds.append(search.build_seconds or max(builds, default=0.0) / 2)
     outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def _build_baselines(searches: Sequence[Search], budget: Budget) -> tuple[float, list[Search]]:
-    """Builds the baselines of each format, while there is time. That shows how long the final exports will take.
+def _find_end(budget: Budget, builds: Sequence[float], others: int) -> float:
+    """Returns when all searches must end.
 
-    Returns:
-        When the searches must end, and the searches that can run.
+    Args:
+        budget: The time of the run.
+        builds: Seconds of the final exports of some formats.
+        others: Number of the other formats. Their exports are expected to take half of the slowest one, because ONNX is
+            first and takes longest.
     """
-    ready: list[Search] = []
-    expected = 0.0  # of a format without a file: half of the slowest one, because ONNX is first and takes longest
-    end = budget.end - budget.reserve
-    for index, search in enumerate(searches):
-        later = expected * (len(searches) - index - 1)
-        if time.monotonic() + 2 * expected + later > end:
-            break
-        if search.build_baselines(end - later):
-            ready.append(search)
-        expected = max(expected, search.build_seconds / 2)
-        end -= search.build_seconds
-    return end - expected * len([search for search in searches if search not in ready]), ready
+    return budget.end - budget.reserve - sum(builds) - others * max(builds, default=0.0) / 2
 
 
-def _estimate(ready: Sequence[Search], seconds: float) -> str:
-    """Describes how many candidates can be tried."""
-    changes = sum(len(search.changes()) for search in ready)
-    build_seconds = statistics.fmean(search.build_seconds for search in ready) if ready else math.inf
-    count = min(changes, max(0, int(BUILD_SHARE * seconds / build_seconds)))
-    return f"about {count} candidates" if count else "no time for candidates, the files stay as configured"
+def _estimate(searches: Sequence[Search], budget: Budget, seconds: float, build_seconds: float) -> str:
+    """Describes how many candidates there is time for.
+
+    Args:
+        seconds: Seconds of all searches.
+        build_seconds: Seconds to build a file in the first format.
+    """
+    mean = build_seconds * (len(searches) + 1) / (2 * len(searches))  # see `_find_end`
+    count = min(sum(len(search.changes()) for search in searches), int(BUILD_SHARE * seconds / mean) if mean else 0)
+    answer = f"about {count} candidates" if count > 0 else "no time for candidates, the files stay as configured"
+    return f"tune: budget {budget.text}: {answer}"
 
 
 def _run_search(search: Search, workloads: Sequence[Workload], end: float, remaining: int) -> Outcome:
@@ -120,7 +117,8 @@ def _run_search(search: Search, workloads: Sequence[Workload], end: float, remai
     if tournament.clock() + tournament.cost(1, ROUNDS_PER_LAUNCH) > end:
         return search.outcome_without_time()
     search.measure_start()
-    deadline = share(tournament.clock(), end, remaining, search.least_seconds)
+    needed = search.least_seconds + search.build_seconds  # with the plain export
+    deadline = share(tournament.clock(), end, remaining, needed)
     launches = (deadline - tournament.clock()) / tournament.cost(1, ROUNDS_PER_LAUNCH)
     if len(tournament.workloads) < len(workloads) and launches >= _LAUNCHES_FOR_SEVERAL_SHAPES and not search.is_fixed:
         tournament.change_workloads(workloads)

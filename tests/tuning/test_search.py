@@ -117,7 +117,7 @@ class World:
         job: Any = SimpleNamespace(rules=rules, config=config)
         builder: Any = self
         search = Search(job, "torchscript", builder, Tournament(_WORKLOADS, 1, self.race, lambda: self.now))
-        assert search.build_baselines()
+        assert search.build_start()
         search.measure_start()
         return search.run(earlier, self.now + budget)
 
