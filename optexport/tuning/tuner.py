@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
 # Launches of one file at one shape that a format needs time for, to be measured at several shapes.
 _LAUNCHES_FOR_SEVERAL_SHAPES = 120
+_NO_TIME = "no time for candidates, the files stay as configured"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ def tune(
             if in_time and not search.build_start():
                 continue  # the run itself reports why no file passes
             end = _find_end(budget, [*builds, search.build_seconds], remaining - 1)
+            in_time = in_time and time.monotonic() + search.tournament.cost(1, ROUNDS_PER_LAUNCH) < end
+            if in_time:
+                search.measure_start()
             if not outcomes:
-                progress.note(_estimate(searches, budget, end - time.monotonic(), search.build_seconds))
+                progress.note(f"tune: budget {budget.text}: {_estimate(searches, end - time.monotonic())}")
             outcomes.append(
                 _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
             )
@@ -98,25 +103,25 @@ def _find_end(budget: Budget, builds: Sequence[float], others: int) -> float:
     return budget.end - budget.reserve - sum(builds) - others * max(builds, default=0.0) / 2
 
 
-def _estimate(searches: Sequence[Search], budget: Budget, seconds: float, build_seconds: float) -> str:
-    """Describes how many candidates there is time for.
+def _estimate(searches: Sequence[Search], seconds: float) -> str:
+    """Describes how many candidates there is time for, by the costs of the first format.
 
     Args:
         seconds: Seconds of all searches.
-        build_seconds: Seconds to build a file in the first format.
     """
-    mean = build_seconds * (len(searches) + 1) / (2 * len(searches))  # see `_find_end`
-    count = min(sum(len(search.changes()) for search in searches), int(BUILD_SHARE * seconds / mean) if mean else 0)
-    answer = f"about {count} candidates" if count > 0 else "no time for candidates, the files stay as configured"
-    return f"tune: budget {budget.text}: {answer}"
+    first, formats = searches[0], len(searches)
+    if not first.build_seconds:
+        return _NO_TIME
+    mean = first.build_seconds * (formats + 1) / (2 * formats)  # see `_find_end`
+    plain = first.build_seconds
+    affordable = min(BUILD_SHARE * seconds / mean, (seconds - plain - first.least_seconds) / mean + 1)
+    count = min(sum(len(search.changes()) for search in searches), math.floor(affordable))
+    return f"about {count} candidate{'s' if count > 1 else ''}" if count > 0 else _NO_TIME
 
 
 def _run_search(search: Search, workloads: Sequence[Workload], end: float, remaining: int) -> Outcome:
-    """Runs the search of one format, if there is time."""
+    """Runs the search of one format, whose start was measured."""
     tournament = search.tournament
-    if tournament.clock() + tournament.cost(1, ROUNDS_PER_LAUNCH) > end:
-        return search.outcome_without_time()
-    search.measure_start()
     needed = search.least_seconds + search.build_seconds  # with the plain export
     deadline = share(tournament.clock(), end, remaining, needed)
     launches = (deadline - tournament.clock()) / tournament.cost(1, ROUNDS_PER_LAUNCH)
