@@ -256,7 +256,12 @@ def tune(
         return traced, ()
     builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch)
     elapsed = time.monotonic() - progress.start
-    budget = tuner.Budget(config.budget, progress.start + config.seconds, _FIXED_RESERVE + _RESERVED_SHARE * elapsed)
+    budget = tuner.Budget(
+        config.budget,
+        end=progress.start + config.seconds,
+        reserve=_FIXED_RESERVE + _RESERVED_SHARE * elapsed,
+        build_seconds=elapsed,  # about right for MiniLM and ALBERT, also on a busy machine
+    )
     needs_all = bool(traced.job.config.bench.shapes)
     job, outcomes = tuner.tune(builder, workloads, needs_all, budget, progress)
     return replace(traced, job=job), outcomes

@@ -40,11 +40,13 @@ class Budget:
         text: The budget in words, such as ``5m``.
         end: When the run must end, by `time.monotonic`.
         reserve: Seconds of the work after the search, without exporting and checking files.
+        build_seconds: Expected seconds to export and check a file in the first format, until one is built.
     """
 
     text: str
     end: float
     reserve: float
+    build_seconds: float
 
 
 def tune(
@@ -86,7 +88,7 @@ def tune(
             outcomes.append(
                 _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
             )
-            builds.append(search.build_seconds or max(builds, default=0.0) / 2)
+            builds.append(search.build_seconds or max(builds, default=budget.build_seconds) / 2)
     outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
@@ -100,7 +102,7 @@ def _find_end(budget: Budget, builds: Sequence[float], others: int) -> float:
         others: Number of the other formats. Their exports are expected to take half of the slowest one, because ONNX is
             first and takes longest.
     """
-    return budget.end - budget.reserve - sum(builds) - others * max(builds, default=0.0) / 2
+    return budget.end - budget.reserve - sum(builds) - others * max(builds, default=budget.build_seconds) / 2
 
 
 def _estimate(searches: Sequence[Search], seconds: float) -> str:
