@@ -88,7 +88,7 @@ def tune(
             outcomes.append(
                 _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
             )
-            builds.append(search.build_seconds or max(builds, default=budget.build_seconds) / 2)
+            builds.append(search.build_seconds or max(builds, default=2 * budget.build_seconds) / 2)
     outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
