@@ -17,10 +17,14 @@ class Progress:
     Attributes:
         announce: Receives a step's name at its start, and its name and seconds at its end.
         seconds: Wall-clock seconds by step.
+        note: Receives other lines to show.
+        start: When the run started, by `time.monotonic`.
     """
 
     announce: Callable[[str, float | None], None] = lambda name, seconds: None
     seconds: dict[str, float] = field(default_factory=dict)
+    note: Callable[[str], None] = lambda text: None
+    start: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

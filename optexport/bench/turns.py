@@ -5,6 +5,7 @@ A disturbance of the machine then hits all of them alike.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,16 +43,26 @@ class Settings:
 
     Attributes:
         threads: Threads of each artifact.
-        rounds: Turns of each artifact; rounded up to a multiple of `ROUNDS_PER_LAUNCH`.
+        rounds: Turns of each artifact; rounded up to a multiple of `rounds_per_launch`.
         seconds: Length of a turn. A turn has at least three calls, but none starts after ten times this length.
+        rounds_per_launch: Turns of each artifact until it restarts.
+        deadline: When compared artifacts must be done, by `time.monotonic`. Then there are fewer rounds, but at least
+            those of one launch.
     """
 
     threads: int = 1
     rounds: int = 20
     seconds: float = 0.1
+    rounds_per_launch: int = ROUNDS_PER_LAUNCH
+    deadline: float = math.inf
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounds", -(-self.rounds // ROUNDS_PER_LAUNCH) * ROUNDS_PER_LAUNCH)
+        object.__setattr__(self, "rounds", self.launches * self.rounds_per_launch)
+
+    @property
+    def launches(self) -> int:
+        """How often each compared artifact starts."""
+        return -(-self.rounds // self.rounds_per_launch)
 
 
 @dataclass(frozen=True)
@@ -182,8 +194,12 @@ def race(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings:
     """
     shuffle = random.Random(0).shuffle  # noqa: S311 - not used for security
     launches: list[list[list[_Launch]]] = [[[] for _ in artifacts] for _ in workloads]
-    count = settings.rounds // ROUNDS_PER_LAUNCH
-    for rounds in [ROUNDS_PER_LAUNCH] * count if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * count]:
+    launch_rounds = [settings.rounds_per_launch] * settings.launches if len(artifacts) > 1 else [settings.rounds]
+    start = time.monotonic()
+    for index, rounds in enumerate(launch_rounds):
+        now = time.monotonic()
+        if index and now + (now - start) / index > settings.deadline:
+            break
         with ExitStack() as stack:
             workers = [stack.enter_context(_start_worker(artifact, settings.threads)) for artifact in artifacts]
             for artifact, worker in zip(artifacts, workers, strict=True):

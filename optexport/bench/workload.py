@@ -21,6 +21,8 @@ Sizes = Mapping[str, int]
 # Default sizes of the dynamic axes of an ONNX file.
 _FIRST_AXIS = 1
 _OTHER_AXES = 128
+# Small and large inputs have about this many times fewer and more elements than the traced ones.
+_TIMES = 8
 # The dtypes of safetensors that NumPy has, and so ONNX Runtime can receive.
 _IN_NUMPY = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "F16", "F32", "F64")
 
@@ -87,6 +89,19 @@ def from_signature(
         tensor_shapes = {name: list(tensor.shape) for name, tensor in resized.items()}
         workloads.append(Workload(sizes, _count_rows(sizes, tensor_shapes), file, traced=sizes == traced_sizes))
     return workloads
+
+
+def other_sizes(traced: Sizes, dims: Mapping[str, Dim]) -> list[Sizes]:
+    """Returns small and large sizes within the allowed ranges, without those that equal the traced ones.
+
+    Args:
+        traced: Sizes of the dynamic axes that the model was traced at.
+        dims: Their ranges.
+    """
+    factor = _TIMES ** (1 / max(1, len(traced)))
+    small = {name: dims[name].fit(max(1, round(size / factor))) for name, size in traced.items()}
+    large = {name: dims[name].fit(round(size * factor)) for name, size in traced.items()}
+    return [sizes for sizes in (small, large) if sizes != traced]
 
 
 def from_bundle(

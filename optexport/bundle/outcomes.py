@@ -14,6 +14,7 @@ LEAST_ROUNDS = 12
 _EQUAL_WITHIN = 0.05
 
 AS_CONFIGURED = "as configured"
+PLAIN_EXPORT = "plain export"
 PARITY_FAILED = "parity failed"
 
 
@@ -85,6 +86,7 @@ class Outcome:
             chosen.
         trials: All trials, in order.
         untried: Candidates that were not tried for lack of time, in words.
+        shapes: The shapes that candidates were measured at; empty if there was no time to compare any.
     """
 
     format: str
@@ -93,3 +95,12 @@ class Outcome:
     over_plain: Comparison | None
     trials: tuple[Trial, ...]
     untried: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+
+    @property
+    def untried_text(self) -> str:
+        """What the search left out, in words; empty if that is nothing."""
+        if not self.untried:
+            return ""
+        tried = len([trial for trial in self.trials if trial.change not in (AS_CONFIGURED, PLAIN_EXPORT)])
+        return f"{tried} of {tried + len(self.untried)} candidates tried; no time for: {'; '.join(self.untried)}"

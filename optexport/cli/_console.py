@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -112,7 +113,7 @@ def show_progress(*, quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield Progress()
     elif sys.stderr is None or not sys.stderr.isatty():
-        yield Progress(plain)
+        yield Progress(plain, note=partial(echo, err=True))
     else:
         terminal = printable_console(file=sys.stderr)
         with terminal.status("starting") as status:
@@ -123,4 +124,4 @@ def show_progress(*, quiet: bool) -> Iterator[Progress]:
                 else:
                     terminal.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
 
-            yield Progress(live)
+            yield Progress(live, note=partial(terminal.print, highlight=False, markup=False))

@@ -11,9 +11,9 @@ from optexport.bench import gates
 from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
-from optexport.bench.workload import Workload, from_signature
+from optexport.bench.workload import Workload, from_signature, other_sizes
 from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config.schema import Format
+from optexport.config.schema import Config, Format
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.pipeline.bundle_writer import RunResults
@@ -34,17 +34,26 @@ class _PlainExport:
 
 
 def list_workloads(traced: TracedJob, folder: Path) -> list[Workload]:
-    """Returns the workloads of a run; empty if nothing is to be measured.
+    """Returns the workloads of a run, with the most important one first; empty if nothing is to be measured.
 
-    Runs before the export, so that wrong sizes are reported early.
+    Runs before the export, so that wrong sizes are reported early. Without ``bench.shapes``, they are the traced sizes,
+    and smaller and larger ones for tuning.
 
     Args:
         folder: The folder for the inputs.
     """
-    config = traced.job.config
-    if not (config.bench.enabled or config.tune is not None or config.gate.needs_times):
+    config, signature, example = traced.job.config, traced.signature, traced.job.example
+    shapes: Sequence[Mapping[str, int]] = config.bench.shapes
+    if config.tune is not None:
+        shapes = shapes or [{}, *other_sizes(signature.sizes(example), signature.dims)]
+    elif not _is_measured(config):
         return []
-    return from_signature(traced.job.example, traced.signature, config.bench.shapes, folder, "bench.shapes")
+    return from_signature(example, signature, shapes, folder, "bench.shapes")
+
+
+def _is_measured(config: Config) -> bool:
+    """Returns True if the config asks for times of the exported files."""
+    return config.bench.enabled or config.gate.needs_times
 
 
 def measure_files(
@@ -52,10 +61,11 @@ def measure_files(
 ) -> RunResults:
     """Benchmarks the files if the config asks for it, and checks the gates.
 
-    Files that tuning chose must not be slower than the plain export.
+    Files that tuning chose must not be slower than the plain export. Without benchmarks, the last rung of the search
+    has shown that.
 
     Args:
-        workloads: The workloads to measure; empty if times are not needed.
+        workloads: The workloads of the run.
         draft: The folder of the files.
         scratch: The folder for the plain export.
 
@@ -66,12 +76,15 @@ def measure_files(
         GateError: A gate fails, or a tuned file is slower than the plain export.
     """
     job = results.traced.job
-    if not workloads and job.config.gate.max_size_mb is None:
+    # The search compares files in float32.
+    is_measured = _is_measured(job.config) or (bool(results.outcomes) and job.config.precision is not None)
+    if not is_measured and job.config.gate.max_size_mb is None:
         return results
     artifacts = list_artifacts(results.artifacts, list(job.example), draft, "")
     report: Report | None = None
     plain = _PlainExport()
-    if workloads:
+    if is_measured:
+        workloads = workloads if job.config.bench.shapes else workloads[:1]
         with progress.step("measure"):
             plain = _export_plain(job, _compared_formats(job, tuned=bool(results.outcomes)), scratch)
             report = _measure(results, workloads, artifacts, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,11 @@ from optexport.tuning.candidate_builder import CandidateBuilder
 _TOO_LARGE = 1 << 30
 # How many times more sizes are tried at exhaustive effort.
 _TIMES_EXHAUSTIVE = 16
+# What a tuned run reserves for its work after the search, without exporting and checking files: the seconds of "gain",
+# and a share of the time before the search, because transforming, other sizes, the bundle and tracking take longer for
+# larger models and on busy machines.
+_FIXED_RESERVE = 3.0
+_RESERVED_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -249,7 +255,15 @@ def tune(
     if config is None:
         return traced, ()
     builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch)
-    job, outcomes = tuner.tune(builder, workloads, config.seconds, progress)
+    elapsed = time.monotonic() - progress.start
+    budget = tuner.Budget(
+        config.budget,
+        end=progress.start + config.seconds,
+        reserve=_FIXED_RESERVE + _RESERVED_SHARE * elapsed,
+        build_seconds=elapsed,  # about right for MiniLM and ALBERT, also on a busy machine
+    )
+    needs_all = bool(traced.job.config.bench.shapes)
+    job, outcomes = tuner.tune(builder, workloads, needs_all, budget, progress)
     return replace(traced, job=job), outcomes
 
 

@@ -37,9 +37,11 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
             console.print(f"{text}[/] {escape(outcome.measure)}", soft_wrap=True, highlight=False)
         plain = outcome.over_plain
         speedup = "" if plain is None else f", speedup over the plain export {_speedup_text(plain)}"
-        console.print(f"{outcome.format}: {escape(outcome.chosen.change)}{speedup}", soft_wrap=True, highlight=False)
+        shapes = f" at {'; '.join(outcome.shapes)}" if outcome.shapes else ""
+        text = f"{outcome.format}: {outcome.chosen.change}{speedup}{shapes}"
+        console.print(escape(text), soft_wrap=True, highlight=False)
         if outcome.untried:
-            console.print(f"  no time for: {escape('; '.join(outcome.untried))}", soft_wrap=True, highlight=False)
+            console.print(escape(f"  {outcome.untried_text}"), soft_wrap=True, highlight=False)
 
 
 def _speedup_text(comparison: Comparison) -> str:

@@ -9,12 +9,12 @@ brought a candidate into the last rung would choose noise.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from optexport.bench.artifact import Artifact
-from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison, Outcome, Trial
+from optexport.bench.turns import Settings
+from optexport.bundle.outcomes import LEAST_ROUNDS, PLAIN_EXPORT, Comparison, Outcome, Trial
 from optexport.config import format_passes
 from optexport.config.schema import Format
 from optexport.errors import BenchError
@@ -23,11 +23,13 @@ from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
 from optexport.tuning.candidate import Candidate, Option, configured, describe_change, in_order, passes_in, rules_in
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, digest_of
-from optexport.tuning.tournament import Tournament
+from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
-_FIRST_ROUNDS = 4
+_FIRST_ROUNDS = 2 * ROUNDS_PER_LAUNCH
 # Share of the time that may be spent on building candidates; the rest is for measuring.
-_BUILD_SHARE = 0.6
+BUILD_SHARE = 0.6
+# Share of the time that the last rung may take, unless that is too short for a verdict.
+_LAST_SHARE = 0.5
 # Number of the best single changes that are combined.
 _MAX_COMBINED = 4
 _FINALISTS = 2
@@ -37,27 +39,21 @@ _MIN_GAIN = 1.01
 
 
 class Search:
-    """The search for one format's fastest candidate. Runs once.
+    """The search for one format's fastest candidate. Runs once: `build_start`, `measure_start`, `run`.
 
     Args:
         job: The run.
         file_format: Format of the files.
         builder: Builds and checks files.
         tournament: Measures files.
-        seconds: Time for candidates. Building the baselines and the last rung come on top, so that a format with slow
-            builds has candidates too.
 
     Attributes:
-        spent: Seconds that candidates took.
+        build_seconds: Seconds of the latest build and check of a file.
     """
 
-    def __init__(
-        self, job: Job, file_format: Format, builder: CandidateBuilder, tournament: Tournament, seconds: float
-    ) -> None:
-        self.job, self.format, self.builder, self.seconds = job, file_format, builder, seconds
-        self.start_time = self.end_time = math.inf
-        self.spent = 0.0
-        self.tournament = tournament
+    def __init__(self, job: Job, file_format: Format, builder: CandidateBuilder, tournament: Tournament) -> None:
+        self.job, self.format, self.builder, self.tournament = job, file_format, builder, tournament
+        self.build_seconds = 0.0
         self.configured = self.start = configured(job, file_format)
         # Rules that decide the outputs, or must match, do not depend on speed.
         required = [i for i in rules_in(self.start) if job.rules[i].min_matches or _keeps_outputs(job.rules[i])]
@@ -67,30 +63,67 @@ class Search:
         self.rejected: dict[Candidate, str] = {}
         self.untried: list[Candidate] = []
         self._names: dict[str, str] = {}
+        self._has_last_rung = False
 
-    def run(self, earlier: Sequence[Trial]) -> Outcome | None:
+    def build_start(self) -> bool:
+        """Builds the configured file, or one with as many of its options as pass; returns False if none passes.
+
+        The run itself reports why none passes.
+        """
+        self._find_start()
+        return self.start in self.built
+
+    def measure_start(self) -> None:
+        """Measures the start once, which shows how long measurements take."""
+        self._run_rung([], ROUNDS_PER_LAUNCH)
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if the start accepts only the traced shape."""
+        return self.artifacts[self.start].fixed
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds to build one candidate, and to compare it with the baselines."""
+        return self.build_seconds + self._last_rung_seconds(1)
+
+    def changes(self) -> list[Candidate]:
+        """Returns the start with each format pass toggled, and, once it is built, without each matching rule."""
+        # Format passes first, because they change more, in case the time is too short for all.
+        passes: list[Option] = [*format_passes.list_passes(self.format, self.job.config.model.device)]
+        rules = self.builder.matching_rules(self.start) if self.start in self.built else []
+        return [self.start ^ {option} for option in [*passes, *rules] if option not in self.plain]
+
+    def run(self, earlier: Sequence[Trial], deadline: float) -> Outcome:
         """Runs the search.
 
         Args:
             earlier: Trials of an earlier run, with the chosen one first.
-
-        Returns:
-            The outcome; None if no candidate passes the parity check, which the run itself reports.
+            deadline: When the search must end, by the clock of the tournament. If that is too early for one candidate,
+                the start is chosen.
         """
+        if self.tournament.clock() + self.least_seconds > deadline:
+            return self.outcome_without_time()
         self._try(self.plain)
-        self._find_start()
-        if self.start not in self.built:
-            return None
-        self.start_time = time.monotonic()
-        self.end_time = self.start_time + self.seconds
+        if self.tournament.clock() + self.least_seconds > deadline:
+            return self.outcome_without_time()
         cached = {Candidate([*trial.rules, *trial.passes]): trial for trial in earlier if self._is_valid(trial)}
         chosen_before = list(cached)[:1]
-        new_changes = [candidate for candidate in self._single_changes() if candidate not in cached]
-        for candidate in [*chosen_before, *new_changes]:
-            self._try(candidate, deadline=self.start_time + _BUILD_SHARE * self.seconds)
-        self._race()
-        chosen = self._choose()
-        measured_plain = chosen != self.plain and self.tournament.has_run_last(self.plain)
+        new_changes = [candidate for candidate in self.changes() if candidate not in cached]
+        launches = Settings(rounds=max(LEAST_ROUNDS, self.job.config.bench.rounds)).launches  # as many as a benchmark
+        rounds = launches * ROUNDS_PER_LAUNCH
+        longest_last = max(_LAST_SHARE * (deadline - self.tournament.clock()), self._last_rung_seconds(1))
+        rung_deadline = deadline - min(longest_last, self._last_rung_seconds(_FINALISTS + 1, rounds))
+        self._build([*chosen_before, *new_changes], rung_deadline)
+        self._race(rounds, rung_deadline, deadline)
+        return self.outcome(list(cached.items()))
+
+    def outcome(self, cached: Sequence[tuple[Candidate, Trial]] = ()) -> Outcome:
+        """Returns the choice by the measurements so far, and removes all files."""
+        for candidate in list(self.artifacts):
+            self.builder.discard(self.artifacts.pop(candidate))
+        chosen = self._choose() if self._has_last_rung else self.start
+        measured_plain = chosen != self.plain and self._has_last_rung and self.tournament.has_run_last(self.plain)
         tried = [*self.built, *self.rejected]
         return Outcome(
             self.format,
@@ -99,10 +132,16 @@ class Search:
             self._compare_last(self.plain, chosen) if measured_plain else None,
             tuple(
                 [self._trial(candidate) for candidate in tried]
-                + [replace(trial, earlier=True) for candidate, trial in cached.items() if candidate not in tried]
+                + [replace(trial, earlier=True) for candidate, trial in cached if candidate not in tried]
             ),
             tuple(self._describe(candidate) for candidate in self.untried),
+            tuple(workload.label for workload in self.tournament.workloads) if self._has_last_rung else (),
         )
+
+    def outcome_without_time(self) -> Outcome:
+        """Returns the start as the choice, and all changes as untried."""
+        self.untried = self._without_baselines(self.changes())
+        return self.outcome()
 
     def _is_valid(self, trial: Trial) -> bool:
         """Returns True if a cached trial fits this search; a damaged cache may hold anything."""
@@ -114,24 +153,33 @@ class Search:
         self._try(self.configured)
         if self.configured in self.built:
             return
+        self._try(self.plain)
         self.start = self.plain
         for option in in_order(self.configured - self.plain):
             self._try(self.start | {option})
             if self.start | {option} in self.built:
                 self.start |= {option}
 
-    def _single_changes(self) -> list[Candidate]:
-        """Returns the start with each format pass toggled, and without each matching rule."""
-        # Format passes first, because they change more, in case the time is too short for all.
-        passes: list[Option] = [*format_passes.list_passes(self.format, self.job.config.model.device)]
-        rules = [i for i in self.builder.matching_rules(self.start) if i not in self.plain]
-        return [self.start ^ {option} for option in [*passes, *rules]]
+    def _build(self, candidates: Sequence[Candidate], deadline: float) -> None:
+        """Builds candidates while there is time to build them and for their first rung.
+
+        The first one may take all the time, because without it there is nothing to measure.
+        """
+        now = self.tournament.clock()
+        build_deadline = now + BUILD_SHARE * (deadline - now)
+        for candidate in candidates:
+            count = len(self._without_baselines(self.built)) + 1
+            # Few candidates are all in the last rung, whose time is for one of them at least.
+            few = count <= _FINALISTS
+            rung = self.tournament.cost(*((count - 1, LEAST_ROUNDS) if few else (count + 2, _FIRST_ROUNDS)))
+            self._try(candidate, min(build_deadline, deadline - rung) if count > 1 else deadline)
 
     def _try(self, candidate: Candidate, deadline: float = math.inf) -> None:
-        """Builds and checks a candidate, unless that was done or the time is up."""
+        """Builds and checks a candidate, unless that was done or would take too long."""
         if candidate in self.built or candidate in self.rejected:
             return
-        if time.monotonic() > deadline:
+        start = self.tournament.clock()
+        if start + self.build_seconds > deadline:
             self.untried.append(candidate)
             return
         try:
@@ -139,6 +187,7 @@ class Search:
         except CandidateRejected as refusal:
             self.rejected[candidate] = str(refusal)
             return
+        self.build_seconds = self.tournament.clock() - start
         digest = digest_of(artifact)
         if reason := self._find_race_problem(candidate, artifact, digest):
             self.rejected[candidate] = reason
@@ -156,25 +205,38 @@ class Search:
         maximum = None if limits is None else limits.of(self.format)
         if maximum is not None and artifact.size > maximum * 1e6 and candidate not in (self.plain, self.configured):
             return f"has {artifact.size / 1e6:.4g} MB, more than gate.max_size_mb = {maximum:g}"
-        if digest in self._names and candidate not in (self.configured, self.start):
+        if digest in self._names and candidate not in (self.configured, self.start, self.plain):
             return f'is the same file as "{self._names[digest]}"'
         return None
 
-    def _race(self) -> None:
-        """Halves the field in each rung; adds combinations of the best after the first."""
-        rounds = _FIRST_ROUNDS
-        field = self._without_baselines(self.built)
-        while self._is_rung_due(field, rounds):
-            field = self._run_rung(field, rounds)
-            combined = self._combine(field) if rounds == _FIRST_ROUNDS else []
-            field = self._keep_fastest(field, max(_FINALISTS, len(field) // 2)) + combined
-            rounds *= 2
-        self.spent = time.monotonic() - self.start_time
-        self._run_rung(self._keep_fastest(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
-        for candidate in list(self.artifacts):
-            self.builder.discard(self.artifacts.pop(candidate))
+    def _race(self, rounds: int, rung_deadline: float, deadline: float) -> None:
+        """Halves the field in each rung, adds combinations of the best after the first, and runs the last rung.
 
-    def _combine(self, field: Sequence[Candidate]) -> list[Candidate]:
+        Args:
+            rounds: Rounds of the last rung, if there is time for them.
+            rung_deadline: When the rungs before the last one must be done.
+            deadline: When the last rung must be done.
+        """
+        rung_rounds = _FIRST_ROUNDS
+        field = self._without_baselines(self.built)
+        while self._is_rung_due(field, rung_rounds, rung_deadline):
+            field = self._run_rung(field, rung_rounds, rung_deadline)
+            combined = self._combine(field, rung_deadline) if rung_rounds == _FIRST_ROUNDS else []
+            field = self._keep_fastest(field, max(_FINALISTS, len(field) // 2)) + combined
+            rung_rounds *= 2
+        finalists = self._keep_fastest(field, _FINALISTS)
+        available = deadline - self.tournament.clock()
+        while finalists and self._last_rung_seconds(len(finalists)) > available:
+            self._drop(finalists.pop())
+        if (finalists or self.plain != self.start) and self._last_rung_seconds(len(finalists)) <= available:
+            self._run_rung(finalists, rounds, deadline)
+            self._has_last_rung = True
+
+    def _last_rung_seconds(self, finalists: int, rounds: int = LEAST_ROUNDS) -> float:
+        """Estimates the seconds of the last rung, by default with the fewest rounds that give a verdict."""
+        return self.tournament.cost(finalists + len({self.plain, self.start}), rounds)
+
+    def _combine(self, field: Sequence[Candidate], deadline: float) -> list[Candidate]:
         """Combines the best changes so far; leaving out all rules counts as one change."""
         uses_plain = self.plain != self.start and self.tournament.has_run(self.plain)
         singles = [*field, *([self.plain] if uses_plain else [])]
@@ -182,7 +244,7 @@ class Search:
         combined = []
         for count in range(2, len(better) + 1):
             changes = frozenset[Option]().union(*(self.start ^ candidate for candidate in better[:count]))
-            self._try(self.start ^ changes, deadline=self.end_time)
+            self._try(self.start ^ changes, deadline)
             combined.append(self.start ^ changes)
         # Two combinations may be equal: leaving out all rules includes leaving out one.
         distinct = self._without_baselines(dict.fromkeys(combined))
@@ -253,21 +315,25 @@ class Search:
         fastest = [candidate for rank, candidate in enumerate(ranked) if rank < count or candidate in single]
         for candidate in ranked:
             if candidate not in fastest:
-                self.builder.discard(self.artifacts.pop(candidate))
+                self._drop(candidate)
         return fastest
 
-    def _is_rung_due(self, field: Sequence[Candidate], rounds: int) -> bool:
+    def _drop(self, candidate: Candidate) -> None:
+        """Removes the file of a candidate that dropped out."""
+        self.builder.discard(self.artifacts.pop(candidate))
+
+    def _is_rung_due(self, field: Sequence[Candidate], rounds: int, deadline: float) -> bool:
         """Returns True if another rung should run before the last one.
 
         The first rung always runs if it decides who drops out, because its files exist already. With as many
         candidates as the last rung takes, a rung only shows what to combine.
         """
-        in_time = time.monotonic() + self.tournament.cost(len(field) + 2, rounds) < self.end_time
-        if self.tournament.rungs == 0:
+        in_time = self.tournament.clock() + self.tournament.cost(len(field) + 2, rounds) < deadline
+        if rounds == _FIRST_ROUNDS:
             return len(field) > _FINALISTS or (len(field) > 1 and in_time)
         return len(field) > _FINALISTS + 1 and in_time  # one more than the finalists, which may be a single change
 
-    def _run_rung(self, field: Sequence[Candidate], rounds: int) -> list[Candidate]:
+    def _run_rung(self, field: Sequence[Candidate], rounds: int, deadline: float = math.inf) -> list[Candidate]:
         """Measures a field with the start and the plain export; rejects what cannot run.
 
         The start and the plain export have a second try, because a process may end for reasons unrelated to its file.
@@ -277,7 +343,7 @@ class Search:
         retried: list[Candidate] = []
         while True:
             try:
-                self.tournament.rung(running, rounds)
+                self.tournament.rung(running, rounds, deadline)
                 return [candidate for candidate in field if candidate in running]
             except BenchError as error:
                 failed = next((item for item, artifact in running.items() if artifact.name == error.location), None)
@@ -294,7 +360,7 @@ class Search:
     def _describe(self, candidate: Candidate) -> str:
         without_rules = rules_in(candidate) == rules_in(self.plain) != rules_in(self.configured)
         if candidate == self.plain != self.configured or without_rules:
-            return ", ".join(["plain export", *(f"with {name}" for name in passes_in(candidate))])
+            return ", ".join([PLAIN_EXPORT, *(f"with {name}" for name in passes_in(candidate))])
         return describe_change(self.configured, candidate, self.job.rules)
 
     def _trial(self, candidate: Candidate) -> Trial:

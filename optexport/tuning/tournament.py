@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,13 +12,15 @@ import numpy.typing as npt
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import compare
-from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing, race
+from optexport.bench.turns import Settings, Timing, race
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Comparison
 from optexport.tuning.candidate import Candidate
 
 Race = Callable[[Sequence[Artifact], Sequence[Workload], Settings], list[Timing]]
 
+# More than in a benchmark, because starts take most of the time, and four launches give a verdict.
+ROUNDS_PER_LAUNCH = 3
 # Seconds that one launch of one file takes with its turns, until it is measured.
 _INITIAL_COST = 2.0
 
@@ -29,13 +32,20 @@ class Tournament:
         workloads: Inputs to measure on.
         threads: Threads of each file.
         race: Measures files in turns.
+        clock: Returns the time in seconds.
 
     Attributes:
         rungs: Number of rungs so far.
     """
 
-    def __init__(self, workloads: Sequence[Workload], threads: int, race: Race = race) -> None:
-        self.workloads, self.threads, self.rungs = workloads, threads, 0
+    def __init__(
+        self,
+        workloads: Sequence[Workload],
+        threads: int,
+        race: Race = race,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.workloads, self.threads, self.rungs, self.clock = workloads, threads, 0, clock
         self._race = race
         self._seconds: dict[tuple[int, str, Candidate], npt.NDArray[np.float64]] = {}
         self._cost = _INITIAL_COST
@@ -44,17 +54,29 @@ class Tournament:
         """Estimates the seconds of a rung."""
         return files * -(-rounds // ROUNDS_PER_LAUNCH) * self._cost
 
-    def rung(self, field: Mapping[Candidate, Artifact], rounds: int) -> None:
+    def change_workloads(self, workloads: Sequence[Workload]) -> None:
+        """Measures on other inputs from now on, and forgets all times."""
+        self._cost *= len(workloads) / len(self.workloads)
+        self.workloads, self.rungs = workloads, 0
+        self._seconds.clear()
+
+    def rung(self, field: Mapping[Candidate, Artifact], rounds: int, deadline: float = math.inf) -> None:
         """Runs a rung: each round gives each file a turn on each workload.
+
+        Args:
+            field: The files by candidate.
+            rounds: Number of rounds, if there is time for them.
+            deadline: When the rung must be done; at least one launch is made.
 
         Raises:
             BenchError: A file cannot run.
         """
-        start = time.monotonic()
-        timings = self._race(list(field.values()), self.workloads, Settings(self.threads, rounds))
+        start = self.clock()
+        settings = Settings(self.threads, rounds, rounds_per_launch=ROUNDS_PER_LAUNCH, deadline=deadline)
+        timings = self._race(list(field.values()), self.workloads, settings)
         for timing, candidate in zip(timings, itertools.cycle(field), strict=False):
             self._seconds[self.rungs, timing.workload.label, candidate] = np.array(timing.medians)
-        self._cost *= (time.monotonic() - start) / self.cost(len(field), rounds)
+        self._cost = (self.clock() - start) / (len(field) * len(timings[0].turns))
         self.rungs += 1
 
     def compare(self, baseline: Candidate, candidate: Candidate, *, last: bool = False) -> Comparison:

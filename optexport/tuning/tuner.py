@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
@@ -22,51 +24,132 @@ from optexport.transformations.apply import is_built_in
 from optexport.tuning import trial_cache
 from optexport.tuning.candidate import configured
 from optexport.tuning.candidate_builder import CandidateBuilder
-from optexport.tuning.search import Search
-from optexport.tuning.tournament import Tournament
+from optexport.tuning.search import BUILD_SHARE, Search
+from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
+
+# Launches of one file at one shape that a format needs time for, to be measured at several shapes.
+_LAUNCHES_FOR_SEVERAL_SHAPES = 120
+_NO_TIME = "no time for candidates, the files stay as configured"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time of a tuned run.
+
+    Attributes:
+        text: The budget in words, such as ``5m``.
+        end: When the run must end, by `time.monotonic`.
+        reserve: Seconds of the work after the search, without exporting and checking files.
+        build_seconds: Expected seconds to export and check a file in the first format, until one is built.
+    """
+
+    text: str
+    end: float
+    reserve: float
+    build_seconds: float
 
 
 def tune(
-    builder: CandidateBuilder, workloads: Sequence[Workload], budget: float, progress: Progress
+    builder: CandidateBuilder, workloads: Sequence[Workload], needs_all: bool, budget: Budget, progress: Progress
 ) -> tuple[Job, tuple[Outcome, ...]]:
     """Searches for the fastest candidate of each format.
 
     Args:
         builder: Builds and checks the candidates of a job.
-        workloads: Inputs to measure on.
-        budget: Seconds for the candidates of all formats. Their baselines and the last rungs come on top.
-        progress: Times the search of each format.
+        workloads: Inputs to measure on, with the most important ones first.
+        needs_all: False if only the first workload may be measured for lack of time.
+        budget: The time of the run. The search ends early enough for the export and checks of the chosen files.
+        progress: Times the search of each format, and shows what the budget is enough for.
 
     Returns:
         The job with the chosen rules and format passes, and the outcome of each search.
     """
     job = builder.job
     formats = list(dict.fromkeys(job.config.export.formats))
-    remaining = budget
-    outcomes = []
-    for index, name in enumerate(formats):
-        with progress.step(f"tune {name}"):
-            tournament = Tournament(workloads, job.config.bench.threads)
-            search = Search(job, name, builder, tournament, share(budget, remaining, index, len(formats)))
-            entry = _cache_entry(job, builder.traced, builder.checker, workloads, name)
-            outcome = search.run(trial_cache.read(entry))
-            remaining -= search.spent
-            if outcome is not None:
-                trial_cache.write(entry, outcome.chosen, outcome.trials)
-                outcomes.append(outcome)
+    # ONNX first, in case there is time for one format only: its processes start fastest.
+    searches = [
+        Search(job, name, builder, Tournament(workloads if needs_all else workloads[:1], job.config.bench.threads))
+        for name in sorted(formats, key=lambda name: name != "onnx")
+    ]
+    outcomes: list[Outcome] = []
+    builds: list[float] = []  # seconds of the final exports, as far as they are known
+    for index, search in enumerate(searches):
+        with progress.step(f"tune {search.format}"):
+            remaining = len(searches) - index
+            in_time = time.monotonic() < _find_end(budget, builds, remaining + 1)  # it is built now and at the end
+            if in_time and not search.build_start():
+                continue  # the run itself reports why no file passes
+            end = _find_end(budget, [*builds, search.build_seconds], remaining - 1)
+            in_time = in_time and time.monotonic() + search.tournament.cost(1, ROUNDS_PER_LAUNCH) < end
+            if in_time:
+                search.measure_start()
+            if not outcomes:
+                progress.note(f"tune: budget {budget.text}: {_estimate(searches, end - time.monotonic())}")
+            outcomes.append(
+                _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
+            )
+            builds.append(search.build_seconds or max(builds, default=2 * budget.build_seconds) / 2)
+    outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def share(budget: float, remaining: float, index: int, formats: int) -> float:
-    """Returns the seconds for one format: its share of the budget, or more if time is left.
+def _find_end(budget: Budget, builds: Sequence[float], others: int) -> float:
+    """Returns when all searches must end.
 
     Args:
-        budget: Seconds for all formats.
-        remaining: Seconds left; negative if earlier formats took too long.
-        index: Number of formats before this one.
-        formats: Number of formats.
+        budget: The time of the run.
+        builds: Seconds of the final exports of some formats.
+        others: Number of the other formats. Their exports are expected to take half of the slowest one, because ONNX is
+            first and takes longest.
     """
-    return max(budget / formats, remaining / (formats - index))
+    return budget.end - budget.reserve - sum(builds) - others * max(builds, default=budget.build_seconds) / 2
+
+
+def _estimate(searches: Sequence[Search], seconds: float) -> str:
+    """Describes how many candidates there is time for, by the costs of the first format.
+
+    Args:
+        seconds: Seconds of all searches.
+    """
+    first, formats = searches[0], len(searches)
+    if not first.build_seconds:
+        return _NO_TIME
+    mean = first.build_seconds * (formats + 1) / (2 * formats)  # see `_find_end`
+    plain = first.build_seconds
+    affordable = min(BUILD_SHARE * seconds / mean, (seconds - plain - first.least_seconds) / mean + 1)
+    count = min(sum(len(search.changes()) for search in searches), math.floor(affordable))
+    return f"about {count} candidate{'s' if count > 1 else ''}" if count > 0 else _NO_TIME
+
+
+def _run_search(search: Search, workloads: Sequence[Workload], end: float, remaining: int) -> Outcome:
+    """Runs the search of one format, whose start was measured."""
+    tournament = search.tournament
+    needed = search.least_seconds + search.build_seconds  # with the plain export
+    deadline = share(tournament.clock(), end, remaining, needed)
+    launches = (deadline - tournament.clock()) / tournament.cost(1, ROUNDS_PER_LAUNCH)
+    if len(tournament.workloads) < len(workloads) and launches >= _LAUNCHES_FOR_SEVERAL_SHAPES and not search.is_fixed:
+        tournament.change_workloads(workloads)
+    builder = search.builder
+    entry = _cache_entry(search.job, builder.traced, builder.checker, tournament.workloads, search.format)
+    outcome = search.run(trial_cache.read(entry), deadline)
+    if outcome.shapes:  # otherwise nothing was compared
+        trial_cache.write(entry, outcome.chosen, outcome.trials)
+    return outcome
+
+
+def share(now: float, end: float, formats: int, needed: float) -> float:
+    """Returns when a format's search must end.
+
+    Args:
+        now: The current time.
+        end: When all searches must end.
+        formats: Number of formats that share the remaining time, with this one.
+        needed: Seconds of the shortest search. If the share is less, the format has all of the time: one tuned format
+            is better than none.
+    """
+    remaining = max(0.0, end - now)
+    seconds = remaining / formats
+    return now + (seconds if seconds >= needed else remaining)
 
 
 def _cache_entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
@@ -26,7 +29,9 @@ from optexport.bench.measure import choose_pairs, measure
 from optexport.bench.run import bench
 from optexport.bench.turns import Settings, race
 from optexport.bench.worker import _sample
+from optexport.bench.workload import other_sizes
 from optexport.errors import BenchError
+from optexport.signature.signature import Dim
 from tests._helpers import exports
 from tests._helpers.cli import message
 from tests.bench.files import WIDTH, chain, lookup
@@ -363,3 +368,35 @@ def test_size_includes_external_data_of_subgraphs(tmp_path: Path) -> None:
     path.write_bytes(helper.make_model(graph).SerializeToString())
     (artifact,) = open_artifacts(path).artifacts
     assert artifact.size == path.stat().st_size + 4 * 64 * 64
+
+
+def test_race_ends_before_its_deadline(tmp_path: Path) -> None:
+    artifacts = [open_artifacts(chain(tmp_path / f"{name}.onnx", 1)).artifacts[0] for name in "ab"]
+    settings = Settings(rounds=9, seconds=0.001, rounds_per_launch=3, deadline=time.monotonic())
+    (first, second) = race(artifacts, [workload(tmp_path)], settings)
+    assert [len(launch) for launch in first.turns] == [len(launch) for launch in second.turns] == [3]
+
+
+_DIMS = st.builds(
+    lambda low, more, size, step: (Dim("x", low * step, (low + more) * step, step), (low + min(size, more)) * step),
+    st.integers(1, 9), st.integers(0, 99), st.integers(0, 99), st.sampled_from([1, 8]),
+)  # fmt: skip
+
+
+@given(axes=st.lists(_DIMS, max_size=3))
+def test_small_and_large_sizes_are_allowed_and_differ(axes: list[tuple[Dim, int]]) -> None:
+    dims, traced = {str(i): dim for i, (dim, _) in enumerate(axes)}, {str(i): size for i, (_, size) in enumerate(axes)}
+    shapes = other_sizes(traced, dims)
+    assert all(size in dims[name] for shape in shapes for name, size in shape.items())
+    assert len({tuple(shape.values()) for shape in (traced, *shapes)}) == 1 + len(shapes) <= 3
+    assert all(math.prod(shape.values()) <= 8.01 * math.prod(traced.values()) * 2 ** len(traced) for shape in shapes)
+
+
+def test_small_and_large_sizes_of_texts() -> None:
+    dims = {"batch": Dim("batch", 1, 64), "sequence": Dim("sequence", 2, 40)}
+    assert other_sizes({"batch": 4, "sequence": 19}, dims) == [
+        {"batch": 1, "sequence": 7},
+        {"batch": 11, "sequence": 40},
+    ]
+    assert other_sizes({}, {}) == []
+    assert other_sizes({"batch": 1}, {"batch": Dim("batch")}) == [{"batch": 8}]

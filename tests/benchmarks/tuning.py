@@ -42,7 +42,9 @@ def tuned(name: str, folder: Path, arguments: argparse.Namespace) -> Result:
     formats = ", ".join(f'"{name}"' for name in arguments.format)
     text = text.replace("[export]\n", f"[export]\nformats = [{formats}]\n")
     text = text.replace("[tracking]\n", "[tracking]\nenabled = false\n")
-    bench = f"shapes = [{', '.join(shapes)}]\nthreads = {arguments.threads}\nrounds = {arguments.rounds}"
+    bench = (
+        f"enabled = true\nshapes = [{', '.join(shapes)}]\nthreads = {arguments.threads}\nrounds = {arguments.rounds}"
+    )
     path = folder / f"tuned-{config}"
     path.write_text(f'{text}{more}\n[bench]\n{bench}\n\n[tune]\nbudget = "{arguments.budget}"\n', encoding="utf-8")
     return run(path)

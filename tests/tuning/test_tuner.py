@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +78,9 @@ formats = ["onnx"]
 passes = {{ onnx = [] }}
 [bench]
 rounds = 12
+shapes = [{{ batch = 3, sequence = 6 }}]
 [tune]
-budget = "4s"
+budget = "3m"
 [tracking]
 enabled = false
 """
@@ -111,6 +114,38 @@ def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     assert reasons["as configured"].startswith("parity failed for graph: hidden at traced")
     slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
     assert slowed.refused is None
+
+
+@pytest.mark.slow
+def test_tuned_run_compares_its_files_only_in_the_search(result: Result) -> None:
+    (outcome,) = result.tuned
+    assert outcome.shapes == ("batch=3,sequence=6",)
+    assert outcome.untried == ()
+    assert result.bench is None
+
+
+@pytest.mark.slow
+def test_budget_includes_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    notes: list[str] = []
+    start = time.monotonic()
+    result = run(_write(tmp_path, _CONFIG.replace('"3m"', '"40s"')), progress=Progress(note=notes.append))
+    assert time.monotonic() - start < 50
+    assert notes == [note for note in notes if re.fullmatch(r"tune: budget 40s: about \d candidates?", note)] != []
+    assert result.passed
+
+
+@pytest.mark.slow
+def test_run_without_time_to_tune_has_the_configured_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    notes: list[str] = []
+    text = _CONFIG.replace('"3m"', '"1s"').replace('use = "python:rules_of_mine:Breaks"', 'use = "merge-linears"')
+    result = run(_write(tmp_path, text), progress=Progress(note=notes.append))
+    assert notes == ["tune: budget 1s: no time for candidates, the files stay as configured"]
+    (outcome,) = result.tuned
+    assert outcome.chosen.change == "as configured"
+    assert outcome.untried_text.startswith("0 of ")
+    assert "python:rules_of_mine:Slows" in {rule.rule for rule in result.manifest.transformations}
 
 
 @pytest.mark.slow
@@ -231,7 +266,7 @@ def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monke
 @pytest.mark.nightly
 def test_tune_option_works_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
-    path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "4s"\n', ""))
+    path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "3m"\n', ""))
     answer = CliRunner().invoke(cli, ["run", "--tune", str(path)])
     assert answer.exit_code == 0, answer.output
     assert "Tuning" in answer.output
@@ -250,7 +285,7 @@ def test_tune_option_works_without_a_table(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_invalid_budget_is_refused(tmp_path: Path, budget: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        load_config(_write(tmp_path, _CONFIG.replace('"4s"', budget)))
+        load_config(_write(tmp_path, _CONFIG.replace('"3m"', budget)))
 
 
 _PROOF = ParityRecord(

@@ -54,6 +54,7 @@ TUNE = [
             {**_TRIAL, "change": "with attention", "refused": "it is too far"},
         ],
         "untried": ["with sum-residuals"],
+        "shapes": ["batch=1,sequence=16"],
     }
 ]
 
