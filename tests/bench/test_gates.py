@@ -169,7 +169,7 @@ def only_with_a_rule(folder: Path, more: str) -> str:
 
 @pytest.mark.slow
 def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path) -> None:
-    result = call("run", only_with_a_rule(tmp_path, 'tune.budget = "1s"'))
+    result = call("run", only_with_a_rule(tmp_path, 'bench.enabled = true\ntune.budget = "1s"'))
     assert result.exit_code == 0, result.stderr
     (note,) = measured(tmp_path)["notes"]
     assert note.startswith("onnx: not compared, because the plain export failed: aten.special_bessel_j1")

@@ -199,7 +199,8 @@ def test_second_run_starts_from_cached_trials(result: Result, folder: Path, monk
     (first,), (second,) = result.tuned, run(folder / "config.toml").tuned
     assert cached >= {first.chosen.change, "as configured"}
     assert {trial.change for trial in second.trials} >= cached
-    assert second.chosen.change == first.chosen.change
+    # It tries the earlier choice again, before anything else; which of two equal files wins is up to noise.
+    assert not next(trial.earlier for trial in second.trials if trial.change == first.chosen.change)
 
 
 @pytest.mark.nightly
