@@ -79,9 +79,9 @@ def main() -> None:
 
 
 def limit_spinning() -> None:
-    """Makes idle threads of torch sleep after some ten microseconds, unless the user has configured how they wait.
+    """Makes idle threads of torch sleep early, unless the user has configured how they wait.
 
-    By default they spin for milliseconds. Beside another busy process, a run then takes several times as long.
+    By default they spin 30 times as long. If another process needs the cores, a run then takes several times as long.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -72,7 +72,7 @@ def tune(
         for name in sorted(formats, key=lambda name: name != "onnx")
     ]
     outcomes: list[Outcome] = []
-    builds: list[float] = []  # seconds of the final exports, as far as they are known
+    builds: list[float] = []  # measured or expected seconds of the final exports
     for index, search in enumerate(searches):
         with progress.step(f"tune {search.format}"):
             remaining = len(searches) - index
@@ -93,16 +93,16 @@ def tune(
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def _find_end(budget: Budget, builds: Sequence[float], others: int) -> float:
+def _find_end(budget: Budget, builds: Sequence[float], unbuilt: int) -> float:
     """Returns when all searches must end.
 
     Args:
         budget: The time of the run.
         builds: Seconds of the final exports of some formats.
-        others: Number of the other formats. Their exports are expected to take half of the slowest one, because ONNX is
-            first and takes longest.
+        unbuilt: Number of the formats without a build. Their exports are expected to take half of the slowest one,
+            because ONNX is first and takes longest.
     """
-    return budget.end - budget.reserve - sum(builds) - others * max(builds, default=budget.build_seconds) / 2
+    return budget.end - budget.reserve - sum(builds) - unbuilt * max(builds, default=budget.build_seconds) / 2
 
 
 def _estimate(searches: Sequence[Search], seconds: float) -> str:

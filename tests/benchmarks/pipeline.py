@@ -1,4 +1,4 @@
-"""Measures a run: its time over a bare export of the same model, beside a busy process, and that of other commands.
+"""Measures the time of a run, alone and next to a busy process, against a bare export; and of two other commands.
 
     python -m tests.benchmarks.pipeline [--threads N] [--rounds N] [--config FILE]
 
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = arguments.config.read_text(encoding="utf-8")
     source = tomllib.loads(text)["model"]["source"]
-    times: dict[str, list[tuple[float, float]]] = {"bare": [], "run": [], "run beside a busy process": []}
+    times: dict[str, list[tuple[float, float]]] = {"bare": [], "run": [], "run next to a busy process": []}
     waits: dict[str, list[float]] = {"--help": [], "check": []}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(arguments.config.parent, folder, dirs_exist_ok=True)
@@ -83,8 +83,8 @@ def main() -> None:
             times["bare"].append(seconds(BARE, [folder, source], arguments.threads))
             times["run"].append(seconds(PROGRAM, ["run", str(config)], arguments.threads))
             with busy():
-                beside = seconds(PROGRAM, ["run", str(config)], arguments.threads)
-            times["run beside a busy process"].append(beside)
+                next_to_it = seconds(PROGRAM, ["run", str(config)], arguments.threads)
+            times["run next to a busy process"].append(next_to_it)
             waits["--help"].append(seconds(PROGRAM, ["--help"], arguments.threads)[1])
             waits["check"].append(seconds(PROGRAM, ["check", str(config)], arguments.threads)[1])
     about = machine()
@@ -99,12 +99,12 @@ def main() -> None:
     for name, values in waits.items():
         print(f"| {name} | | {statistics.median(values):.2f} |")
     print(f"| run / bare | {ratio(times, 'run', 'bare', 0)} | {ratio(times, 'run', 'bare', 1)} |")
-    print(f"| beside a busy process / alone | | {ratio(times, 'run beside a busy process', 'run', 1)} |")
+    print(f"| next to a busy process / alone | | {ratio(times, 'run next to a busy process', 'run', 1)} |")
 
 
 def ratio(times: Mapping[str, Sequence[tuple[float, float]]], name: str, base: str, index: int) -> str:
     """Returns the median and the range of a ratio, of CPU seconds (index 0) or wall-clock seconds (1)."""
-    ratios = [one[index] / other[index] for one, other in zip(times[name], times[base], strict=True)]
+    ratios = [own[index] / reference[index] for own, reference in zip(times[name], times[base], strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 

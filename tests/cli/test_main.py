@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from optexport import __version__
-from optexport.cli.main import cli, limit_spinning
+from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
 from optexport.transformations.registry import RULES
@@ -343,7 +343,7 @@ def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 LIGHT = """
 import json, sys
-from optexport.cli.main import cli, limit_spinning
+from optexport.cli.main import cli
 
 found = {}
 for arguments in json.loads(sys.argv[1]):
@@ -398,15 +398,3 @@ def test_module_runs_the_program(tmp_path: Path) -> None:
     assert shown.returncode == 2
     assert "Traceback" in shown.stderr
     assert shown.stderr.endswith(bad.stderr)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
-)
-def test_waiting_threads_sleep_early_unless_the_user_decides(
-    settings: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(settings))
-    limit_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == expected

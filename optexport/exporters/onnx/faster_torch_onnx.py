@@ -56,8 +56,8 @@ def skipping_needless_decomposition() -> Iterator[None]:
 
     def decompose(exported_program: ExportedProgram, registry: _registration.ONNXRegistry) -> ExportedProgram:
         graph_module = exported_program.graph_module
-        translated = set(_decomp.get_onnx_implemented_overloads(registry))
-        if not all(_is_kept(node, translated) for node in graph_module.graph.nodes):
+        expressible = {*_decomp.get_onnx_implemented_overloads(registry), *_CONVERSIONS, *_SYNONYMS}
+        if not all(_is_kept(node, expressible) for node in graph_module.graph.nodes):
             return original(exported_program, registry)
         for node in list(graph_module.graph.nodes):
             if node.target in _CONVERSIONS or (node.target in _RESHAPES and _keeps_shape(node)):
@@ -73,16 +73,20 @@ def skipping_needless_decomposition() -> Iterator[None]:
         _fx_passes.decompose_with_registry = original
 
 
-def _is_kept(node: fx.Node, translated: set[Any]) -> bool:
-    """Returns True if a node needs no decomposition: it has a translation, or computes with sizes."""
+def _is_kept(node: fx.Node, expressible: set[Any]) -> bool:
+    """Returns True if a node needs no decomposition.
+
+    Args:
+        expressible: Operators with a translation, or with a replacement here.
+    """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if "val" not in node.meta:  # torch.export has inserted it, to detach a constant
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__module__", None) in ("_operator", "math")
-    return not target._schema.is_mutable and target in translated | _CONVERSIONS | _SYNONYMS.keys() | _OF_SIZES
+        return getattr(target, "__module__", None) in ("_operator", "math")  # of sizes
+    return target in expressible and not target._schema.is_mutable
 
 
 # Operators that return their input, or a copy with another dtype.
@@ -94,8 +98,6 @@ _SYNONYMS: dict[Any, Any] = {
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
 }
-# Operators that ``torch.onnx`` reads without a translation.
-_OF_SIZES = {aten.sym_size.int}
 
 
 def _keeps_shape(node: fx.Node) -> bool:
