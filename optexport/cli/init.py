@@ -37,7 +37,8 @@ def init(source: str, output: Path, force: bool) -> None:
       mlflow:models:/NAME@ALIAS      a model in an MLflow registry
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
     """  # noqa: D301 - click does not wrap the paragraph after this escape
-    from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
+    from optexport.cli._starter_config import starter_config
+    from optexport.cli._starter_inputs import GUESS, GUESSED_SIZE
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_extras
     from optexport.config.source import find_model_problem, find_source_folder

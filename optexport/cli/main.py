@@ -19,6 +19,7 @@ from optexport.cli.bench import bench
 from optexport.cli.check import check
 from optexport.cli.diagnose import diagnose
 from optexport.cli.diff import diff
+from optexport.cli.export import export
 from optexport.cli.init import init
 from optexport.cli.lock import lock
 from optexport.cli.new_rule import new_rule
@@ -60,7 +61,7 @@ def cli() -> None:
 
 
 cli.add_section("Prepare a run", init, check, schema, lock, transformations, passes, new_rule)
-cli.add_section("Run", run, batch, diagnose, reproduce)
+cli.add_section("Run", export, run, batch, diagnose, reproduce)
 cli.add_section("Use a bundle", verify, predict, bench, report, diff, sign)
 cli.add_section("Use MLflow", upload, promote, rollback)
 

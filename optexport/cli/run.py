@@ -9,22 +9,28 @@ import click
 
 from optexport.cli._console import console, show_progress, stdout_to_stderr
 from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option, print_json
-from optexport.errors import ConfigError, OptexportError
+from optexport.cli._pipeline_run import (
+    baseline_option,
+    dump_option,
+    publish_errors,
+    quiet_option,
+    run_config,
+    tune_option,
+    without_option,
+)
+from optexport.errors import ConfigError
 
 
 @click.command(cls=Command)
-@click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--without", multiple=True, metavar="RULE", help="Leave this rule out. May be repeated.")
-@click.option("--tune", is_flag=True, help="Search for the rules and format passes that make each file faster.")
-@click.option("--baseline", is_flag=True, help="Also write the untransformed export, to OUTPUT-baseline.")
-@click.option(
-    "--dump",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Write the graph before and after every rule to this folder.",
-)
+@click.argument("config", type=click.Path(path_type=Path))
+@without_option
+@tune_option
+@baseline_option
+@dump_option
 @click.option("--locked", is_flag=True, help="Refuse to run if anything differs from CONFIG.lock (optexport lock).")
 @no_custom_code_option
 @junit_option
+@quiet_option
 @json_option
 def run(
     config: Path,
@@ -34,6 +40,7 @@ def run(
     dump: Path | None,
     locked: bool,
     junit: Path | None,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Export the model in CONFIG and verify the files.
@@ -48,7 +55,6 @@ def run(
     from optexport.bundle.layout import output_folders
     from optexport.config.load import load_config
     from optexport.pipeline import lockfile
-    from optexport.report import github
     from optexport.report import junit as report_junit
 
     try:
@@ -56,40 +62,28 @@ def run(
         if locked and loaded_config.generation is None:  # reports packages that transformers would refuse at import
             lockfile.check_environment(lockfile.read(config), loaded_config, config, packages.versions())
         packages.check()
-    except ConfigError as error:
+    except ConfigError:
         report_junit.start(junit, [config])
-        github.publish(config.name, None, error)
-        report_junit.write(junit, None, error)
-        raise
+        with publish_errors(config.name, junit):
+            raise
     report_junit.start(junit, [config, *output_folders(loaded_config.output_path(config.parent))])
     if loaded_config.generation is not None:
         options = {"--tune": tune, "--baseline": baseline, "--dump": dump, "--locked": locked, "--junit": junit}
         _check_generation_options(option for option, value in options.items() if value)
-        _run_generation(config, without, as_json=as_json)
+        _run_generation(config, without, quiet=quiet, as_json=as_json)
         return
-    try:
-        with show_progress(quiet=as_json) as progress:
-            with progress.step("import libraries"):
-                from optexport.pipeline import run as pipeline_run
-                from optexport.report import json_document, terminal
-
-            # A model's own code may print; standard output is reserved for the result.
-            with stdout_to_stderr():
-                result = pipeline_run.run(
-                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
-                )
-    except OptexportError as error:
-        github.publish(config.name, None, error)
-        report_junit.write(junit, None, error)
-        raise
-    github.publish(config.name, result.manifest.parity, result.failure)
-    report_junit.write(junit, result.manifest.parity, result.failure)
-    if as_json:
-        print_json(json_document.as_json(result))
-    else:
-        terminal.show(result, console())
-    if result.failure is not None:
-        raise result.failure
+    run_config(
+        config,
+        title=config.name,
+        junit=junit,
+        quiet=quiet,
+        as_json=as_json,
+        without=without,
+        tune=tune,
+        baseline=baseline,
+        dump=dump,
+        locked=locked,
+    )
 
 
 def _check_generation_options(options: Iterable[str]) -> None:
@@ -101,9 +95,9 @@ def _check_generation_options(options: Iterable[str]) -> None:
         )
 
 
-def _run_generation(config: Path, without: tuple[str, ...], *, as_json: bool) -> None:
+def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, as_json: bool) -> None:
     """Exports the parts of a generative model, and prints their results."""
-    with show_progress(quiet=as_json) as progress:
+    with show_progress(quiet=as_json or quiet) as progress:
         from optexport.generation import run, summary
 
         with stdout_to_stderr():

@@ -38,7 +38,7 @@ def load_config(path: Path, without: Collection[str] = ()) -> Config:
     Raises:
         ConfigError: The file cannot be read, is not TOML, or has an invalid value.
     """
-    return parse_config(toml_file.read(path), path, without)
+    return parse_config(toml_file.read_config(path), path, without)
 
 
 def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config:

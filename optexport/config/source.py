@@ -53,6 +53,14 @@ def source_kind(source: str, folder: Path) -> SourceKind:
     return SourceKind.HUB
 
 
+def is_model_source(text: str) -> bool:
+    """Returns True if a text names a model and no file that could be a config."""
+    kind = source_kind(text, Path())
+    if kind is SourceKind.HUB:
+        return _is_hub_id(text) and not text.endswith(".toml") and not os.path.exists(text)
+    return kind is not SourceKind.FOLDER or os.path.isdir(text)
+
+
 def is_template(source: str) -> bool:
     """Returns True if a source has placeholders for the models of a registry."""
     return source.startswith("mlflow:") and (NAME in source or VERSION in source)
@@ -138,7 +146,7 @@ def _check_hub_source(source: str, folder: Path, location: str) -> None:
     """Checks that a source without prefix, file or folder is a valid hub id."""
     if _is_file(folder, source):
         _refuse_file(source, folder, location)
-    if re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
+    if _is_hub_id(source):
         return
     code = re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)
     if code and _is_file(folder, f"{code[1]}.py"):
@@ -146,6 +154,10 @@ def _check_hub_source(source: str, folder: Path, location: str) -> None:
     else:
         hint = 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".'
     raise ConfigError(f'"{source}" is neither an existing folder nor a valid hub id', location=location, hint=hint)
+
+
+def _is_hub_id(source: str) -> bool:
+    return re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source) is not None
 
 
 def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:

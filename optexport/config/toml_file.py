@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from optexport._utils.paths import check_utf8
+from optexport.config.source import is_model_source
 from optexport.config.validation import Mistakes, format_key
 from optexport.errors import ConfigError
 from optexport.redaction import redact
@@ -102,13 +104,41 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     return table
 
 
+def read_config(path: Path) -> str:
+    """Reads a config file; the error for a model's source names the command that exports it.
+
+    Raises:
+        ConfigError: As for `read`, or the path is a model's source.
+    """
+    if is_model_source(str(path)):
+        command = shlex.join(["optexport", "export", str(path)])
+        raise ConfigError(
+            "this is the source of a model, not a config",
+            location=str(path),
+            hint=f"To export it without a config, run: {command}",
+        )
+    return read(path)
+
+
 def read_redacted(path: Path) -> str:
     """Returns the text of a config without passwords and tokens, for copies of it.
 
     Raises:
         ConfigError: The config cannot be read, or is not TOML.
     """
-    text = read(path)
+    return redact_text(read_config(path), path)
+
+
+def redact_text(text: str, path: Path) -> str:
+    """Returns the text of a config without passwords and tokens.
+
+    Args:
+        text: The text.
+        path: The file, for error messages.
+
+    Raises:
+        ConfigError: The text is not TOML.
+    """
     for _, value in _items(parse(text, path)):
         if isinstance(value, str) and (redacted := redact(value)) != value:
             text = text.replace(value, redacted)

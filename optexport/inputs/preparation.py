@@ -132,7 +132,7 @@ def _make_example(
         inputs = convert_to_uint8(model, dummy_inputs(model))
         return {name: tensor for name, tensor in inputs.items() if name not in config.constants}
     raise ConfigError(
-        "the config does not describe the model's inputs",
+        "nothing describes the model's inputs",
         location="inputs",
         hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
     )

@@ -14,13 +14,13 @@ from optexport._utils.progress import Progress
 from optexport.bundle import contents, layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
+from optexport.config import toml_file
 from optexport.config.benchmarks import TuneConfig
 from optexport.config.derived import disable_measurements, resolve_config, resolve_passes
 from optexport.config.error_locations import naming_config
-from optexport.config.load import load_config
+from optexport.config.load import parse_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
-from optexport.config.toml_file import read_redacted
 from optexport.errors import ConfigError
 from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
@@ -88,16 +88,19 @@ class RunPlan:
             yield tracker
 
 
-def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
+def plan_run(path: str | Path, options: RunOptions, text: str | None = None) -> RunPlan:
     """Reads a config, and checks its lock, its rules and its output folders.
+
+    Args:
+        text: The text of a config that is in no file; paths in it start at the folder of ``path``.
 
     Raises:
         ConfigError: The config, the lock or an option is invalid, or an output folder cannot be written.
     """
     path = as_path(path, "path")
     dump = None if options.dump is None else as_path(options.dump, "dump")
-    config = load_config(path, options.without)
-    text = read_redacted(path)  # read now, because the file may change during the run
+    text = toml_file.read_config(path) if text is None else text
+    config = parse_config(text, path, options.without)
     _check_config(config, path)
     lock = lockfile.read(path) if options.locked else None
     if lock is not None:
@@ -120,7 +123,7 @@ def plan_run(path: str | Path, options: RunOptions) -> RunPlan:
         config,
         rules,
         output,
-        config_text=text,
+        config_text=toml_file.redact_text(text, path),
         baseline=baseline,
         dump=dump,
         lock=lock,

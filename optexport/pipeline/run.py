@@ -55,9 +55,13 @@ def run(  # noqa: PLR0913 - options of the public API
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    progress = progress or Progress()
     options = RunOptions(without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
-    plan = plan_run(path, options)
+    return run_plan(plan_run(path, options), progress or Progress())
+
+
+@torch_settings.preserved()
+def run_plan(plan: RunPlan, progress: Progress) -> Result:
+    """Runs a plan; raises the errors of `run`."""
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload

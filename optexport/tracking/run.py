@@ -20,7 +20,7 @@ from optexport._utils import atomic_dir
 from optexport.bundle import parts
 from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError, TrackingError
-from optexport.redaction import redact_error
+from optexport.redaction import redact, redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
@@ -123,7 +123,8 @@ class Tracker:
             raise
 
     def _upload_command(self) -> str:
-        return shlex.join(["optexport", "upload", str(self._bundle), "--config", str(self._path)])
+        store = ["--config", str(self._path)] if self._path.exists() else ["--uri", redact(self._config.uri)]
+        return shlex.join(["optexport", "upload", str(self._bundle), *store])
 
 
 def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:

@@ -32,7 +32,8 @@ from transformers import (
     WhisperConfig,
 )
 
-from optexport.cli._starter_config import GUESS, GUESSED_SIZE, starter_config
+from optexport.cli._starter_config import starter_config
+from optexport.cli._starter_inputs import GUESS, GUESSED_SIZE
 from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.config.schema import Config

@@ -374,6 +374,10 @@ def test_commands_without_a_model_import_no_large_package(tmp_path: Path) -> Non
         "check bad.toml": 2,
         "run bad.toml": 2,
         "run nowhere.toml": 2,
+        "run .": 2,
+        "export --help": 0,
+        "export ./nowhere": 2,
+        "export . --task nothing": 2,
     }
     done = python("-c", LIGHT, json.dumps([call.split() for call in calls]), cwd=tmp_path)
     assert json.loads(done.stderr.splitlines()[-1]) == {call: [code, []] for call, code in calls.items()}

@@ -42,7 +42,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
         3,
         "the original model fails on case traced",
     ),
-    "inputs of nothing": (config(inputs=""), 2, "the config does not describe the model's inputs"),
+    "inputs of nothing": (config(inputs=""), 2, "nothing describes the model's inputs"),
     "dimension of no input": (
         config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
         2,

@@ -41,7 +41,7 @@ def test_too_large_numbers_and_deep_tables_are_refused(text: str, message: str, 
     ("make", "message"),
     [
         (os.mkfifo, "the path is not a file"),
-        (os.mkdir, "the path is not a file"),
+        (os.mkdir, "this is the source of a model, not a config"),
         (lambda path: path.write_bytes(b"#" * (1 << 21)), "the file has more than 1,048,576 bytes"),
         (lambda path: path.write_bytes(b"\xff"), "the file is not UTF-8"),
         (lambda path: None, "the config file does not exist"),

@@ -1,0 +1,84 @@
+"""Runs the pipeline for ``optexport run`` and ``optexport export``, and the options that both have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optexport.cli._console import console, show_progress, stdout_to_stderr
+from optexport.cli._group import print_json
+from optexport.errors import OptexportError
+
+without_option = click.option("--without", multiple=True, metavar="RULE", help="Leave this rule out. May be repeated.")
+tune_option = click.option(
+    "--tune", is_flag=True, help="Search for the rules and format passes that make each file faster."
+)
+baseline_option = click.option(
+    "--baseline", is_flag=True, help="Also write the untransformed export, to OUTPUT-baseline."
+)
+dump_option = click.option(
+    "--dump",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the graph before and after every rule to this folder.",
+)
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Do not show the steps.")
+
+
+@contextlib.contextmanager
+def publish_errors(title: str, junit: Path | None) -> Iterator[None]:
+    """Writes an error to the job's page on GitHub and to the JUnit file.
+
+    Args:
+        title: The name of the config.
+        junit: The file of ``--junit``.
+    """
+    from optexport.report import github
+    from optexport.report import junit as report_junit
+
+    try:
+        yield
+    except OptexportError as error:
+        github.publish(title, None, error)
+        report_junit.write(junit, None, error)
+        raise
+
+
+def run_config(
+    path: Path, text: str | None = None, *, title: str, junit: Path | None, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """Runs a config, and prints and publishes the result.
+
+    Args:
+        path: The config file; paths in the config start at its folder.
+        text: The config, if it is in no file.
+        title: The name of the config on GitHub.
+        junit: The file of ``--junit``.
+        options: The fields of `optexport.pipeline.plan.RunOptions`.
+
+    Raises:
+        OptexportError: The run fails, or the model is exported but its tracking failed.
+    """
+    from optexport.report import github
+    from optexport.report import junit as report_junit
+
+    with publish_errors(title, junit), show_progress(quiet=as_json or quiet) as progress:
+        with progress.step("import libraries"):
+            from optexport.pipeline.plan import RunOptions, plan_run
+            from optexport.pipeline.run import run_plan
+            from optexport.report import json_document, terminal
+
+        # A model's own code may print; standard output is reserved for the result.
+        with stdout_to_stderr():
+            result = run_plan(plan_run(path, RunOptions(**options), text), progress)
+    github.publish(title, result.manifest.parity, result.failure)
+    report_junit.write(junit, result.manifest.parity, result.failure)
+    if as_json:
+        print_json(json_document.as_json(result))
+    else:
+        terminal.show(result, console())
+    if result.failure is not None:
+        raise result.failure

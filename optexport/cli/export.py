@@ -1,0 +1,251 @@
+"""The command ``optexport export``, which exports a model without a config file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from optexport.cli._console import echo
+from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option
+from optexport.cli._pipeline_run import (
+    baseline_option,
+    dump_option,
+    publish_errors,
+    quiet_option,
+    run_config,
+    tune_option,
+    without_option,
+)
+from optexport.errors import ConfigError, OptexportError, did_you_mean
+
+if TYPE_CHECKING:
+    from optexport.cli._starter_config import Tensor
+
+# The config is in no file, so this is the name of its location in errors. Paths start at the working directory.
+_NO_FILE = Path("optexport export")
+# The option for each key of the config, in errors.
+_OPTIONS = {
+    r"model\.source": "SOURCE",
+    r"model\.task": "--task",
+    r"inputs\.dynamic\.?": "--dynamic ",
+    r"inputs\.tensors\.?": "--input ",
+    r"inputs\.data": "--data",
+    r"inputs(?=: |$)": "SOURCE",
+    r"transformations\[\d+\](?:\.use)?": "--transform",
+    r"export\.output": "--output",
+    r"tracking\.uri": "--uri",
+    r"tracking\.experiment": "--experiment",
+}
+_FORMATS = ("torchscript", "onnx", "pt2")
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
+
+
+def _ranges(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[int, int]]:  # noqa: ARG001 - click's
+    """Parses ranges such as ``batch=1:64``."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for text in values:
+        parts = re.fullmatch(r"(\w+)=(\d{1,10}):(\d{1,10})", text, re.ASCII)
+        if parts is None or parts[1] in ranges or not 1 <= int(parts[2]) <= int(parts[3]) < 2**31:
+            raise click.BadParameter(f'"{text}" does not have the form NAME=MIN:MAX, such as batch=1:64.')
+        ranges[parts[1]] = int(parts[2]), int(parts[3])
+    return ranges
+
+
+def _tensors(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Tensor]:  # noqa: ARG001 - click's
+    """Parses inputs such as ``x=batch,3,224,224`` or ``ids=batch,sequence:int64``."""
+    from optexport.cli._starter_config import Tensor
+
+    tensors: dict[str, Tensor] = {}
+    for text in values:
+        parts = re.fullmatch(rf"([\w.]+)=(\w+(?:,\w+)*)(?::({'|'.join(_DTYPES)}))?", text, re.ASCII)
+        if parts is None or parts[1] in tensors:
+            raise click.BadParameter(
+                f'"{text}" does not have the form NAME=SIZE,...[:DTYPE], such as x=batch,3,224,224'
+                " or ids=batch,sequence:int64."
+            )
+        shape = [int(size) if size.isdecimal() else size for size in parts[2].split(",")]
+        tensors[parts[1]] = Tensor(shape, parts[3] or "float32")
+    return tensors
+
+
+@click.command(cls=Command)
+@click.argument("source")
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The folder of the bundle (default: build/ and the name of the model).",
+)
+@click.option("--task", help="The task, which selects the AutoModel class (default: from config.json).")
+@click.option(
+    *("--format", "formats"),
+    type=click.Choice(_FORMATS),
+    multiple=True,
+    help="A format to export (default: all). May be repeated.",
+)
+@click.option(
+    "--dynamic",
+    multiple=True,
+    callback=_ranges,
+    metavar="NAME=MIN:MAX",
+    help="A dynamic axis and its sizes, such as batch=1:64. May be repeated; other axes are then fixed.",
+)
+@click.option(
+    *("--input", "tensors"),
+    multiple=True,
+    callback=_tensors,
+    metavar="NAME=SIZE,...[:DTYPE]",
+    help="An input of random numbers, such as x=batch,3,224,224. May be repeated.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="A .jsonl, .npz or .safetensors file with the inputs.")
+@click.option(
+    *("--transform", "rules"),
+    multiple=True,
+    metavar="RULE",
+    help="A rule to apply, instead of the default rules. May be repeated.",
+)
+@without_option
+@tune_option
+@baseline_option
+@dump_option
+@click.option("--uri", help="The MLflow store (default: sqlite:///mlflow.db).")
+@click.option("--experiment", help="The MLflow experiment (default: the name of the model).")
+@click.option("--no-tracking", is_flag=True, help="Do not track the run in MLflow.")
+@click.option(
+    "--save-config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the config of this export to a file, for optexport run.",
+)
+@no_custom_code_option
+@junit_option
+@quiet_option
+@json_option
+def export(
+    source: str,
+    output: Path | None,
+    task: str | None,
+    formats: tuple[str, ...],
+    dynamic: dict[str, tuple[int, int]],
+    tensors: dict[str, Tensor],
+    data: Path | None,
+    rules: tuple[str, ...],
+    without: tuple[str, ...],
+    tune: bool,
+    baseline: bool,
+    dump: Path | None,
+    uri: str | None,
+    experiment: str | None,
+    no_tracking: bool,
+    save_config: Path | None,
+    junit: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Export the model at SOURCE and verify the files, without a config file.
+
+    Use this for a first export. It makes the config that optexport init would write, changed by the options, and runs
+    it as optexport run does. With --save-config it also writes this config, so that you can edit it and run it again.
+
+    SOURCE is a folder such as ./my-model, a hub id, python:module:factory, package:NAME/PATH,
+    mlflow:models:/NAME@ALIAS, a .pt2 file or a TorchScript file.
+
+    Without --input and --data, the inputs are made up from the model's config.json or the .pt2 file.
+    """
+    from optexport.bundle.layout import output_folders
+    from optexport.cli._starter_config import Choices, model_name, starter_config
+    from optexport.config.load import parse_config
+    from optexport.config.requirements import check_machine
+    from optexport.report import junit as report_junit
+
+    if tensors and data is not None:
+        raise click.UsageError("give either --input or --data, not both.")
+    path = save_config or _NO_FILE
+    name = model_name(source, Path())
+    with _naming_options(path):
+        choices = Choices(
+            task=task,
+            output=_relative(output or Path("build", name), path),
+            formats=formats or _FORMATS,
+            dynamic=dynamic,
+            tensors=tensors,
+            data=None if data is None else _relative(data, path),
+            rules=_choose_rules(rules, without),
+            is_tuned=tune,
+            uri=uri or f"sqlite:///{_relative(Path('mlflow.db'), path)}",
+            experiment=experiment or name,
+            is_tracked=not no_tracking,
+            guesses=False,
+        )
+        if path.parent != Path() and os.path.exists(source):
+            source = _relative(Path(source), path)
+        text = starter_config(source, path.parent, choices)
+        try:
+            config = parse_config(text, path)  # reports mistakes before the slow import of torch
+            check_machine(config, path)
+        except ConfigError:
+            report_junit.start(junit, [])
+            with publish_errors(name, junit):
+                raise
+    if save_config is not None:
+        _save(text, save_config)
+    report_junit.start(junit, [*filter(None, (save_config, data)), *output_folders(config.output_path(path.parent))])
+    with contextlib.nullcontext() if save_config is not None else _naming_options(path):
+        run_config(path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump)
+
+
+def _relative(path: Path, config: Path) -> str:
+    """Returns a path of the command line as it is written in a config."""
+    return str(path) if config.parent == Path() or path.is_absolute() else os.path.relpath(path, config.parent)
+
+
+def _choose_rules(rules: Sequence[str], without: Sequence[str]) -> list[str]:
+    from optexport.transformations.registry import PRESET, canonical_name
+
+    chosen = {canonical_name(rule) or rule: rule for rule in rules or PRESET}
+    for rule in without:
+        if chosen.pop(canonical_name(rule) or rule, None) is None:
+            raise ConfigError(
+                f"the export has no rule {rule}", location=f"--without {rule}", hint=did_you_mean(rule, chosen)
+            )
+    return [*chosen.values()]
+
+
+def _save(text: str, path: Path) -> None:
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise ConfigError(
+                "the file exists and has other content, so it is not replaced",
+                location=f"--save-config {path}",
+                hint="Choose another file, or remove this one.",
+            )
+        path.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot write the file: {error}", location=f"--save-config {path}") from error
+    echo(f"Wrote {path}. The same export again: optexport run {path}", err=True)
+
+
+@contextlib.contextmanager
+def _naming_options(path: Path) -> Iterator[None]:
+    """Names the options of this command in errors, instead of keys of the config."""
+    pattern = re.compile(rf"^(?:{re.escape(str(path))}: )?({'|'.join(_OPTIONS)})", re.MULTILINE)
+
+    def name_option(match: re.Match[str]) -> str:
+        return next(option for key, option in _OPTIONS.items() if re.fullmatch(key, match[1]))
+
+    try:
+        yield
+    except OptexportError as error:
+        location = pattern.sub(name_option, error.location or "").removeprefix(f"{path}: ")
+        if location == "SOURCE" and isinstance(error, ConfigError) and error.hint and "[inputs.tensors" in error.hint:
+            error.hint = "Add --input NAME=batch,3,224,224 for each input, or --data FILE."
+        if error.details is not None:
+            error.details = pattern.sub(name_option, error.details)
+        if path == _NO_FILE and error.hint is not None:
+            error.hint = error.hint.replace("the folder of the config", "the working directory")
+        error.locate(location.rstrip() if location != str(path) else "optexport export")
+        raise

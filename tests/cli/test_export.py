@@ -1,0 +1,208 @@
+"""``export``: the same runs as with a config file, and errors that name its options."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from optexport.cli.main import cli
+from tests._helpers import exports, models
+from tests._helpers.cli import MODULE, config, message
+
+# A model that needs inputs, and the shortest way to export it.
+SOURCE = "python:halves:load"
+HALVES = [SOURCE, "--input", "x=batch,4", "--format", "pt2", "--no-tracking"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def call(*arguments: str) -> Result:
+    sys.modules.pop("halves", None)  # imported by another test
+    return CliRunner().invoke(cli, arguments)
+
+
+def settings(bundle: str) -> dict[str, Any]:
+    return tomllib.loads(Path(bundle, "config.toml").read_text(encoding="utf-8"))
+
+
+def contents(bundle: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in bundle.iterdir() if path.name not in exports.UNEQUAL}
+
+
+def test_saved_config_gives_the_same_bundle(tmp_path: Path) -> None:
+    assert call("export", *HALVES).exit_code == 0
+    without_file = contents(tmp_path / "build" / "load")
+    saved = call("export", *HALVES, "--save-config", "mine.toml")
+    assert (saved.exit_code, contents(tmp_path / "build" / "load")) == (0, without_file)
+    assert "Wrote mine.toml. The same export again: optexport run mine.toml\n" in saved.stderr
+    assert call("run", "mine.toml").exit_code == 0
+    assert contents(tmp_path / "build" / "load") == without_file
+    assert {"config.toml", "manifest.json", "model.pt2"} <= {*without_file}
+
+
+def test_options_are_written_to_the_config() -> None:
+    done = call(
+        *("export", *HALVES, "-o", "out", "--dynamic", "batch=2:8", "--experiment", "mine", "--uri", "sqlite:///a.db"),
+        *("--transform", "MergeLinears", "--transform", "fuse-bias", "--without", "merge-linears"),
+    )
+    assert done.exit_code == 0, done.stderr
+    written = settings("out")
+    assert written["inputs"] == {
+        "tensors": {"x": {"shape": ["batch", 4], "dtype": "float32"}},
+        "dynamic": {"batch": [2, 8]},
+    }
+    assert written["transformations"] == [{"use": "fuse-bias"}]
+    assert (written["export"]["formats"], written["export"]["output"]) == (["pt2"], "out")
+    assert written["tracking"] == {"enabled": False, "uri": "sqlite:///a.db", "experiment": "mine"}
+    assert "Dynamic axes batch 2 to 8\n" in done.stdout
+
+
+def test_every_rule_can_be_left_out() -> None:
+    done = call("export", *HALVES, "--transform", "fuse-bias", "--without", "fuse-bias")
+    assert done.exit_code == 0, done.stderr
+    assert settings("build/load")["transformations"] == []
+
+
+@pytest.mark.slow
+def test_config_in_another_folder_has_paths_from_there(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "model").mkdir()
+    program = exports.exported().output / "model.pt2"
+    (tmp_path / "model" / "block.pt2").write_bytes(program.read_bytes())
+    options = ["--format", "pt2", "--save-config", "configs/mine.toml"]
+    assert call("export", "model/block.pt2", *options).exit_code == 0
+    assert call("check", "configs/mine.toml").exit_code == 0
+    written = tomllib.loads((tmp_path / "configs" / "mine.toml").read_text(encoding="utf-8"))
+    assert written["model"]["source"] == "../model/block.pt2"
+    assert written["export"]["output"] == "../build/block"
+    assert (tmp_path / "build" / "block" / "model.pt2").is_file()
+    assert (tmp_path / "mlflow.db").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "resnet", "t5"])
+def test_folder_of_a_model_needs_no_options(name: str, tmp_path: Path) -> None:
+    """``resnet`` has no image size, so its inputs are those of a run without ``[inputs]``."""
+    models.model(name).save_pretrained(tmp_path / "my-model")  # type: ignore[operator]
+    done = call("export", "./my-model", "--format", "onnx", "--json")
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["passed"], result["output"]) == (True, str(tmp_path / "build" / "my-model"))
+    assert result["mlflow_run_id"]
+    assert settings("build/my-model")["tracking"]["experiment"] == "my-model"
+    assert "guessed" not in Path("build/my-model/config.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_factory_of_a_transformers_model_needs_no_inputs(tmp_path: Path) -> None:
+    factory = "from tests._helpers import models\ndef make(): return models.model('vit')\n"
+    (tmp_path / "made.py").write_text(factory, encoding="utf-8")
+    done = call("export", "python:made:make", "--format", "pt2", "--no-tracking")
+    assert done.exit_code == 0, done.stderr
+    assert "Dynamic axes batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_tuned_export_has_the_search_in_its_config() -> None:
+    done = call("export", *HALVES, "--tune", "--without", "merge-linears", "--quiet")
+    assert done.exit_code == 0, done.stderr
+    assert settings("build/load")["tune"] == {"budget": "5m"}
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_lost_server_is_reported_with_the_command_that_uploads() -> None:
+    done = call("export", *HALVES[:-1], "--uri", "http://127.0.0.1:9")
+    assert done.exit_code == 7
+    assert f"run: optexport upload {Path('build/load').resolve()} --uri http://127.0.0.1:9\n" in done.stderr
+
+
+def test_data_junit_and_baseline_are_those_of_run(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"x": [1.0, 2.0, 3.0, 4.0]}\n{"x": [0.5, 0.0, 1.0, 2.0]}\n')
+    options = ["--data", "rows.jsonl", "--format", "pt2", "--no-tracking", "--baseline", "--dump", "graphs"]
+    done = call("export", SOURCE, *options, "--junit", "parity.xml")
+    assert done.exit_code == 0, done.stderr
+    assert settings("build/load")["inputs"] == {"data": "rows.jsonl"}
+    assert (tmp_path / "build" / "load-baseline" / "model.pt2").is_file()
+    assert 'failures="0"' in Path("parity.xml").read_text(encoding="utf-8")
+    assert any((tmp_path / "graphs").iterdir())
+
+
+# Arguments, the location in the error, and a part of the message.
+MISTAKES: dict[str, tuple[list[str], str, str]] = {
+    "no such folder": (["./nowhere"], "SOURCE", "the folder ./nowhere does not exist"),
+    "no such module": (["python:halve:load"], "SOURCE", "put halve.py in the working directory"),
+    "folder without a model": (["."], "SOURCE", "has no config.json"),
+    "task": ([SOURCE, "--task", "feature-extractoin"], "--task", 'Did you mean "feature-extraction"?'),
+    "rule": ([SOURCE, "--transform", "merge-linear"], "--transform", 'Did you mean "merge-linears"?'),
+    "no such rule": ([SOURCE, "--without", "merge-linear"], "--without merge-linear", 'Did you mean "merge-linears"?'),
+    "data": ([SOURCE, "--data", "nowhere.npz"], "--data", "the file nowhere.npz does not exist"),
+    "inputs": ([SOURCE, "--no-tracking"], "SOURCE", "Hint: Add --input NAME=batch,3,224,224 for each input, or"),
+    "input": ([*HALVES, "--input", "y=batch"], "inputs: y", "Halves has no input of this name"),
+    "axis": ([*HALVES, "--dynamic", "bach=1:8"], "--dynamic bach", 'Did you mean "batch"?'),
+    "size": ([*HALVES, "--input", "y=0"], "--input y.shape[0]", "expected a size from 1"),
+    "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),
+    "code": ([SOURCE, "--no-custom-code"], "SOURCE", "OPTEXPORT_NO_CUSTOM_CODE"),
+    "saved config": ([*HALVES, "--save-config", "halves.py"], "--save-config halves.py", "has other content"),
+    "folder of a config": ([*HALVES, "--save-config", "a/b.toml"], "SOURCE", "put halves.py in the folder of"),
+    "output": ([*HALVES, "-o", "."], "--output", "the path exists and is not a bundle"),
+    "two": ([SOURCE, "--task", "x", "--uri", "a://b"], "optexport export", "\n  --uri: MLflow has no tracking"),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_errors_name_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTEXPORT_NO_CUSTOM_CODE", raising=False)
+    arguments, location, part = MISTAKES[name]
+    error = message(call("export", *arguments), 2)
+    monkeypatch.delenv("OPTEXPORT_NO_CUSTOM_CODE", raising=False)  # --no-custom-code sets it
+    assert error.startswith(f"{location}: "), error
+    assert part in error
+    assert not Path("build", "load").exists()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--dynamic", "batch"],
+        ["--dynamic", "batch=8:2"],
+        ["--dynamic", "batch=0:2"],
+        ["--input", "x"],
+        ["--input", "x=batch,4:int65"],
+        ["--format", "tflite"],
+        ["--data", "x.npz", "--input", "x=batch,4"],
+    ],
+    ids=" ".join,
+)
+def test_malformed_options_are_usage_errors(option: list[str]) -> None:
+    assert option[0] in message(call("export", SOURCE, *option), 2)
+
+
+@pytest.mark.parametrize(
+    "source", [".", "./folder", "python:halves:load", "package:x/y", "mlflow:models:/a@b", "m.pt2", "org/name", "name"]
+)
+def test_run_of_a_source_names_the_export_command(source: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "m.pt2").touch()
+    error = message(call("run", source), 2)
+    assert error == (
+        f"{Path(source)}: this is the source of a model, not a config\n"
+        f"Hint: To export it without a config, run: optexport export {Path(source)}\n"
+    )
+
+
+def test_missing_config_is_no_source(tmp_path: Path) -> None:
+    assert "the config file does not exist" in message(call("run", "nowhere.toml"), 2)
+    (tmp_path / "config").write_text(config("halves:laod"), encoding="utf-8")
+    assert 'Did you mean "load"?' in message(call("run", "config"), 2)
