@@ -22,7 +22,7 @@ from optexport.config.derived import resolve_passes
 from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort, Layout
-from optexport.errors import ConfigError, TraceError
+from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values
 from optexport.job import Job
@@ -212,7 +212,11 @@ def _copy(batch: Mapping[str, torch.Tensor]) -> Batch:
 def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
     """Checks that each declared dimension belongs to an input and has valid sizes."""
     for name, axes in dynamic.items():
-        rank = batches[0][name].dim() if name in batches[0] else 0
+        if name not in batches[0]:
+            raise ConfigError(
+                "the model has no input of this name", location=f"dynamic: {name}", hint=did_you_mean(name, batches[0])
+            )
+        rank = batches[0][name].dim()
         for dim in axes.values():
             names = dim.split(" + ") if isinstance(dim, str) else [getattr(dim, "name", "")]
             if not all(isinstance(part, str) and part.isidentifier() for part in names):
@@ -224,7 +228,7 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
         shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in batches[0].items())
         if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
             raise ConfigError(
-                f"the input does not exist or does not have the axes {[*axes]}",
+                f"the input does not have the axes {[*axes]}",
                 location=f"dynamic: {name}",
                 hint=f"Use the inputs and axes of the first batch: {shapes}.",
             )
