@@ -1,6 +1,13 @@
 """Exports PyTorch and transformers models, optimized and checked against the original.
 
-Names are imported on first use, so that ``import optexport`` does not import torch.
+Example:
+    >>> import optexport, torch
+    >>> result = optexport.export(torch.nn.Linear(4, 2).eval(), {"input": torch.randn(3, 4)}, "build/small")
+    >>> optexport.Bundle.load(result.output)(input=torch.randn(5, 4))["output"].shape
+    (5, 2)
+
+Start with `export` for a model in memory, `run` for a config file, and `Bundle` to use the result. Names are imported
+on first use, so that ``import optexport`` does not import torch.
 """
 
 from __future__ import annotations
@@ -68,12 +75,19 @@ _MODULES = {
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
+_PUBLIC_MODULES = ("errors", "testing", "transformations")
+
 __all__ = ["__version__", *sorted(_MODULES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("transformations", "errors"):
+    if name in _PUBLIC_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for tab completion."""
+    return sorted([*__all__, *_PUBLIC_MODULES])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,20 @@ from optexport.config.derived import resolve_passes
 from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Effort, Layout
-from optexport.errors import ConfigError, TraceError
+from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values
 from optexport.job import Job
-from optexport.loading.loader import Loaded
+from optexport.loading.loader import Loaded, Pretrained
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
-from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
+from optexport.pipeline.api_arguments import Rules, as_enabled_table, as_list, as_table, check_arguments, name_rules
 from optexport.result import Result
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs
 from optexport.tracing import dynamo_exporter
 from optexport.tracing.trace import Traced, copy_graph_module, trace
-from optexport.transformations import Transformation
 
 logger = logging.getLogger("optexport")
 
@@ -46,8 +47,8 @@ def export(  # noqa: PLR0913 - options of the public API
     inputs: Inputs | list[Inputs],
     output: str | Path,
     *,
-    transformations: Transformation | Iterable[Transformation] | None = None,
-    formats: Sequence[str] = FORMATS,
+    transformations: Rules | None = None,
+    formats: str | Sequence[str] = FORMATS,
     dynamic: Dynamic | None = None,
     values: Mapping[str, Any] | None = None,
     noise_multiple: float = 4.0,
@@ -60,9 +61,14 @@ def export(  # noqa: PLR0913 - options of the public API
     passes: Mapping[str, Sequence[str]] | None = None,
     layout: Layout | None = None,
     allow_fixed_shape: bool = False,
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    tune: bool | str = False,
+    bench: bool | Mapping[str, Any] = False,
+    tracking: bool | str | Mapping[str, Any] = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Traces, transforms, exports and checks a model, like ``optexport run`` without tracking.
+    """Traces, transforms, exports and checks a model, like ``optexport run``, but does not track it by default.
 
     Args:
         model: A model in eval mode; it is not changed.
@@ -70,7 +76,8 @@ def export(  # noqa: PLR0913 - options of the public API
             of tensors. Constants become part of the exported model. The first tensor of ``states=(h, c)`` is named
             ``states.0``. A list has several batches: the first is traced, and all are checked.
         output: The bundle's folder; an existing bundle is replaced.
-        transformations: One or more transformations, in the order of application; by default the preset.
+        transformations: One or more transformations or names of rules, in the order of application; by default the
+            preset.
         formats: Any of "torchscript", "onnx" and "pt2".
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.
@@ -89,6 +96,13 @@ def export(  # noqa: PLR0913 - options of the public API
         layout: "triton" writes the files as a model repository of Triton Inference Server, inside the bundle.
         allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although ``dynamic`` has axes, if
             TorchScript cannot compile the graph.
+        tokenizer: A tokenizer of transformers, for `Bundle.preprocess`; it is saved in the bundle.
+        image_processor: An image processor of transformers, likewise.
+        tune: Whether to search for the rules and format passes that make each file faster; a time such as "5m" limits
+            the run, see ``[tune]``.
+        bench: Whether to measure the files; a mapping has keys of ``[bench]``.
+        tracking: Whether to track the run in MLflow; a string is the tracking URI, and a mapping has keys of
+            ``[tracking]``. If tracking fails, the bundle is complete and `Result.tracking_failure` is set.
         progress: Receives every step.
 
     Raises:
@@ -99,7 +113,9 @@ def export(  # noqa: PLR0913 - options of the public API
         TransformationError: A rule raises, or returns something other than a graph.
         ExportError: A file cannot be written in its format.
     """
-    check_arguments(model, dynamic=dynamic, values=values, metrics=metrics, precision=precision, passes=passes)
+    benchmark = None if isinstance(bench, bool) else bench
+    mappings = {"values": values, "metrics": metrics, "precision": precision, "passes": passes, "bench": benchmark}
+    check_arguments(model, dynamic=dynamic, **mappings)
     output = as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
@@ -112,6 +128,11 @@ def export(  # noqa: PLR0913 - options of the public API
         )
     else:
         loaded = Loaded(model)
+    if tokenizer is not None or image_processor is not None:
+        # Copies, because saving them changes settings such as the padding.
+        tokenizer, image_processor = copy.deepcopy((tokenizer, image_processor))
+        processors = Pretrained("", {}, tokenizer=tokenizer, image_processor=image_processor)
+        loaded = replace(loaded, pretrained=processors)
     batches_of_arguments = inputs if isinstance(inputs, list) else [inputs]
     if not batches_of_arguments:
         raise ConfigError("the list of batches is empty", location="inputs")
@@ -137,6 +158,9 @@ def export(  # noqa: PLR0913 - options of the public API
                 "allow_fixed_shape": allow_fixed_shape,
             },
             "precision": None if precision is None else dict(precision),
+            "bench": as_enabled_table(bench, "enabled"),
+            "tune": as_table(tune, "budget"),
+            "tracking": as_enabled_table(tracking, "uri"),
         },
         "export",
     )
@@ -151,7 +175,7 @@ def export(  # noqa: PLR0913 - options of the public API
     example = batches[0] if dynamic is None else resizing.make_traceable(batches[0], dynamic, indexes)
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
-    return run.export_bundle(job, progress or Progress())
+    return run.export_in_memory(job, progress or Progress())
 
 
 def _name_batches(loaded: Loaded, batches: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
@@ -188,7 +212,11 @@ def _copy(batch: Mapping[str, torch.Tensor]) -> Batch:
 def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
     """Checks that each declared dimension belongs to an input and has valid sizes."""
     for name, axes in dynamic.items():
-        rank = batches[0][name].dim() if name in batches[0] else 0
+        if name not in batches[0]:
+            raise ConfigError(
+                "the model has no input of this name", location=f"dynamic: {name}", hint=did_you_mean(name, batches[0])
+            )
+        rank = batches[0][name].dim()
         for dim in axes.values():
             names = dim.split(" + ") if isinstance(dim, str) else [getattr(dim, "name", "")]
             if not all(isinstance(part, str) and part.isidentifier() for part in names):
@@ -200,7 +228,7 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
         shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in batches[0].items())
         if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
             raise ConfigError(
-                f"the input does not exist or does not have the axes {[*axes]}",
+                f"the input does not have the axes {[*axes]}",
                 location=f"dynamic: {name}",
                 hint=f"Use the inputs and axes of the first batch: {shapes}.",
             )

@@ -195,7 +195,7 @@ def test_rule_that_is_applied_twice_is_counted_twice(tmp_path: Path) -> None:
 MISTAKES: dict[str, dict[str, Any]] = {
     "no format": {"formats": ()},
     "an unknown format": {"formats": ["tflite"]},
-    "a format outside a list": {"formats": "onnx"},
+    "an unknown format outside a list": {"formats": "tflite"},
     "a multiple of nothing": {"noise_multiple": 0},
     "a negative tolerance": {"atol": -1.0},
     "an opset of long ago": {"opset": 3},
@@ -204,7 +204,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "an axis without a name": {"dynamic": {"input": {0: 3}}},
     "axes in a list": {"dynamic": {"input": ["batch", None]}},
     "sizes of nothing": {"dynamic": {"input": {0: Dim("batch", 0, 8)}}},
-    "the name of a rule": {"transformations": "merge-linears"},
+    "the name of no rule": {"transformations": "merge-linear"},
     "a class of rules": {"transformations": [MergeLinears]},
     "a class for a rule": {"transformations": MergeLinears},
     "a number for rules": {"transformations": 3},

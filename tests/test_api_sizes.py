@@ -145,8 +145,8 @@ def test_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
     ("axes", "words"),
     [
         ({0: Dim("batch", 1, 1)}, "has size 2, but"),
-        ({"0": "batch"}, "the input does not exist or does not have the axes"),
-        ({True: "batch"}, "the input does not exist or does not have the axes"),
+        ({"0": "batch"}, "the input does not have the axes"),
+        ({True: "batch"}, "the input does not have the axes"),
         ({0: Dim("", 1, 4)}, "is not a dimension"),
         ({0: "my batch"}, "is not a dimension"),
         ({0: Dim("batch", 1.5, 4)}, "is not a range of sizes from 1 to 2147483647"),  # type: ignore[arg-type]
@@ -158,6 +158,11 @@ def test_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
 def test_unknown_dimension_is_refused(axes: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         quick(nn.Linear(4, 3).eval(), torch.randn(2, 4), tmp_path / "one", dynamic={"input": axes})
+
+
+def test_mistyped_input_of_dynamic_gets_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='dynamic: inptu: the model has no input of this name\nHint: Did you mean "i'):
+        quick(nn.Linear(4, 3).eval(), torch.randn(2, 4), tmp_path / "one", dynamic={"inptu": {0: "batch"}})
 
 
 def test_symbolic_trace_refuses_a_range_without_sizes() -> None:

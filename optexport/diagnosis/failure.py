@@ -52,7 +52,26 @@ def diagnose_failure(
     lines = describe_failures(checker.targets)
     kind = GateError if all(target.outputs_passed for target in checker.targets) else ParityError
     hint = None if finding is None else finding.hint
+    if (too_small := _find_small_tolerance(checker)) is not None:
+        explanation, hint = f"{too_small[0]}\n{explanation}", too_small[1]
     return kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
+
+
+def _find_small_tolerance(checker: ParityChecker) -> tuple[str, str] | None:
+    """Returns an explanation and a hint if a failed output has a fixed tolerance below its noise floor, or None."""
+    failed = {output.output for target in checker.targets for output in target.outputs if not output.passed}
+    for name in sorted(failed):
+        tolerance = checker.tolerances[name]
+        if tolerance.fixed and tolerance.limit < tolerance.floor:
+            text = (
+                f"The tolerance of {on_one_line(name)} is below its noise floor of {tolerance.floor:.1e}, by which the "
+                "original itself differs from float64. Rounding alone can exceed it."
+            )
+            return text, (
+                f"Set parity.atol to at least {4 * tolerance.floor:.1e}, or remove parity.atol and parity.rtol; the "
+                "tolerance is then measured."
+            )
+    return None
 
 
 def describe_failures(targets: Sequence[TargetParity]) -> list[str]:

@@ -50,6 +50,7 @@ class Pretrained:
     """The location of a model's tokenizer or processor: a folder or hub id, and load options.
 
     Attributes:
+        name: The folder or hub id; empty if there is none, for processors that were passed in Python.
         tokenizer: The tokenizer, if it was loaded with the model.
         image_processor: The image processor, if it replaces the one in the folder.
         prompt: A prefix of every text.

@@ -99,7 +99,8 @@ def save(
         try:
             if not _is_available(pretrained, kind, options):
                 continue
-            _check_links(Path(pretrained.name))
+            if pretrained.name:
+                _check_links(Path(pretrained.name))
             processor = _load(pretrained, kind, options)
             if kind == "tokenizer" and longest is not None:
                 processor.model_max_length = min(processor.model_max_length, longest)
@@ -134,6 +135,8 @@ def _find_loaded(pretrained: Pretrained, kind: Kind) -> Any:
 def _is_available(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> bool:
     if _find_loaded(pretrained, kind) is not None:
         return True
+    if not pretrained.name:  # a model in memory, with processors that were passed in Python
+        return False
     return any(find(pretrained.name, name, options) is not None for name in _FILES[kind])
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport.errors import ConfigError
-from optexport.pipeline.rules import load_preset
-from optexport.transformations import Transformation
+from optexport.pipeline.rules import load_preset, load_rule
+from optexport.transformations import Transformation, registry
 from optexport.transformations.apply import NamedRule
 
 # Examples of mappings, for hints.
@@ -20,32 +20,62 @@ _EXAMPLES = {
     "metrics": '{"cosine": 0.999}',
     "precision": '{"onnx": "int8"}',
     "passes": '{"onnx": ["sum-residuals"]}',
+    "bench": '{"rounds": 50}, or True',
 }
 
 
-def name_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
+Rules = Transformation | str | Iterable[Transformation | str]
+
+
+def name_rules(transformations: Rules | None) -> tuple[NamedRule, ...]:
     """Returns transformations with the names that reports use; by default the preset.
 
+    Args:
+        transformations: Transformations, or names of rules as in a config.
+
     Raises:
-        ConfigError: A value is not a transformation.
+        ConfigError: A value is not a transformation, or there is no rule with a name.
     """
     if transformations is None:
         return load_preset()
     value: Any = transformations  # a common mistake is a class without parentheses
     instances = [*value] if isinstance(value, Iterable) and not isinstance(value, str | type) else [value]
-    for transformation in instances:
-        if not isinstance(transformation, Transformation):
-            raise ConfigError(
-                f"{transformation!r} is not a transformation",
-                location="transformations",
-                hint="Pass instances, such as optexport.transformations.MergeLinears().",
-            )
-    return NamedRule.of(instances)
+    return tuple(_name_rule(instance) for instance in instances)
+
+
+def _name_rule(value: Any) -> NamedRule:
+    if isinstance(value, str):
+        registry.check(value, {}, "transformations")
+        return load_rule(registry.canonical_name(value) or value)
+    if not isinstance(value, Transformation):
+        raise ConfigError(
+            f"{value!r} is not a transformation",
+            location="transformations",
+            hint='Pass instances, such as optexport.transformations.MergeLinears(), or names, such as "merge-linears".',
+        )
+    return NamedRule.of(value)[0]
 
 
 def as_list(formats: Any) -> Any:
     """Returns formats as a list for the config; leaves other values for the config to reject."""
-    return list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else formats
+    if isinstance(formats, str):
+        return [formats]
+    return list(formats) if isinstance(formats, Iterable) else formats
+
+
+def as_table(value: Any, key: str) -> dict[str, Any] | None:
+    """Returns the table of an option that may be a switch, the value of one key, or a mapping; None if it is off."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return {}
+    return dict(value) if isinstance(value, Mapping) else {key: value}
+
+
+def as_enabled_table(value: Any, key: str) -> dict[str, Any]:
+    """Returns `as_table` for a table that has a key ``enabled``."""
+    table = as_table(value, key)
+    return {"enabled": table is not None, **(table or {})}
 
 
 def check_arguments(model: Any, **mappings: Any) -> None:

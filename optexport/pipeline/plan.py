@@ -76,16 +76,24 @@ class RunPlan:
         """The folder that paths in the config are relative to."""
         return self.path.parent
 
-    @contextlib.contextmanager
-    def start_tracking(self, progress: Progress) -> Iterator[tracking.Tracker]:
-        """Starts the MLflow run as a step, and ends it as finished or failed when the block ends."""
-        settings = portable_config(self.config)
-        tags = run_params.tags(settings["model"]["source"], versions(), self.origin)
-        with contextlib.ExitStack() as stack:
-            with progress.step("start tracking"):
-                run = tracking.tracking(self.config.tracking, self.path, self.output, settings, tags)
-                tracker = stack.enter_context(run)
-            yield tracker
+
+@contextlib.contextmanager
+def start_tracking(
+    config: Config, path: Path | None, output: Path, origin: Origin, progress: Progress
+) -> Iterator[tracking.Tracker]:
+    """Starts the MLflow run as a step, and ends it as finished or failed when the block ends.
+
+    Args:
+        path: The path of the config; None for a model in memory.
+        output: The bundle's folder.
+        origin: The origin of the bundle.
+    """
+    settings = portable_config(config)
+    tags = run_params.tags(settings["model"]["source"], versions(), origin)
+    with contextlib.ExitStack() as stack:
+        with progress.step("start tracking"):
+            tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
+        yield tracker
 
 
 def plan_run(path: str | Path, options: RunOptions, text: str | None = None) -> RunPlan:

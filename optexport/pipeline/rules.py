@@ -44,6 +44,9 @@ def load_rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[Na
 
 def load_preset() -> tuple[NamedRule, ...]:
     """Returns the default rules."""
-    return tuple(
-        NamedRule(name, {}, registry.load(name, {}, Path(), "preset"), in_python=True) for name in registry.PRESET
-    )
+    return tuple(load_rule(name) for name in registry.PRESET)
+
+
+def load_rule(name: str) -> NamedRule:
+    """Returns a rule by its name, without options, for a call from Python."""
+    return NamedRule(name, {}, registry.load(name, {}, Path(), "transformations"), in_python=True)

@@ -23,7 +23,7 @@ from optexport.parity import gates
 from optexport.pipeline import bundle_writer, lockfile, steps
 from optexport.pipeline.gain import measure_gain
 from optexport.pipeline.measure import list_workloads, measure_files
-from optexport.pipeline.plan import RunOptions, RunPlan, plan_run
+from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_tracking
 from optexport.pipeline.variant import VariantExporter, transform_variant
 from optexport.report.html import page
 from optexport.result import Result
@@ -65,7 +65,8 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
-        plan.start_tracking(progress) as tracker,  # plan.py: "start tracking"
+        # plan.py: "start tracking"
+        start_tracking(plan.config, plan.path, plan.output, plan.origin, progress) as tracker,
         naming_config(plan.path),
     ):
         job = load_job(plan, workspace, progress)
@@ -75,6 +76,21 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
         with progress.step("track"):
             tracker.send()
     return replace(result, baseline=plan.baseline).with_tracking(tracker)
+
+
+def export_in_memory(job: Job, progress: Progress) -> Result:
+    """Exports a model that was loaded in Python, and tracks the run if its config asks for it."""
+    if not job.config.tracking.enabled:
+        return export_bundle(job, progress)
+    with (
+        contextlib.ExitStack() as output_lock,
+        start_tracking(job.config, None, job.output, job.origin, progress) as tracker,
+    ):
+        origin = job.origin.model_copy(update={"mlflow_run": tracker.run_id})
+        result = export_bundle(replace(job, origin=origin), progress, output_lock)
+        with progress.step("track"):
+            tracker.send()
+    return result.with_tracking(tracker)
 
 
 def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:

@@ -48,7 +48,7 @@ class Tracker:
         registered: The registration of the model; None if the config does not register it.
     """
 
-    def __init__(self, config: TrackingConfig, path: Path, bundle: Path) -> None:
+    def __init__(self, config: TrackingConfig, path: Path | None, bundle: Path) -> None:
         self.run_id: str | None = None
         self.page: str | None = None
         self.failure: TrackingError | None = None
@@ -65,7 +65,7 @@ class Tracker:
         """
 
         def action() -> None:
-            folder = self._path.parent
+            folder = Path.cwd() if self._path is None else self._path.parent
             self._client = store.open_store(self._config.uri, folder)
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
             self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
@@ -123,8 +123,9 @@ class Tracker:
             raise
 
     def _upload_command(self) -> str:
-        store = ["--config", str(self._path)] if self._path.exists() else ["--uri", redact(self._config.uri)]
-        return shlex.join(["optexport", "upload", str(self._bundle), *store])
+        has_config = self._path is not None and self._path.exists()
+        where = ["--config", str(self._path)] if has_config else ["--uri", redact(self._config.uri)]
+        return shlex.join(["optexport", "upload", str(self._bundle), *where])
 
 
 def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
@@ -207,14 +208,15 @@ def end_unfinished_run(client: Any, experiment: str, bundle: Path) -> None:
 
 @contextlib.contextmanager
 def tracking(
-    config: TrackingConfig, path: Path, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
+    config: TrackingConfig, path: Path | None, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
 ) -> Iterator[Tracker]:
     """Starts a run, and ends it as FINISHED, FAILED or KILLED when the block ends.
 
     Tracking errors are stored in `Tracker.failure` and not raised, because the work itself may have succeeded.
 
     Args:
-        path: The path of the config. A relative path in the tracking URI starts at its folder.
+        path: The path of the config, or None. A relative path in the tracking URI starts at its folder, or at the
+            working directory.
         bundle: The output folder.
         settings: The resolved config, for the run's params.
     """

@@ -71,7 +71,7 @@ class FuseBatchNorm(Rule):
         elif self.before and isinstance(first, self.norms) and isinstance(second, self.layers):
             norm_call, layer_call = path.nodes[0], node
         else:
-            return None
+            return self._skip_function_between(graph_module, node, path.nodes[0])
         if reason := _find_problem(graph_module, norm_call, layer_call, path):
             return Skip(reason)
         space = 1
@@ -80,6 +80,15 @@ class FuseBatchNorm(Rule):
         fold = Fold((layer_call, norm_call), norm_call, layer_call, space)
         reason = folding.find_range_problem(layer_call.target, *_fold(graph_module, fold))
         return Skip(reason) if reason else fold
+
+    def _skip_function_between(self, graph_module: GraphModule, norm: Node, function: Node) -> Skip | None:
+        """Returns the reason if a function such as an activation lies between a layer and a norm, or None."""
+        sources = function.all_input_nodes
+        if len(sources) != 1 or not isinstance(modules.called_module(graph_module, norm), self.norms):
+            return None
+        if not isinstance(modules.called_module(graph_module, sources[0]), self.layers):
+            return None
+        return Skip(f"{function.name} lies between {sources[0].target} and {norm.target}")
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Fold)

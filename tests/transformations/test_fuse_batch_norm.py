@@ -151,6 +151,13 @@ def test_across_operations_that_return_their_input(body: Any) -> None:
     check_applied(FuseBatchNorm(), by_export(x, between, **children, dropout=nn.Dropout(0.5)), x)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish()])
+def test_an_activation_between_a_convolution_and_a_norm_is_a_reason(activation: nn.Module) -> None:
+    children = {"layer": nn.Conv2d(4, 4, 1), "act": activation, "norm": nn.BatchNorm2d(4)}
+    graph_module = by_export(_x(2), lambda m, x: m.norm(m.act(m.layer(x))), **children)
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "lies between layer and norm")
+
+
 def test_intermediate_result_with_another_reader_is_skipped() -> None:
     graph_module = by_fx(
         lambda m, x: m.norm(y := m.identity(m.layer(x))) + y,
