@@ -80,7 +80,7 @@ class RunPlan:
     def start_tracking(self, progress: Progress) -> Iterator[tracking.Tracker]:
         """Starts the MLflow run as a step, and ends it as finished or failed when the block ends."""
         settings = portable_config(self.config)
-        tags = run_params.tags(settings["model"]["source"], versions(), self.origin)
+        tags = run_params.tags(settings["model"]["source"], self.config.export.formats, versions(), self.origin)
         with contextlib.ExitStack() as stack:
             with progress.step("start tracking"):
                 run = tracking.tracking(self.config.tracking, self.path, self.output, settings, tags)

@@ -61,15 +61,16 @@ def run(  # noqa: PLR0913 - options of the public API
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
-        plan.start_tracking(progress) as tracker,  # plan.py: "start tracking"
-        naming_config(plan.path),
     ):
-        job = load_job(plan, workspace, progress)
-        if plan.baseline is not None:
-            export_bundle(steps.as_baseline(job, plan.baseline), progress.prefixed("baseline"))
-        result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
-        with progress.step("track"):
-            tracker.send()
+        with naming_config(plan.path):
+            job = load_job(plan, workspace, progress)
+        # plan.py: "start tracking"; only now, so that most mistakes in a config or a source start no MLflow run
+        with plan.start_tracking(progress) as tracker, naming_config(plan.path):
+            if plan.baseline is not None:
+                export_bundle(steps.as_baseline(job, plan.baseline), progress.prefixed("baseline"))
+            result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
+            with progress.step("track"):
+                tracker.send()
     return replace(result, baseline=plan.baseline).with_tracking(tracker)
 
 
