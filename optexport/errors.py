@@ -139,6 +139,11 @@ class OptexportError(Exception):
         self.location = on_one_line(redact_error(location))
         self.args = (str(self),)
 
+    def add_detail(self, line: str) -> None:
+        """Adds a fact after the details."""
+        self.details = "\n".join(filter(None, (self.details, redact_error(line))))
+        self.args = (str(self),)
+
     def __str__(self) -> str:
         return self._text(f"{self.location}: {self.message}" if self.location else self.message)
 
@@ -208,7 +213,12 @@ class CheckError(OptexportError):
     """A check of results that failed.
 
     If targets were compared, each line of the message is one failure.
+
+    Attributes:
+        folder: The folder with the tensors of the failure; None if none was written.
     """
+
+    folder: Path | None = None
 
     @property
     def labelled(self) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from optexport._utils.markup import size_in_words
 from optexport.bench.measure import Figures, Report
 
 _COLOURS = {"faster": "green", "slower": "red", "inconclusive": None}
@@ -110,11 +111,3 @@ def comparison_table(report: Report) -> Table:
             style=_COLOURS[c.verdict],
         )
     return table
-
-
-def size_in_words(size: int) -> str:
-    """Returns a size with a unit, such as ``90.9 MB``."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} B"

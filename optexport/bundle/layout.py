@@ -17,6 +17,8 @@ MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
 REFERENCE = "reference.safetensors"
 REPORT = "report.html"
+# Reproduces a failed check, in the folder of the failure.
+SCRIPT = "reproduce.py"
 # Describes how the parts of a generative model, each of them a bundle, work together.
 GENERATION = "generation.json"
 SIGNATURE = "bundle.sig"

@@ -316,6 +316,10 @@ class Manifest(_Record):
             raise ValueError(f"dims lacks the dimensions {', '.join(sorted(unknown))}")
         return self
 
+    def size_of(self, artifact: ArtifactRecord) -> int:
+        """Returns the bytes of a model file, including external weights."""
+        return sum(file.size for file in self.files if file.path in (artifact.path, f"{artifact.path}.data"))
+
     @property
     def few_digits(self) -> list[str]:
         """Returns the outputs whose noise floor leaves fewer than half the digits of their dtype.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# The name of the target for the original model itself.
+ORIGINAL = "original"
 # Sizes and counts of up to 64 bits, so that a reader's arithmetic does not overflow.
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # Distance between two values.
@@ -30,6 +33,13 @@ class CaseRecord(_Record):
     distance: Distance | None
     limit: float | None
     failure: str | None
+
+    @property
+    def used_share(self) -> float | None:
+        """Returns the distance as a share of the limit, or None without a limit."""
+        if self.limit is None or self.distance is None:
+            return None
+        return self.distance / self.limit if self.limit > 0 else 0.0 if self.distance == 0 else math.inf
 
 
 class OutputRecord(_Record):
@@ -61,6 +71,11 @@ class OutputRecord(_Record):
     passing_atol: Distance | None
     worst_case: str
     cases: list[CaseRecord]
+
+    @property
+    def used_share(self) -> float | None:
+        """Returns the largest share of a limit that a case uses, or None without limits."""
+        return max((share for case in self.cases if (share := case.used_share) is not None), default=None)
 
 
 class GateRecord(_Record):
@@ -155,6 +170,17 @@ class TargetRecord(_Record):
         """Returns the target's name, with its precision if that is lower than the original's."""
         return self.target if self.precision is None else f"{self.target} ({self.precision})"
 
+    @property
+    def used_share(self) -> float | None:
+        """Returns the largest share of a limit that an output uses, or None without limits."""
+        return max((share for output in self.outputs if (share := output.used_share) is not None), default=None)
+
+    @property
+    def passed(self) -> bool:
+        """Returns True if every output and every gate passes."""
+        failures = [case.failure for output in self.outputs for case in output.cases]
+        return all(failure is None for failure in [*failures, *(result.failure for result in self.gate_results)])
+
 
 class ToleranceRecord(_Record):
     """Noise floor and tolerance of an output.
@@ -208,6 +234,27 @@ class ParityRecord(_Record):
     gates: list[GateRecord]
     targets: list[TargetRecord]
     extreme_cases: list[str] = []
+
+    @property
+    def compared(self) -> list[TargetRecord]:
+        """Returns the targets that are compared with the original."""
+        return [target for target in self.targets if target.target != ORIGINAL]
+
+    @property
+    def passed(self) -> bool:
+        """Returns True if every target passes."""
+        return all(target.passed for target in self.targets)
+
+    @property
+    def used_share(self) -> float | None:
+        """Returns the largest share of a limit that a compared target uses, or None without limits.
+
+        A result that has no distance, for example one of another shape, counts as infinitely far.
+        """
+        outputs = [output for target in self.compared for output in target.outputs]
+        if any(case.failure is not None and case.distance is None for output in outputs for case in output.cases):
+            return math.inf
+        return max((share for target in self.compared if (share := target.used_share) is not None), default=None)
 
     @property
     def compared_with(self) -> str:

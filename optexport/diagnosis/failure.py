@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from optexport.diagnosis.reproduction import SCRIPT, Finding, write_folder
+from optexport.bundle.layout import SCRIPT
+from optexport.diagnosis.reproduction import Finding, write_folder
 from optexport.errors import GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.parity.checker import CaseParity, OutputParity, ParityChecker, TargetParity
 from optexport.parity.record import parity_record
@@ -46,7 +47,9 @@ def diagnose_failure(
         has_script = write_folder(folder, checker, finding, config_text, explanation)
     except Exception as problem:  # for example a full disk, or an unrelated folder at that path
         explanation += f"\nThe folder for the tensors could not be written: {_describe(problem)}."
+        written = None
     else:
+        written = folder
         script = f"Reproduce: python {folder / SCRIPT}"
         explanation += f"\n{script if has_script else f'No script reproduces the failure. Its tensors: {folder}'}"
     lines = describe_failures(checker.targets)
@@ -54,7 +57,9 @@ def diagnose_failure(
     hint = None if finding is None else finding.hint
     if (too_small := _find_small_tolerance(checker)) is not None:
         explanation, hint = f"{too_small[0]}\n{explanation}", too_small[1]
-    return kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
+    error = kind("\n".join(lines), details=explanation, hint=hint, parity=parity_record(checker))
+    error.folder = written
+    return error
 
 
 def _find_small_tolerance(checker: ParityChecker) -> tuple[str, str] | None:

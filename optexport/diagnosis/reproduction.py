@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from optexport._utils import atomic_dir
+from optexport.bundle.layout import SCRIPT
 from optexport.errors import (
     ConfigError,
     with_hint,
@@ -26,7 +27,6 @@ from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
 from optexport.runtime.untrusted import archives
 
-SCRIPT = "reproduce.py"
 _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
 _NAMES = {
     *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "diagnosis.txt", "piece.onnx"),

@@ -11,6 +11,7 @@ import torch
 
 from optexport import tracking
 from optexport._utils import signals, torch_settings
+from optexport._utils.packages import versions
 from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport.bundle.git import checkout
@@ -21,7 +22,7 @@ from optexport.config.load import load_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
-from optexport.errors import ConfigError
+from optexport.errors import CheckError, ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
@@ -29,6 +30,7 @@ from optexport.inputs import preparation
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import steps
+from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
 from optexport.result import Result
 from optexport.tracking import run_params
@@ -40,7 +42,7 @@ def run_generation(
 ) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
-    Each part is tracked as a separate run, after all checks.
+    Each part is tracked as a separate run, after all checks. If a check fails, one run has the failure.
 
     Args:
         without: Names of rules to omit.
@@ -79,7 +81,13 @@ def run_generation(
                 config, component, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name)
             )
 
-        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, output_lock)
+        try:
+            result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, output_lock)
+        except CheckError:
+            settings = portable_config(config)
+            tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), Origin(git=git))
+            with tracking.tracking(config.tracking, path, output, settings, tags):
+                raise
         with progress.step("track"):
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)
@@ -101,7 +109,7 @@ def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
 
 def _track(part: Result, config: Config, path: Path, origin: Origin) -> Result:
     manifest = part.manifest
-    tags = run_params.tags(manifest.model.source, manifest.versions, origin)
+    tags = run_params.tags(manifest.model.source, list(part.files), manifest.versions, origin)
     with tracking.tracking(config.tracking, path, part.output, manifest.config, tags) as tracker:
         tracker.send()
     return replace(part, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)

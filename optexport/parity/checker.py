@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optexport._utils.platform import is_of_memory
+from optexport.bundle.parity_records import ORIGINAL
 from optexport.errors import ExportError, describe_error
 from optexport.parity import distances
 from optexport.parity.gates import Gate, GateResult, judge
@@ -17,7 +18,6 @@ from optexport.parity.reference import Outputs, Reference, store_results
 from optexport.runtime.runners import Run
 
 # Names of targets.
-ORIGINAL = "original"
 GRAPH = "graph"
 ONNX = "onnx"
 ONNX_OPTIMIZED = "onnx-optimized"

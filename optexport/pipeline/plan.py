@@ -89,7 +89,7 @@ def start_tracking(
         origin: The origin of the bundle.
     """
     settings = portable_config(config)
-    tags = run_params.tags(settings["model"]["source"], versions(), origin)
+    tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), origin)
     with contextlib.ExitStack() as stack:
         with progress.step("start tracking"):
             tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))

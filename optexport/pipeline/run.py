@@ -65,16 +65,19 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
-        # plan.py: "start tracking"
-        start_tracking(plan.config, plan.path, plan.output, plan.origin, progress) as tracker,
-        naming_config(plan.path),
     ):
-        job = load_job(plan, workspace, progress)
-        if plan.baseline is not None:
-            export_bundle(steps.as_baseline(job, plan.baseline), progress.prefixed("baseline"))
-        result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
-        with progress.step("track"):
-            tracker.send()
+        with naming_config(plan.path):
+            job = load_job(plan, workspace, progress)
+        # plan.py: "start tracking"; only now, so that most mistakes in a config or a source start no MLflow run
+        with (
+            start_tracking(plan.config, plan.path, plan.output, plan.origin, progress) as tracker,
+            naming_config(plan.path),
+        ):
+            if plan.baseline is not None:
+                export_bundle(steps.as_baseline(job, plan.baseline), progress.prefixed("baseline"))
+            result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
+            with progress.step("track"):
+                tracker.send()
     return replace(result, baseline=plan.baseline).with_tracking(tracker)
 
 

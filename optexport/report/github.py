@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 
+from optexport._utils.markup import escape_markdown, table_row
 from optexport.bundle.parity_records import OutputRecord, ParityRecord, TargetRecord
 from optexport.config.metrics import round_for_gate
-from optexport.errors import OptexportError, on_one_line, printable
+from optexport.errors import OptexportError, printable
 from optexport.report.parity_text import (
     atol_text,
     case_names,
@@ -33,18 +33,18 @@ def markdown(parity: ParityRecord, title: str) -> str:
     """Returns the job summary as Markdown: verdict, tables, and explained failures."""
     failures = [(target, output) for target, output in list_outputs(parity) if find_failure(output) is not None]
     failed = bool(failures) or any(gate_result.failure is not None for _, gate_result in list_gate_results(parity))
-    cases = f"{len(parity.cases)} cases: {_escape_markdown(case_names(parity.cases))}"
+    cases = f"{len(parity.cases)} cases: {escape_markdown(case_names(parity.cases))}"
     lines = [
-        f"### {_escape_markdown(title)}: parity {'failed' if failed else 'passed'}",
+        f"### {escape_markdown(title)}: parity {'failed' if failed else 'passed'}",
         "",
-        f"Compared with {_escape_markdown(parity.compared_with)} on {cases}.",
+        f"Compared with {escape_markdown(parity.compared_with)} on {cases}.",
         _TARGET_TABLE,
         *(_target_row(parity, target, output) for target, output in list_outputs(parity)),
         *_gate_lines(parity),
     ]
     for target, output in failures:
-        text = _escape_markdown(f"{find_failure(output)}. {explain(parity, output)}")
-        lines += ["", f"- **{target.target}, {_escape_markdown(output.output)}**: {text}"]
+        text = escape_markdown(f"{find_failure(output)}. {explain(parity, output)}")
+        lines += ["", f"- **{target.target}, {escape_markdown(output.output)}**: {text}"]
     return "\n".join(lines) + "\n"
 
 
@@ -54,9 +54,9 @@ def _target_row(parity: ParityRecord, target: TargetRecord, output: OutputRecord
     if target.precision is not None and all(case.limit is None for case in output.cases):
         has_gate = any(gate_result.output in (None, output.output) for gate_result in target.gate_results)
         tolerance = "gates" if has_gate else "none"
-    return _table_row(
+    return table_row(
         target.title,
-        _escape_markdown(output.output),
+        escape_markdown(output.output),
         number_text(output.max_abs),
         number_text(bound.floor),
         tolerance,
@@ -71,21 +71,12 @@ def _gate_lines(parity: ParityRecord) -> list[str]:
     for target, gate_result in list_gate_results(parity):
         interval = "-" if gate_result.low is None else f"{gate_result.low:.6g} to {gate_result.high:.6g}"
         value = "-" if gate_result.value is None else round_for_gate(gate_result.value, gate_result.min)
-        title = _escape_markdown(metric_title(gate_result))
+        title = escape_markdown(metric_title(gate_result))
         verdict = "passed" if gate_result.failure is None else "**failed**"
         rows.append(
-            _table_row(target.title, title, value, interval, str(gate_result.count), f"{gate_result.min:.15g}", verdict)
+            table_row(target.title, title, value, interval, str(gate_result.count), f"{gate_result.min:.15g}", verdict)
         )
     return [_GATE_TABLE, *rows] if rows else []
-
-
-def _table_row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escape_markdown(text: str) -> str:
-    """Escapes a text for a line or a table cell of Markdown."""
-    return re.sub(r"[\\`*|<>\[\]~&]|\b_|_\b", r"\\\g<0>", on_one_line(text))
 
 
 def error_lines(parity: ParityRecord) -> list[str]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from optexport._utils.markup import size_in_words
 from optexport.bench import report
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import (
@@ -18,9 +19,10 @@ from optexport.bundle.manifest import (
     PrecisionRecord,
     TensorRecord,
 )
+from optexport.bundle.parity_records import ORIGINAL
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line
-from optexport.parity.checker import ORIGINAL, CaseParity, OutputParity, TargetParity
+from optexport.parity.checker import CaseParity, OutputParity, TargetParity
 from optexport.report import tuning
 from optexport.report.parity_text import case_names
 from optexport.result import Result
@@ -262,7 +264,7 @@ def _show_verdict(result: Result, console: Console) -> None:
     latencies, gains = _latencies(result), _gains(result)
     for artifact in manifest.artifacts:
         paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]
-        size = report.size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
+        size = size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
         precision = None if artifact.precision is None else artifact.precision.precision
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
         details = [latencies.get(name), gains.get(artifact.format)]

@@ -12,6 +12,7 @@ from optexport.config.schema import TrackingConfig
 from optexport.errors import TrackingError
 from optexport.redaction import redact_error
 from optexport.tracking import store
+from optexport.tracking.description import DESCRIPTION_TAG, describe_failure
 from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, end_failed, new_run, reason_of, status_of
 
 
@@ -99,6 +100,7 @@ def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str,
         for run_id in run_ids:
             client.set_terminated(run_id, status)
             client.set_tag(run_id, REASON_TAG, redact_error(reason))
+            client.set_tag(run_id, DESCRIPTION_TAG, describe_failure(redact_error(reason), status))
         return run_ids
     except Exception as error:
         raise store.failure(error, config.uri, "The MLflow run of the attempt may stay RUNNING.") from error

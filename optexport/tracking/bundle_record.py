@@ -15,6 +15,7 @@ from optexport.bundle import digest_json, digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
+from optexport.config.benchmarks import GateConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError
@@ -37,6 +38,7 @@ class BundleSettings(BaseModel):
     tracking: TrackingConfig
     # BaseModel inherits a `register` method from ABCMeta.
     registering: RegisterConfig | None = Field(default=None, alias="register")
+    gate: GateConfig = GateConfig()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from optexport.bundle.layout import REFERENCE, REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord
 from optexport.errors import BundleError, describe_error
-from optexport.tracking import run_params
+from optexport.tracking import run_metrics, run_params, tables
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
+from optexport.tracking.description import describe_bundle
 from optexport.tracking.model import OnnxModel, read_onnx_model
-
-Table = Mapping[str, Sequence[Any]]
+from optexport.tracking.run_metrics import Metric
+from optexport.tracking.tables import TABLES
 
 # safetensors dtypes that NumPy lacks.
 _DTYPES_NOT_IN_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
@@ -31,6 +31,7 @@ class RunPayload:
 
     Attributes:
         bundle: The bundle.
+        description: The description of the run, as Markdown.
         params: The params of the run.
         metrics: The name, value and step of each metric.
         datasets: The MLflow dataset inputs of the run.
@@ -40,8 +41,9 @@ class RunPayload:
     """
 
     bundle: BundleRecord
+    description: str
     params: Mapping[str, str]
-    metrics: Sequence[tuple[str, float, int]]
+    metrics: Sequence[Metric]
     datasets: Sequence[Any]
     tables: Mapping[str, bytes]
     files: Mapping[str, bytes]
@@ -55,16 +57,15 @@ def build_payload(bundle: BundleRecord) -> RunPayload:
         BundleError: The content of the bundle cannot be converted. Another attempt does not help.
     """
     try:
+        files = _files(bundle)
         return RunPayload(
             bundle,
+            describe_bundle(bundle, [*files, BUNDLE, TABLES]),
             run_params.params(bundle.manifest.config),
-            [
-                *((name, value, 0) for name, value in run_params.metrics(bundle).items()),
-                *run_params.steps(bundle.manifest),
-            ],
+            run_metrics.bundle_metrics(bundle),
             _datasets(bundle),
-            {name: json.dumps(dict(table), indent=2).encode() for name, table in _tables(bundle).items()},
-            _files(bundle),
+            tables.bundle_tables(bundle),
+            files,
             read_onnx_model(bundle),
         )
     except BundleError:
@@ -109,60 +110,6 @@ def _datasets(bundle: BundleRecord) -> list[Any]:
             context = InputTag(MLFLOW_DATASET_CONTEXT, "parity")
             inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [context]))
     return inputs
-
-
-def _tables(bundle: BundleRecord) -> dict[str, Table]:
-    """Returns tables with columns and rows by file name; an empty table is omitted."""
-    tables = {
-        "transformed_nodes.json": _change_table(bundle.manifest),
-        "parity.json": _parity_table(bundle.manifest),
-        "latency.json": _latency_table(bundle.measurements.bench),
-    }
-    return {name: {"columns": columns, "data": rows} for name, (columns, rows) in tables.items() if rows}
-
-
-def _change_table(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
-    return ["rule", "node", "target", "replaced", "formats"], [
-        [t.rule, node, change.target, ", ".join(change.replaced), ", ".join(t.formats)]
-        for t in manifest.transformations
-        for change in t.changes
-        for node in change.nodes or [""]  # a change that only removes nodes has none
-    ]
-
-
-def _parity_table(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
-    bounds = manifest.parity.bounds
-    return [
-        "target",
-        "output",
-        "distance",
-        "floor",
-        "floor_ratio",
-        "limit",
-        "step",
-        "argmax_agreement",
-        "worst_case",
-    ], [
-        [
-            target.title,
-            output.output,
-            output.max_abs,
-            bounds[output.output].floor,
-            output.floor_ratio,
-            bounds[output.output].limit,
-            output.step,
-            output.argmax_agreement,
-            output.worst_case,
-        ]
-        for target in manifest.parity.targets
-        for output in target.outputs
-    ]
-
-
-def _latency_table(bench: BenchRecord | None) -> tuple[list[str], list[list[Any]]]:
-    columns = ["artifact", "shape", "p50_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "rows_per_second"]
-    figures = [] if bench is None else bench.figures
-    return columns, [[getattr(figure, column) for column in columns] for figure in figures]
 
 
 def draw_figures(bundle: BundleRecord) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +102,13 @@ def log_locked(folder: Path, uri: str, experiment: str | None, location: Path) -
 
 def _start(client: Any, experiment: str, bundle: BundleRecord) -> str:
     manifest = bundle.manifest
-    origin = run_params.tags(manifest.model.source, manifest.versions, bundle.measurements.origin)
+    formats = [artifact.format for artifact in manifest.artifacts]
+    origin = bundle.measurements.origin
+    tags = run_params.tags(manifest.model.source, formats, manifest.versions, origin)
+    name = " ".join(part for part in (Path(bundle.settings.export.output).name, origin.part) if part)
+    date = datetime.datetime.fromtimestamp(bundle.timestamp / 1000)
     # The run gets its tags at once, so that a later call can find it.
-    return new_run(client, experiment, Path(bundle.settings.export.output).name, {**origin, **bundle.identity})
+    return new_run(client, experiment, name, {**tags, **bundle.identity}, date)
 
 
 def _resume(client: Any, run: Any) -> None:

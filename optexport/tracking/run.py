@@ -7,6 +7,7 @@ the end.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import getpass
 import os
 import shlex
@@ -19,14 +20,15 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport.bundle import parts
 from optexport.config.schema import TrackingConfig
-from optexport.errors import BundleError, TrackingError
+from optexport.errors import BundleError, CheckError, ConfigError, SourceError, TrackingError
 from optexport.redaction import redact, redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.description import DESCRIPTION_TAG, describe_failure
 from optexport.tracking.payload import build_payload
 from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, find_run, folder_id
-from optexport.tracking.upload import send_bundle, send_params
+from optexport.tracking.upload import send_bundle, send_failure, send_params
 
 REASON_TAG = "optexport.failure"
 # Environment variable with the id of the parent run, for example of a batch.
@@ -68,7 +70,8 @@ class Tracker:
             folder = Path.cwd() if self._path is None else self._path.parent
             self._client = store.open_store(self._config.uri, folder)
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
-            self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
+            names = [self._bundle.parent.name] if "part" in tags else []
+            self.run_id = new_run(self._client, experiment, " ".join([*names, self._bundle.name]), tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
             send_params(self._client, self.run_id, run_params.params(settings))
             end_unfinished_run(self._client, experiment, self._bundle)
@@ -90,6 +93,8 @@ class Tracker:
     def end(self, error: BaseException | None = None) -> None:
         """Ends the run: as KILLED after an interrupt, as FAILED after another error, otherwise as FINISHED.
 
+        A failed check also sends its tables and its folder. A mistake in the config or the source deletes the run.
+
         Args:
             error: The error that ended the work; None if the work succeeded. The run then ends as FAILED only if the
                 store failed.
@@ -102,8 +107,24 @@ class Tracker:
         if error is None and self.run_id is not None:
             self._guarded(action)
         error = self.failure if error is None else error
-        if error is not None and self.run_id is not None:
-            end_failed(self._client, self.run_id, reason_of(error), status_of(error))
+        if error is None or self.run_id is None:
+            return
+        end_failed(self._client, self.run_id, reason_of(error), status_of(error))
+        if isinstance(error, ConfigError | SourceError):
+            with contextlib.suppress(Exception), store.short_timeout():
+                self._client.delete_run(self.run_id)
+        if isinstance(error, CheckError) and self.failure is None:
+            self._send_failure(error)
+
+    def _send_failure(self, error: CheckError) -> None:
+        try:
+            send_failure(self._client, str(self.run_id), error, redact_error(reason_of(error)))
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(str(error))  # otherwise the user never reads why the check failed
+            raise
+        except Exception as problem:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
+            cause = store.failure(problem, self._config.uri, "")
+            error.add_detail(f"The MLflow run lacks files of this failure: {cause.message}")
 
     def _guarded(self, action: Callable[[], object]) -> None:
         if not self._config.enabled or self.failure is not None or os.environ.get(LATER_VARIABLE):
@@ -128,11 +149,18 @@ class Tracker:
         return shlex.join(["optexport", "upload", str(self._bundle), *where])
 
 
-def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
+def new_run(
+    client: Any, experiment: str, name: str, tags: Mapping[str, str], date: datetime.datetime | None = None
+) -> str:
     """Starts a run and returns its id.
 
     mlflow's fluent API is not used: it would tag the run with the commit of this program, not of the config.
+
+    Args:
+        name: The name of the run, without the date that makes it differ from other runs of the same config.
+        date: The local time of the work; by default the current time.
     """
+    name = f"{name} {date or datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     user = {}
     with contextlib.suppress(OSError, KeyError):  # user ids in containers may have no name
         user["mlflow.user"] = getpass.getuser()
@@ -182,6 +210,7 @@ def end_failed(client: Any, run_id: str, reason: str, status: str = "FAILED") ->
     with contextlib.suppress(Exception), store.short_timeout():
         client.set_terminated(run_id, status)
         client.set_tag(run_id, REASON_TAG, redact_error(reason)[:5000])
+        client.set_tag(run_id, DESCRIPTION_TAG, describe_failure(redact_error(reason), status))
 
 
 def end_unfinished_run(client: Any, experiment: str, bundle: Path) -> None:

@@ -45,6 +45,9 @@ _TIMEOUT_OPTIONS = {
     "pg8000": "timeout",
 }
 
+# Query of a page's address: MLflow 3 shows its pages for agents by default, which have no list of runs.
+_WORKFLOW = "workflowType=machine_learning"
+
 # By default mlflow waits minutes for a server that is down. Settings of the user take precedence.
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _TIMEOUTS = {
@@ -227,7 +230,7 @@ def page(uri: str, experiment: str, run_id: str) -> str:
 
     Without a server, the command that starts MLflow's UI comes first.
     """
-    path = f"#/experiments/{experiment}/runs/{run_id}"
+    path = f"#/experiments/{experiment}/runs/{run_id}?{_WORKFLOW}"
     if uri.startswith("http"):
         return f"{redact(uri).replace('//***@', '//').rstrip('/')}/{path}"
     # The virtual environment may not be active in the user's shell.

@@ -74,6 +74,25 @@ def eats():
     while True:
         eaten.append(bytearray(os.urandom(1)) * (64 << 20))
         time.sleep(0.02)
+
+
+class Late(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, input):
+        if torch.compiler.is_exporting():  # the first call checks the inputs, before tracking starts
+            self.function()
+        return input + 1
+
+
+def crashes_in_forward():
+    return Late(crashes)
+
+
+def eats_in_forward():
+    return Late(eats)
 """
 
 _CONFIG = """

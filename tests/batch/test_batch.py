@@ -267,7 +267,7 @@ def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mlflow_run_of_the_batch_is_the_parent_of_all_runs(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
+    for name, factory in (("a", "good"), ("b", "crashes_in_forward"), ("c", "eats_in_forward")):
         fleets.config(tmp_path, name, factory, f'uri = "{uri}"\nexperiment = "fleet"')
     summary = document("[abc].toml", "--memory", "2")
     import mlflow

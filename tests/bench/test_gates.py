@@ -78,13 +78,14 @@ def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
     try:
         result = run.run(path)
         metrics = mlflow.MlflowClient(uri).get_run(str(result.run_id)).data.metrics
+        table = mlflow.artifacts.load_dict(f"runs:/{result.run_id}/tables/latency.json")
     finally:
         mlflow.set_tracking_uri(before)
     (figures,) = result.bench.figures if result.bench is not None else ()
-    label = figures.workload.label.replace("=", "_").replace(",", "_")
-    assert label.startswith("batch_3_sequence_")
-    assert metrics[f"bench.onnx.{label}.p50_ms"] == pytest.approx(1e3 * figures.p50)
-    assert metrics[f"bench.onnx.{label}.rows_per_second"] == pytest.approx(figures.rows_per_second)
+    assert metrics["latency/onnx_ms"] == pytest.approx(1e3 * figures.p50)
+    (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert row["shape"].startswith("batch=3,sequence=")
+    assert row["rows_per_second"] == pytest.approx(figures.rows_per_second)
 
 
 @pytest.mark.slow

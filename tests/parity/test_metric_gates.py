@@ -229,11 +229,14 @@ def test_gates_are_tracked_as_metrics(folder: Path) -> None:
     assert result.tracking_failure is None
     assert result.run_id is not None
     run = mlflow.MlflowClient(uri).get_run(result.run_id)
-    prefix = "metrics.torchscript.logits.argmax_agreement"
     metrics = run.data.metrics
-    assert metrics[f"{prefix}.low"] < metrics[f"{prefix}.value"] < metrics[f"{prefix}.high"]
-    assert metrics[f"{prefix}.count"] == ROWS
-    assert 0.5 <= metrics["metrics.torchscript.python_my_metrics_agreement.value"] <= 1.0
+    table = mlflow.artifacts.load_dict(f"runs:/{result.run_id}/tables/gates.json")
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    (row,) = [row for row in rows if (row["target"], row["measure"]) == ("torchscript", "argmax_agreement")]
+    assert row["low"] < row["value"] < row["high"]
+    assert (row["output"], row["count"], row["min"]) == ("logits", ROWS, 0.5)
+    assert metrics["gates/argmax_agreement.logits"] <= row["value"]
+    assert 0.5 <= metrics["gates/python_my_metrics_agreement"] <= 1.0
     assert run.data.params["parity.metrics.argmax_agreement.min"] == "0.5"
 
 

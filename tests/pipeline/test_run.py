@@ -99,9 +99,9 @@ def test_every_stage_is_announced_at_its_start_and_end(project: Path) -> None:
     started = [name for name, starts in announcements if starts]
     assert started == [name for name, starts in announcements if not starts]
     assert started == [
-        "start tracking",
         "load",
         "inputs",
+        "start tracking",
         "trace",
         "reference",
         "transform",

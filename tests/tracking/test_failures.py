@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from optexport.cli.main import cli
 from optexport.config.schema import TrackingConfig
-from optexport.errors import SourceError, TrackingError
+from optexport.errors import ConfigError, SourceError, TraceError, TrackingError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
 from optexport.tracking import store
@@ -28,23 +28,57 @@ from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import Tracker, new_run, tracking
 from tests._helpers import stores
 from tests._helpers.servers import answering
-from tests.tracking.bundles import QUIET, bundle, only_run
+from tests.tracking.bundles import QUIET, bundle, only_run, runs
 
 pytestmark = QUIET
+
+
+def in_forward(folder: Path, statement: str) -> None:
+    """Makes the model of a project execute a statement when it runs."""
+    (module,) = folder.glob("tracked_*.py")
+    module.write_text(
+        f"import os\nimport torch\nfrom tests._helpers.exports import Block\n\n\nclass Odd(Block):\n"
+        f"    def forward(self, x, mask):\n        {statement}\n        return super().forward(x, mask)\n\n\n"
+        "def load():\n    return Odd().eval()\n"
+    )
 
 
 def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri)
-    (module,) = tmp_path.glob("tracked_*.py")
-    module.write_text("def load():\n    raise RuntimeError('no weights')\n")
-    with pytest.raises(SourceError) as caught:
+    in_forward(tmp_path, "raise RuntimeError('no such size')")
+    with pytest.raises(TraceError) as caught:
         pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
     assert run.data.tags["optexport.failure"] == str(caught.value)
+    assert run.data.tags["mlflow.note.content"].startswith("**FAILED**\n\n    ")
+    assert "no such size" in run.data.tags["mlflow.note.content"]
     assert run.data.params["tracking.experiment"] == "tracked"
     assert run.data.metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [
+        ("def load():\n    raise RuntimeError('no weights')\n", SourceError),
+        ("def lood(): ...\n", ConfigError),
+        ("[parity.metrics]\ncosine = { min = 0.5, output = 'none' }\n", ConfigError),
+    ],
+)
+def test_a_mistake_in_the_source_or_the_config_leaves_no_run(
+    tmp_path: Path, mistake: str, kind: type[Exception]
+) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri)
+    if mistake.startswith("["):
+        config.write_text(config.read_text() + mistake)
+    else:
+        (module,) = tmp_path.glob("tracked_*.py")
+        module.write_text(mistake)
+    with pytest.raises(kind):
+        pipeline_run.run(config)
+    assert runs(uri, "tracked") == []
 
 
 @pytest.mark.parametrize(
@@ -71,8 +105,7 @@ def test_an_interrupt_ends_a_run_as_killed_and_an_error_as_failed(
 def test_a_signal_during_the_command_run_ends_the_run_as_killed(tmp_path: Path, number: int, code: int) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri)
-    (module,) = tmp_path.glob("tracked_*.py")
-    module.write_text(f"import os\n\n\ndef load():\n    os.kill(os.getpid(), {number:d})\n")
+    in_forward(tmp_path, f"torch.compiler.is_exporting() and os.kill(os.getpid(), {number:d})")
     result = CliRunner().invoke(cli, ["run", str(config)])
     assert result.exit_code == code, result.output
     run = only_run(uri)

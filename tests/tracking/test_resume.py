@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ import mlflow
 import pytest
 
 from optexport.bundle import digests as bundle_files
+from optexport.bundle.digests import read_manifest_only
+from optexport.bundle.measurements import read_measured
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError, TrackingError
 from optexport.pipeline import run as pipeline_run
@@ -49,10 +52,12 @@ def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> 
     assert digests(target) == before
     (run,) = runs(uri)
     assert (run.info.run_id, run.info.status, logged.before) == (logged.run_id, "FINISHED", False)
-    assert run.data.tags["torch"] == exports.exported().manifest.versions["torch"]
-    assert run.info.run_name == exports.exported().output.name
+    manifest, measured = read_manifest_only(target), read_measured(target)
+    assert f"torch {manifest.versions['torch']}," in run.data.tags["optexport.versions"]
+    date = datetime.datetime.fromisoformat(measured.date).astimezone()
+    assert run.info.run_name == f"{exports.exported().output.name} {date:%Y-%m-%d %H:%M:%S}"
     assert run.data.params["export.formats"]
-    assert run.data.metrics["bench.onnx.batch_1.p50_ms"] == 1.25
+    assert run.data.metrics["latency/onnx_ms"] == 1.25
     downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
     assert bundle_files.read_manifest(downloaded) == bundle_files.read_manifest(target)
     (output,) = run.outputs.model_outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 from importlib import metadata
@@ -69,30 +70,39 @@ def test_the_params_are_the_flattened_config(tracked: Tracked) -> None:
 
 
 def test_the_tags_contain_commit_branch_versions_and_source(tracked: Tracked) -> None:
-    assert tracked.run.info.run_name == tracked.result.output.name
     tags = tracked.run.data.tags
     assert tags["mlflow.source.git.commit"] == tracked.commit.stdout.strip()
     assert tags["mlflow.source.git.branch"] == "work"
     assert tags["mlflow.source.git.repoURL"] == "https://***@example.org/repository.git"
-    assert tags["torch"] == metadata.version("torch")
-    assert tags["onnx"] == metadata.version("onnx")
+    assert f"torch {metadata.version('torch')}, " in tags["optexport.versions"]
     assert tags["source"] == tracked.run.data.params["model.source"]
+    assert tags["formats"] == "onnx, pt2"
+
+
+def test_few_tags_have_plain_names(tracked: Tracked) -> None:
+    plain = [name for name in tracked.run.data.tags if not name.startswith(("mlflow.", "optexport."))]
+    assert sorted(plain) == ["formats", "source"]
+
+
+def test_the_run_is_named_by_output_and_time(tracked: Tracked) -> None:
+    name, _, date = str(tracked.run.info.run_name).partition(" ")
+    assert name == tracked.result.output.name
+    started = datetime.datetime.strptime(date, "%Y-%m-%d %H:%M:%S").astimezone()
+    assert abs(started.timestamp() - tracked.run.info.start_time / 1000) < 2
 
 
 def test_the_metrics_contain_parity_nodes_sizes_and_seconds(tracked: Tracked) -> None:
     metrics, manifest = tracked.run.data.metrics, tracked.result.manifest
-    assert metrics["nodes.before"] == manifest.nodes_before
-    assert metrics["nodes.after"] == manifest.nodes_after
-    assert metrics["merge-linears.changes"] == 1
-    assert metrics["merge-linears.nodes_after"] == metrics["merge-linears.nodes_before"] + 1
-    for target in ("original", "graph", "onnx", "onnx-optimized", "pt2"):
-        assert metrics[f"parity.{target}.hidden.max_abs"] >= 0
-        assert metrics[f"parity.{target}.hidden.cosine"] == pytest.approx(1.0)
-        assert metrics[f"parity.{target}.longest.argmax_agreement"] == 1.0
-    assert metrics["parity.original.hidden.floor_ratio"] == 1.0
-    for file in manifest.files:
-        assert metrics[f"bytes.{file.path}"] == file.size
-    assert metrics["seconds.trace"] > 0
+    assert metrics["parity/passed"] == 1.0
+    assert metrics["parity/worst_share_of_tolerance"] == manifest.parity.used_share
+    assert metrics["parity/cases"] == len(manifest.parity.cases)
+    for target in ("graph", "onnx", "onnx-optimized", "pt2"):
+        assert 0 <= metrics[f"parity/{target}_share_of_tolerance"] <= metrics["parity/worst_share_of_tolerance"] < 1
+    assert metrics["graph/changes"] == 1
+    sizes = {file.path: file.size for file in manifest.files}
+    assert metrics["files/onnx_mb"] == sizes["model.onnx"] / 1e6
+    assert metrics["files/bundle_mb"] == pytest.approx(sum(sizes.values()) / 1e6)
+    assert metrics["time/total_seconds"] > metrics["time/trace_seconds"] > 0
 
 
 def test_the_artifacts_contain_bundle_config_and_changed_nodes(tracked: Tracked) -> None:
@@ -102,7 +112,7 @@ def test_the_artifacts_contain_bundle_config_and_changed_nodes(tracked: Tracked)
     assert all(target.passed for target in verify(downloaded).targets)
     assert tracked.artifact("report.html").read_bytes() == (downloaded / "report.html").read_bytes()
     assert tracked.artifact("config.toml").read_text() == tracked.config.read_text()
-    table = json.loads(tracked.artifact("transformed_nodes.json").read_text())
+    table = json.loads(tracked.artifact("tables/transformed_nodes.json").read_text())
     (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert row["rule"] == "merge-linears"
     assert [row["node"]] == tracked.result.transformed_nodes["merge-linears"]
@@ -154,11 +164,19 @@ def test_the_logged_model_names_its_requirements_and_weights(tracked: Tracked, l
 
 def test_the_result_links_to_the_run_page(tracked: Tracked) -> None:
     page = str(tracked.result.run_page)
-    assert f"#/experiments/{tracked.run.info.experiment_id}/runs/{tracked.run.info.run_id}" in page
+    path = f"#/experiments/{tracked.run.info.experiment_id}/runs/{tracked.run.info.run_id}"
+    assert page.endswith(f"/{path}?workflowType=machine_learning")
+
+
+def test_mlflows_page_reads_the_kind_of_workflow_from_the_address() -> None:
+    (script,) = Path(mlflow.__file__).parent.glob("server/js/build/static/js/main.*.js")
+    text = script.read_text(encoding="utf-8")
+    assert '.get("workflowType")' in text
+    assert '.MACHINE_LEARNING="machine_learning"' in text
 
 
 def test_tables_and_figures_show_the_distance_of_each_target(tracked: Tracked) -> None:
-    table = json.loads(tracked.artifact("parity.json").read_text())
+    table = json.loads(tracked.artifact("tables/parity.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     targets = tracked.result.manifest.parity.targets
     assert [(row["target"], row["output"]) for row in rows] == [
@@ -171,15 +189,12 @@ def test_tables_and_figures_show_the_distance_of_each_target(tracked: Tracked) -
     assert tracked.artifact("parity.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_rule_is_a_step_of_the_metrics(tracked: Tracked) -> None:
+def test_each_rule_is_a_step_of_the_node_count(tracked: Tracked) -> None:
     (rule,) = tracked.result.manifest.transformations
-    history = {
-        name: [(m.step, m.value) for m in tracked.client.get_metric_history(tracked.run.info.run_id, f"rules.{name}")]
-        for name in ("nodes", "changes", "near_misses")
-    }
-    assert history["nodes"] == [(0, rule.nodes_before), (1, rule.nodes_after)]
-    assert history["changes"] == [(1, 1)]
-    assert history["near_misses"] == [(1, len(rule.near_misses))]
+    history = tracked.client.get_metric_history(tracked.run.info.run_id, "graph/nodes")
+    assert [(m.step, m.value) for m in history] == [(0, rule.nodes_before), (1, rule.nodes_after)]
+    table = json.loads(tracked.artifact("tables/transformations.json").read_text())
+    assert table["data"] == [["merge-linears", "", rule.nodes_before, rule.nodes_after, 1, len(rule.near_misses)]]
 
 
 def test_the_traced_inputs_are_a_dataset_of_the_run(tracked: Tracked) -> None:

@@ -206,7 +206,7 @@ def test_a_lost_server_exits_with_7_and_a_later_upload_completes(
     run = only(mortal[-1], "mortal")
     assert [run.info.run_id] == (started or [run.info.run_id])
     assert run.data.params["export.formats"]
-    assert run.data.metrics["seconds.trace"] > 0
+    assert run.data.metrics["time/trace_seconds"] > 0
 
 
 CREATING = ["experiments/create", "runs/create", "logged-models", "registered-models/create", "model-versions/create"]

@@ -35,12 +35,12 @@ def test_the_command_to_serve_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -
     uri = f"sqlite:///{tmp_path}/other folder/mlflow.db"
     command, address = store.page(uri, "1", "abc").splitlines()
     assert shlex.split(command)[1:] == ["ui", "--backend-store-uri", uri]
-    assert address == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+    assert address == "http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning"
 
 
 def test_the_address_of_a_run_omits_the_server_password() -> None:
     keep_secret(uri := "http://me:hunter2secret@127.0.0.1:5000/")
-    assert store.page(uri, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+    assert store.page(uri, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -116,14 +115,7 @@ class Cell:
     @property
     def share(self) -> float | None:
         """Largest share of the tolerance that is used; None without a tolerance."""
-        return max((share for case in self.output.cases if (share := used_share(case)) is not None), default=None)
-
-
-def used_share(case: CaseRecord) -> float | None:
-    """Returns the error as a share of the tolerance, or None without a tolerance."""
-    if case.limit is None or case.distance is None:
-        return None
-    return case.distance / case.limit if case.limit > 0 else 0.0 if case.distance == 0 else math.inf
+        return self.output.used_share
 
 
 def matrix(parity: ParityRecord) -> dict[str, list[Cell | None]]:
@@ -150,7 +142,7 @@ class WorstOfCase:
     @property
     def share(self) -> float | None:
         """Share of the tolerance that is used."""
-        return used_share(self.record)
+        return self.record.used_share
 
 
 def worst_of_cases(parity: ParityRecord) -> list[WorstOfCase]:

@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from optexport._utils import atomic_dir, signals
-from optexport.bench.report import size_in_words
+from optexport._utils.markup import size_in_words
 from optexport.bundle import digest_json, parts
 from optexport.bundle.digests import sha256
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from optexport._utils.size_ranges import describe_range
-from optexport.bundle.manifest import ArtifactRecord, DimRecord, Manifest, TensorRecord
+from optexport.bundle.manifest import DimRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured
 from optexport.bundle.parity_records import GateResultRecord, OutputRecord, TargetRecord, ToleranceRecord
 from optexport.config.registration import MaxRegressionConfig
@@ -180,16 +180,11 @@ def _compare_metrics(new: TargetRecord, champion: TargetRecord) -> Iterator[str]
 
 
 def _compare_sizes(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
-    theirs = {artifact.format: _size(champion, artifact) for artifact in champion.artifacts}
+    theirs = {artifact.format: champion.size_of(artifact) for artifact in champion.artifacts}
     for artifact in new.artifacts:
-        size, limit = _size(new, artifact), theirs.get(artifact.format)
+        size, limit = new.size_of(artifact), theirs.get(artifact.format)
         if limit is not None and size > limit * (1 + allowed):
             yield f"size: {artifact.format} has {size} bytes (champion: {limit})"
-
-
-def _size(manifest: Manifest, artifact: ArtifactRecord) -> int:
-    """Returns the bytes of a file, including external weights."""
-    return sum(file.size for file in manifest.files if file.path in (artifact.path, f"{artifact.path}.data"))
 
 
 def _find_timing_problem(new: Measured, champion: Measured) -> str | None:

@@ -1,0 +1,25 @@
+"""Texts for tables and pages: sizes with units, and Markdown."""
+
+from __future__ import annotations
+
+import re
+
+from optexport.errors import on_one_line
+
+
+def size_in_words(size: int) -> str:
+    """Returns a size with a unit, such as ``90.9 MB``."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def escape_markdown(text: str) -> str:
+    """Escapes a text for a line or a table cell of Markdown."""
+    return re.sub(r"[\\`*|<>\[\]~&]|\b_|_\b", r"\\\g<0>", on_one_line(text))
+
+
+def table_row(*cells: str) -> str:
+    """Returns a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,152 @@
+"""Tests what a reader sees first on a run's page: description, metrics and failed checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from optexport.errors import GateError, ParityError
+from optexport.pipeline import run as pipeline_run
+from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.description import describe_bundle, describe_failure
+from tests._helpers import exports, stores
+from tests.tracking.bundles import QUIET, bundle, only_run, timed
+
+pytestmark = QUIET
+
+WRONG_RULE = '[[transformations]]\nuse = "python:tests.diagnosis.failures:Relu"'
+EVERYTHING = """
+[bench]
+enabled = true
+rounds = 1
+shapes = [{ batch = 1 }, { batch = 4 }]
+[tune]
+budget = "40s"
+[gate]
+max_size_mb = 5
+max_latency_ms = { onnx = 60000 }
+[parity.metrics]
+cosine = 0.5
+argmax_agreement = 0.5
+top_k_agreement = { min = 0.5, k = 2 }
+"""
+
+
+def description(**documents: Any) -> str:
+    def change(document: dict[str, Any]) -> None:
+        document["config"]["gate"] = {"max_size_mb": {"every": 5.0}, "max_latency_ms": {"onnx": 20.0}}
+
+    folder = documents.pop("folder")
+    record = BundleRecord.read(bundle(folder, manifest=documents.get("manifest", change), measurements=timed(1.0, 1.5)))
+    return describe_bundle(record, ["report.html", "bundle", "tables"])
+
+
+def test_the_description_has_verdict_files_gates_and_artifacts(tmp_path: Path) -> None:
+    text = description(folder=tmp_path)
+    assert text.startswith("**PASSED**: the files agree with the original model on ")
+    assert " % of the tolerance used." in text.splitlines()[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    files = {row[0]: row for row in rows if row[0].startswith("model.")}
+    assert set(files) == {"model.onnx", "model.pt2", "model.torchscript.pt"}
+    assert files["model.onnx"][2].endswith(" kB")
+    onnx_mb = (exports.exported().output / "model.onnx").stat().st_size / 1e6
+    assert ["max_size_mb", "onnx", f"{onnx_mb:.4g}", "at most 5"] in rows
+    assert ["max_latency_ms", "onnx", "1.25", "at most 20"] in rows
+    assert "- `report.html`: the report" in text
+    assert "config.toml" not in text
+
+
+def test_a_failure_is_shown_as_it_is() -> None:
+    text = describe_failure("FAILED  onnx: *hidden* <b>is off</b>\n  ```", "FAILED")
+    assert text == "**FAILED**\n\n    FAILED  onnx: *hidden* <b>is off</b>\n      ```"
+    assert describe_failure("interrupted", "KILLED").startswith("**INTERRUPTED**")
+
+
+def test_a_long_description_fits_into_a_tag(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        values = {"value": 0.75, "mean": 0.75, "low": None, "high": None, "count": 4, "ties": 0, "min": 0.5}
+        gates = [
+            {"measure": f"{i}{'x' * 300}", "output": None, **values, "failure": None, "cases": []} for i in range(40)
+        ]
+        document["parity"]["targets"][1]["gate_results"] = gates
+
+    assert len(description(folder=tmp_path, manifest=change)) <= 5000
+    assert len(describe_failure("x" * 9000, "FAILED", {"tables": "numbers"})) <= 5000
+
+
+@pytest.mark.slow
+def test_a_run_with_everything_has_at_most_40_metrics(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri, formats='["onnx", "torchscript", "pt2"]')
+    config.write_text(config.read_text() + EVERYTHING)
+    result = pipeline_run.run(config)
+    assert result.tracking_failure is None
+    assert {outcome.format for outcome in result.tuned} == {"onnx", "torchscript", "pt2"}
+    run = only_run(uri)
+    groups = {name.partition("/")[0] for name in run.data.metrics}
+    assert groups == {"parity", "files", "gain", "latency", "graph", "time", "gates"}
+    assert 20 <= len(run.data.metrics) <= 40
+    assert run.data.metrics["parity/passed"] == 1.0
+    assert run.data.metrics["gates/cosine.hidden"] == pytest.approx(1.0)
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**PASSED**")
+    assert " times as fast (" in note
+    tables = {file.path for file in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "tables")}
+    names = {"parity", "gates", "files", "transformations", "seconds", "gain", "latency", "speedups", "tuning"}
+    assert tables >= {f"tables/{name}.json" for name in names}
+    listed = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert {entry["path"] for entry in listed} == tables
+
+
+def test_a_failed_check_uploads_its_folder_and_tables(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    with pytest.raises(ParityError) as caught:
+        pipeline_run.run(stores.project(tmp_path, uri, rules=WRONG_RULE, formats='["pt2"]'))
+    run = only_run(uri)
+    assert run.info.status == "FAILED"
+    assert run.data.metrics["parity/passed"] == 0.0
+    assert run.data.metrics["parity/worst_share_of_tolerance"] > 1
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**FAILED**\n\n    graph: hidden is off by ")
+    assert "- `bundle-failure/reproduce.py`: a script that reproduces the failure" in note
+    client = mlflow.MlflowClient(uri)
+    folder = Path(client.download_artifacts(run.info.run_id, "bundle-failure", str(tmp_path)))
+    local = tmp_path / "out" / "block-failure"
+    assert caught.value.folder == local
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
+    reproduced = subprocess.run([sys.executable, str(folder / "reproduce.py")], capture_output=True, check=False)
+    assert reproduced.returncode == 1
+    table = client.load_table(run.info.experiment_id, "tables/parity.json", [run.info.run_id])
+    failed = table[table["failure"].notna()]
+    assert {"graph"} == set(failed["target"])
+    assert (failed["share_of_tolerance"] > 1).all()
+
+
+@pytest.mark.slow
+def test_a_missed_gate_is_described_without_a_folder(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri, formats='["pt2"]')
+    config.write_text(f"{config.read_text()}[gate]\nmax_size_mb = 0.0001\n")
+    with pytest.raises(GateError):
+        pipeline_run.run(config)
+    run = only_run(uri)
+    assert (run.info.status, run.data.metrics["parity/passed"]) == ("FAILED", 1.0)
+    assert "max_size_mb: pt2 has " in run.data.tags["mlflow.note.content"]
+    listed = {file.path for file in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id)}
+    assert listed == {"tables"}
+
+
+@pytest.mark.slow
+def test_a_failed_upload_of_the_folder_is_a_line_of_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = stores.store(tmp_path)
+    (tmp_path / "mlartifacts").write_text("a file where a folder should be")
+    with pytest.raises(ParityError, match="The MLflow run lacks files of this failure: .*mlartifacts") as caught:
+        pipeline_run.run(stores.project(tmp_path, uri, rules=WRONG_RULE, formats='["pt2"]'))
+    assert caught.value.exit_code == 4
+    assert only_run(uri).info.status == "FAILED"
