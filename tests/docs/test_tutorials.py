@@ -1,7 +1,8 @@
 """Runs every block of the tutorials, in order, in an empty folder.
 
 - A block after ``<!-- file: NAME -->`` is written to that file. A quoted block is written by a command of the tutorial.
-- A ``console`` block is run. Its commands must print the lines shown, apart from numbers; ``...`` stands for any lines.
+- A ``console`` block is run. Its commands must print the lines shown, apart from measured numbers. ``...`` stands for
+  any lines.
 - A ``python`` block is run, and must print the lines of its comments.
 """
 
@@ -23,8 +24,8 @@ from tests.docs.pages import ROOT
 TUTORIALS = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 _BLOCK = re.compile(r"(?:<!-- (\w+): (\S+).*? -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_PROGRESS = re.compile(r"^[a-z0-9 .-]+: \d+\.\d s$")
-_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|\b[0-9a-f]{8,}\b")
+_PROGRESS = re.compile(r"^[a-z0-9 :.-]+: \d+\.\d s$")
+_NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?|-?\d+e[-+]\d+|\d+(?= %)|\b[0-9a-f]{12,}\b")
 
 
 def _outline(text: str) -> list[str]:
