@@ -1,4 +1,4 @@
-# make run | test | test-all | coverage | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
+# make run | test | test-all | coverage | docs | lint | clean. Needs make and Python 3.11, 3.12 or 3.13, nothing else.
 
 CONFIG ?= examples/minilm.toml
 PYTHON ?= python3
@@ -19,6 +19,7 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
 DEV_STAMP := $(VENV)/.stamp-dev
+DOCS_STAMP := $(VENV)/.stamp-docs
 MODELS_STAMP := $(VENV)/.stamp-models
 TOOLS_STAMP := $(VENV)/.stamp-tools
 ZOO_STAMP := $(VENV)/.stamp-zoo
@@ -27,13 +28,14 @@ ZOO_STAMP := $(VENV)/.stamp-zoo
 .DELETE_ON_ERROR:
 # Two pips at once in one environment break it.
 .NOTPARALLEL:
-.PHONY: help run test test-all coverage lint clean
+.PHONY: help run test test-all coverage docs lint clean
 
 help:
 	@echo 'make run [CONFIG=examples/minilm.toml]   install into $(VENV), then run a config'
 	@echo 'make test [ARGS="-k merge -x"]           install, then run the fast tests (5 minutes)'
 	@echo 'make test-all [ARGS=...]                 install, then run all tests that need no server or browser'
 	@echo 'make coverage                            run the tests and write htmlcov/'
+	@echo 'make docs                                install, then build the site of docs/ into build/site'
 	@echo 'make lint                                ruff, mypy and import-linter'
 	@echo 'make clean                               remove $(VENV) and the caches'
 	@echo 'PYTHON=python3.12 takes another Python, TORCH_INDEX=URL the torch of another wheel index'
@@ -47,6 +49,9 @@ test-all: TIER = --hypothesis-profile full -m 'not system and not nightly'
 
 coverage: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP) $(ZOO_STAMP)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=html $(ARGS)
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .
@@ -77,7 +82,9 @@ $(TEST_STAMP): pyproject.toml constraints.txt | $(TORCH_STAMP)
 $(TEST_STAMP): EXTRAS := [test]
 $(DEV_STAMP): pyproject.toml constraints.txt | $(TORCH_STAMP)
 $(DEV_STAMP): EXTRAS := [dev]
-$(RUN_STAMP) $(TEST_STAMP) $(DEV_STAMP):
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(TORCH_STAMP)
+$(DOCS_STAMP): EXTRAS := [docs]
+$(RUN_STAMP) $(TEST_STAMP) $(DEV_STAMP) $(DOCS_STAMP):
 	$(PIP) --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $@
 

@@ -105,6 +105,9 @@ def export(  # noqa: PLR0913 - options of the public API
             ``[tracking]``. If tracking fails, the bundle is complete and `Result.tracking_failure` is set.
         progress: Receives every step.
 
+    Returns:
+        The result: the files by format, what each rule changed, and every comparison.
+
     Raises:
         ConfigError: An argument is invalid.
         TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.

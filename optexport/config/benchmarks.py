@@ -63,7 +63,7 @@ class TuneConfig(Table):
     """``[tune]``: searches for the fastest rules and format passes.
 
     Attributes:
-        budget: The time for the search: ``"90s"``, ``"5m"``, ``"1h"``.
+        budget: The time of the whole run: ``"90s"``, ``"5m"``, ``"1h"``.
     """
 
     budget: Annotated[str, AfterValidator(_check_budget)] = "5m"
@@ -118,8 +118,9 @@ class GateConfig(Table):
 
     Attributes:
         max_size_mb: The largest size of a file, in millions of bytes.
-        max_latency_ms: The largest p50 latency, in milliseconds, at each shape of ``bench``.
-        min_speedup: The smallest speedup over the same format exported without rules.
+        max_latency_ms: The largest median latency, in milliseconds, at each shape of ``bench``.
+        min_speedup: The smallest speedup over the same format exported without rules; the lower end of the 95 %
+            interval counts.
     """
 
     max_size_mb: FormatLimit | None = None

@@ -78,7 +78,7 @@ PASSES = (
 AVX512, AMX = "avx512f", "amx_tile"
 
 # The passes of a file if the config names none for its format, each with the flag that the processor must have for it.
-# docs/measurements.md has the gains. A .pt2 file stays as traced, so that any device or compiler can use it.
+# The gains are in docs/explanation/measurements.md. A .pt2 file stays as traced: any device or compiler can use it.
 _DEFAULTS: Mapping[str, Mapping[str, str | None]] = {
     "onnx": {"sum-residuals": None, "split-linears": None, "attention": None, "gemm": AMX},
     "torchscript": {"shared-masks": None, "onednn-linear": AVX512, "channels-last": AVX512},

@@ -153,7 +153,7 @@ class ParityConfig(Table):
         noise_multiple: The tolerance as a multiple of the original's noise floor.
         atol: Replaces ``noise_multiple``: ``abs(result - original)`` may be at most ``atol + rtol * abs(original)``.
         rtol: The relative part of the same tolerance.
-        effort: How much is checked.
+        effort: How many cases are checked.
         seed: The seed of random inputs.
         metrics: Gates on the model's decisions, each a number or ``{ min = 0.99, output = "logits" }``.
     """

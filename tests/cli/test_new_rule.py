@@ -23,7 +23,7 @@ from optexport.loading.loader import Loaded
 from optexport.testing import check_applied, check_refused
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "transformations.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "how-to" / "write-rules.md").read_text(encoding="utf-8")
 
 
 class Minus(nn.Module):
@@ -33,34 +33,6 @@ class Minus(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x - self.number) * 2
-
-
-def _commands() -> list[str]:
-    (session,) = re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)
-    return [line.removeprefix("$ ") for line in session.splitlines() if line.startswith("$ ")]
-
-
-def _run(command: str, folder: Path) -> str:
-    program, *arguments = command.split()
-    done = subprocess.run(
-        [sys.executable, "-m", program, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_guide_leads_to_a_tested_rule_that_runs(tmp_path: Path) -> None:
-    make, install, test, export = _commands()
-    output = _run(make, tmp_path)
-    assert output in GUIDE
-    assert f"  {install}; {test}; {export}\n" in output
-    assert "2 passed" in _run(test.removeprefix("python -m "), tmp_path)
-    summary = _run(export, tmp_path)
-    assert "python:drop_negations:DropNegations    1 node -> 0" in summary
-    assert (tmp_path / "build" / "drop_negations" / "model.onnx").is_file()
-    for name in ("drop_negations.py", "test_drop_negations.py", "drop_negations.toml"):
-        assert f"\n{(tmp_path / name).read_text(encoding='utf-8')}```" in GUIDE
 
 
 @pytest.mark.slow

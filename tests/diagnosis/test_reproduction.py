@@ -36,7 +36,7 @@ def test_failure_folder_is_reproducible_and_removed_on_success(tmp_path: Path) -
 
 
 def test_every_file_of_a_failure_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "parity.md").read_text(encoding="utf-8")
     table = text.partition("The folder `OUTPUT-failure/`")[2].partition("`optexport diagnose")[0]
     models = {"model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt", "before.pt", "after.pt"}
     assert [name for name in sorted(reproduction._NAMES - models) if f"`{name}`" not in table] == []

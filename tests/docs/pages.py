@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "serving" / "README.md",
 ]
 

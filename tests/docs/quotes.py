@@ -1,11 +1,17 @@
-"""Keeps code blocks in pages equal to the files and commands that they quote.
+"""Keeps parts of pages equal to the files, commands and tables of the program that they quote.
 
 A comment before a fenced block names the source of the block:
 
     <!-- quote: file examples/minilm.toml -->          a file of the repository
     <!-- quote: new-rule drop_negations.py -->         a file that `optexport new-rule drop-negations` writes
 
-``python -m tests.docs.quotes`` updates the blocks; a test fails while one differs.
+Text between two comments comes from `tests.docs.reference`:
+
+    <!-- generated: config model -->                   a table of the config
+    <!-- generated: commands -->                       all commands with their options
+    <!-- end -->
+
+``python -m tests.docs.quotes`` updates the pages; a test fails while one differs.
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ import re
 import tempfile
 from pathlib import Path
 
+from tests.docs import reference
 from tests.docs.pages import PAGES, ROOT
 
 _QUOTE = re.compile(r"(<!-- quote: (\S+) (.+?) -->\n```\w+\n)(.*?)(^```$)", re.DOTALL | re.MULTILINE)
+_GENERATED = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(^<!-- end -->$)", re.DOTALL | re.MULTILINE)
 
 
 @functools.cache
@@ -38,8 +46,9 @@ def _source(kind: str, name: str) -> str:
 
 
 def render(text: str) -> str:
-    """Returns a page with every quoted block replaced by the current text of its source."""
-    return _QUOTE.sub(lambda match: f"{match[1]}{_source(match[2], match[3])}{match[5]}", text)
+    """Returns a page with all quotes and generated parts replaced by the current text of their sources."""
+    text = _QUOTE.sub(lambda match: f"{match[1]}{_source(match[2], match[3])}{match[5]}", text)
+    return _GENERATED.sub(lambda match: f"{match[1]}\n{reference.render(*match[2].split())}\n{match[4]}", text)
 
 
 if __name__ == "__main__":

@@ -98,14 +98,6 @@ def test_a_bundle_verifies(minilm: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.nightly
-def test_mobilenet_folds_every_batch_norm(copied: Path) -> None:
-    result = run(copied / "mobilenet.toml")
-    assert len(result["transformed_nodes"]["fuse-batch-norm"]) == 52
-    graph = (Path(result["output"]) / "graph_after.txt").read_text()
-    assert "batch_norm" not in graph
-
-
-@pytest.mark.nightly
 def test_albert_and_a_plugin_run(copied: Path) -> None:
     result = run(copied / "plugin" / "plugin.toml")
     # Three linear layers with the same input are called in each of twelve layers.

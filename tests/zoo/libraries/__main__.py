@@ -26,7 +26,7 @@ def main() -> None:
     add("--failed", action="store_true", help="run also what is in the results and is not right")
     add("--no-peers", action="store_true", help="leave torch.onnx and torch.jit.trace out")
     add("--limit", type=int, help="at most so many")
-    add("--table", nargs="?", type=Path, const=Path("docs/libraries.md"), help="where to write the table")
+    add("--table", nargs="?", type=Path, const=Path("docs/explanation/libraries.md"), help="where to write the table")
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     peers = arguments.results.with_suffix(".peers.jsonl")
