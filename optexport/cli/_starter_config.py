@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optexport.cli._forward_signature import find_forward_parameters
 from optexport.cli._starter_inputs import (
     NO_TOKENIZER,
     SOUND_KEYS,
@@ -77,7 +78,8 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
     kind = source_kind(source, folder)
     config = _config_json(source, folder)
     name = model_name(source, folder)
-    inputs = _inputs(choices, config, kind)
+    parameters = find_forward_parameters(source[len("python:") :], folder) if kind is SourceKind.PYTHON else []
+    inputs = _inputs(choices, config, kind, parameters)
     lines = [
         *([] if choices.rules else ["# The rules: none.", "transformations = []", ""]),
         "# The model: a folder, a hub id, package:NAME/PATH, python:module:factory,",
@@ -132,7 +134,7 @@ def model_name(source: str, folder: Path) -> str:
     return name
 
 
-def _inputs(choices: Choices, config: dict[str, Any], kind: SourceKind) -> StarterInputs:
+def _inputs(choices: Choices, config: dict[str, Any], kind: SourceKind, parameters: Sequence[str]) -> StarterInputs:
     """Returns the chosen inputs, or those that fit the model."""
     if choices.data is not None:
         inputs = StarterInputs([f"data = {quoted(choices.data)}"])
@@ -140,7 +142,7 @@ def _inputs(choices: Choices, config: dict[str, Any], kind: SourceKind) -> Start
         tensors = choices.tensors.items()
         inputs = StarterInputs([line for name, tensor in tensors for line in _tensor(name, tensor)])
     else:
-        inputs = starter_inputs(config, kind, guesses=choices.guesses)
+        inputs = starter_inputs(config, kind, parameters, guesses=choices.guesses)
     return StarterInputs(inputs.lines, choices.dynamic or inputs.dynamic)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ TOKENIZER_LENGTH = "tokenizer's model_max_length"
 NO_TOKENIZER = "no tokenizer"
 # Comments above inputs that were guessed.
 GUESS = "# These inputs are guessed, because the source has no config.json that could be read. Edit them."
+GUESSED_SHAPES = "# The names are the arguments of forward in the Python file. The shapes are guessed. Edit them."
 GUESSED_SIZE = (
     "# The image size 224 is guessed, because config.json has none. Set the size that the image processor gives."
 )
@@ -28,11 +30,14 @@ class StarterInputs:
     dynamic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def starter_inputs(config: dict[str, Any], kind: SourceKind, *, guesses: bool) -> StarterInputs:
+def starter_inputs(
+    config: dict[str, Any], kind: SourceKind, parameters: Sequence[str], *, guesses: bool
+) -> StarterInputs:
     """Returns inputs for a model.
 
     Args:
         config: The model's config.json; empty if it could not be read.
+        parameters: The parameters of ``forward``, if they could be read from a Python file.
         kind: The kind of the model's source.
         guesses: Whether to write inputs that must be edited. Otherwise the run makes them up for the loaded model.
     """
@@ -44,6 +49,8 @@ def starter_inputs(config: dict[str, Any], kind: SourceKind, *, guesses: bool) -
         sequence = (2, _max_length(config))
         decoder = {"decoder_sequence": sequence} if config.get("is_encoder_decoder") is True else {}
         return StarterInputs(_texts(config), {"batch": (1, 64), "sequence": sequence, **decoder})
+    if parameters and guesses:
+        return _guessed_inputs(parameters)
     size = config.get("image_size")
     if not guesses and ("num_channels" not in config or size is None):
         return StarterInputs(_made_up("that fit the model"))
@@ -59,6 +66,19 @@ def starter_inputs(config: dict[str, Any], kind: SourceKind, *, guesses: bool) -
     if kind in (SourceKind.HUB, SourceKind.MLFLOW):
         hint = [GUESS, '# For a text model, write texts = ["..."] instead of the table below.']
     return StarterInputs([*hint, f"[inputs.tensors.{name}]", f"shape = {shape}"], {"batch": (1, 16)})
+
+
+def _guessed_inputs(parameters: Sequence[str]) -> StarterInputs:
+    """Returns inputs with the names of parameters, and shapes and dtypes that their names suggest."""
+    lines = [GUESSED_SHAPES]
+    sequences = [name for name in parameters if re.search(r"(^|_)(ids?|tokens?|mask|lengths?)$", name)]
+    for name in parameters:
+        lines.append(f"[inputs.tensors.{name}]")
+        if name in sequences:
+            lines += ['shape = ["batch", "sequence"]', 'dtype = "int64"', "low = 0", "high = 2"]
+        else:
+            lines.append('shape = ["batch", 3, 224, 224]')
+    return StarterInputs(lines, {"batch": (1, 16), **({"sequence": (2, 128)} if sequences else {})})
 
 
 def number(value: Any, minimum: int, default: int) -> int:

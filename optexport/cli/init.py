@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib import resources
 from pathlib import Path
+from string import Template
 
 import click
 
@@ -26,7 +29,7 @@ def init(source: str, output: Path, force: bool) -> None:
     """Write a commented config for the model at SOURCE.
 
     Use this to start with a new model, and edit the file before the first run. The model is not loaded: the inputs and
-    the task are read from its config.json, and guessed if it has none.
+    the task are read from its config.json, or from the Python file of a factory, and guessed otherwise.
 
     \b
     SOURCE is one of:
@@ -36,16 +39,20 @@ def init(source: str, output: Path, force: bool) -> None:
       python:module:factory          a function that returns the model
       mlflow:models:/NAME@ALIAS      a model in an MLflow registry
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
+      a file of weights              (.pth, .bin, .ckpt, .safetensors): also writes the start of a function that
+                                     builds the model and loads them
     """  # noqa: D301 - click does not wrap the paragraph after this escape
     from optexport.cli._starter_config import starter_config
-    from optexport.cli._starter_inputs import GUESS, GUESSED_SIZE
+    from optexport.cli._starter_inputs import GUESS, GUESSED_SHAPES, GUESSED_SIZE
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_extras
-    from optexport.config.source import find_model_problem, find_source_folder
+    from optexport.config.source import find_model_problem, find_source_folder, is_weights_file
 
     _check_output(output, force=force)
     if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
         source = os.path.relpath(source, output.parent)  # a config resolves it from its own folder
+    if is_weights_file(source, output.parent):
+        source = _write_factory(source, output.parent)
     text = starter_config(source, output.parent)
     config = parse_config(text, output)
     try:
@@ -53,7 +60,7 @@ def init(source: str, output: Path, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write the file: {error}", location=str(output)) from error
     echo(f"Wrote {output}. Edit it if needed, then run: optexport run {output}")
-    if GUESS in text or GUESSED_SIZE in text:
+    if any(guess in text for guess in (GUESS, GUESSED_SHAPES, GUESSED_SIZE)):
         echo(f"The inputs are guessed. Edit [inputs] in {output} first.")
     folder = find_source_folder(source, output.parent)
     if folder is not None and (problem := find_model_problem(folder, source)) is not None:
@@ -62,6 +69,33 @@ def init(source: str, output: Path, force: bool) -> None:
         check_extras(config, output)
     except ConfigError as error:  # the written config is valid without the extras
         echo(str(error))
+
+
+def _write_factory(weights: str, folder: Path) -> str:
+    """Writes a Python file with a function that loads weights, and returns the source that names it.
+
+    Raises:
+        ConfigError: The file exists, or cannot be written.
+    """
+    module = re.sub(r"\W+", "_", f"{Path(weights).stem}_model", flags=re.ASCII)
+    path = folder / f"{module if module.isidentifier() else f'model_{module}'}.py"
+    if path.exists():
+        hint = f'If it builds the model, run: optexport init "python:{path.stem}:build"'
+        raise ConfigError("the file exists", location=str(path), hint=hint)
+    safetensors = weights.endswith(".safetensors")
+    location = f"Path(__file__).parent / {weights!r}"
+    template = resources.files("optexport.cli").joinpath("templates", "weights.py.txt").read_text(encoding="utf-8")
+    text = Template(template).substitute(
+        weights=weights,
+        imports="from safetensors.torch import load_file\n" if safetensors else "",
+        load=f"load_file({location})" if safetensors else f'torch.load({location}, map_location="cpu")',
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the file: {error}", location=str(path)) from error
+    echo(f"Wrote {path}. Name the class of your model in it.")
+    return f"python:{path.stem}:build"
 
 
 def _check_output(output: Path, *, force: bool) -> None:

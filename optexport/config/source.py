@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -166,6 +167,11 @@ def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:
     message, hint = f"{source} is not a file that a model can be loaded from", f"Set source to {_KINDS_OF_SOURCES}."
     if path.suffix in _WEIGHTS_SUFFIXES:
         message, hint = _explain_weights(path, source)
+    elif path.suffix == ".onnx":
+        message, hint = (
+            f"{source} is an ONNX file, not a PyTorch model",
+            "Set source to the model that it was made from.",
+        )
     elif path.suffix == ".py":
         hint = f'Choose a function in it that builds the model, and write "python:{_module_name(source)}:FUNCTION".'
     raise ConfigError(message, location=location, hint=hint)
@@ -176,7 +182,10 @@ _KINDS_OF_SOURCES = f"a folder, a .pt2 file, or a TorchScript file ({', '.join(T
 
 def _explain_weights(path: Path, name: str) -> tuple[str, str]:
     """Returns a message and a hint for a weights file as a model."""
-    hint = f"Write a function that builds the model and loads the weights, and set source = {_FACTORY}."
+    hint = (
+        f"Write a function that builds the model and loads the weights, and set source = {_FACTORY}. "
+        f"A start of both: optexport init {shlex.quote(name)}"
+    )
     if (path.parent / "config.json").is_file():
         hint = "Set source to the folder of this file, which has the config.json of the model."
     return f"{name} is a weights file, not a model", hint
@@ -275,6 +284,12 @@ def find_source_folder(source: str, folder: Path) -> Path | None:
     package, _, inner = source.removeprefix("package:").partition("/")
     package_path = find_package_folder(package)
     return None if package_path is None else package_path / inner
+
+
+def is_weights_file(source: str, folder: Path) -> bool:
+    """Returns True if a source is a file of weights, without a config.json next to it."""
+    path = folder / Path(source).expanduser()
+    return path.suffix in _WEIGHTS_SUFFIXES and path.is_file() and not (path.parent / "config.json").is_file()
 
 
 def find_model_problem(path: Path, name: str) -> tuple[str, str] | None:

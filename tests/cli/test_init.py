@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from click.testing import CliRunner
 from hypothesis import example, given, settings
@@ -38,6 +40,7 @@ from optexport.cli.main import cli
 from optexport.config.load import load_config
 from optexport.config.schema import Config
 from optexport.config.tasks import AUTO_CLASSES
+from optexport.errors import ConfigError
 from optexport.loading import pretrained_files
 from optexport.transformations.registry import PRESET
 from tests.tiers import examples
@@ -357,3 +360,57 @@ def test_options_of_every_rule_are_shown(tmp_path: Path) -> None:
     config = load_config(tmp_path / "shown.toml")
     assert config.model.dtype == "float32"
     assert {"exact": True} in [rule.options for rule in config.rules()]
+
+
+def test_weights_file_gets_a_function_to_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the class named in it, the written files run."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(torch.nn.Linear(4, 2).state_dict(), "net-1.pth")
+    result = CliRunner().invoke(cli, ["init", "net-1.pth"])
+    assert result.exit_code == 0, result.output
+    assert "Wrote net_1_model.py. Name the class of your model in it." in result.output
+    assert load_config(tmp_path / "optexport.toml").model.source == "python:net_1_model:build"
+    text = Path("net_1_model.py").read_text(encoding="utf-8")
+    Path("net_1_model.py").write_text(
+        text.replace("from MODULE import MODEL", "from torch.nn import Linear").replace("MODEL()", "Linear(4, 2)")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (model,) = [importlib.import_module("net_1_model").build()]
+    torch.testing.assert_close(model.weight, torch.load("net-1.pth")["weight"])
+    again = CliRunner().invoke(cli, ["init", "net-1.pth", "--force"])
+    assert again.exit_code == 2
+    assert "net_1_model.py: the file exists" in again.output
+
+
+@pytest.mark.parametrize("name", ["Net", "build", "annotated", "elsewhere"])
+def test_arguments_of_forward_are_read_without_running_the_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(
+        "raise SystemExit\nclass Net:\n    def forward(self, image, *, input_ids): ...\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit\n"
+        "from parts import Net as Elsewhere\n"
+        "class Net:\n    def forward(self, image, input_ids, scale=1.0): ...\n"
+        "def build(width=3):\n    model = Net(width)\n    return model.eval()\n"
+        "def annotated() -> Net: ...\n"
+        "def elsewhere():\n    return Elsewhere()\n"
+    )
+    tensors = started(f"python:mine:{name}", tmp_path).inputs.tensors
+    assert tensors is not None
+    assert {key: (value.dtype, value.shape[0]) for key, value in tensors.items()} == {
+        "image": ("float32", "batch"),
+        "input_ids": ("int64", "batch"),
+    }
+
+
+def test_factory_that_cannot_be_read_gets_the_usual_guess(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def build(:\n")
+    assert GUESS in starter_config("python:mine:build", tmp_path)
+
+
+def test_onnx_file_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"model.onnx is an ONNX file, not a PyTorch model\nHint: Set source to the mod"
+    ):
+        started("model.onnx", tmp_path)
