@@ -38,6 +38,7 @@ from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
+from optexport.quantization.candidate_lowering import CandidateLowering
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, named_outputs
 from optexport.tracing.dynamo_exporter import one_pass
@@ -254,7 +255,8 @@ def tune(
     config = traced.job.config.tune
     if config is None:
         return traced, ()
-    builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch)
+    lowering = CandidateLowering(traced.job, traced.call, checker)
+    builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch, lowering)
     elapsed = time.monotonic() - progress.start
     budget = tuner.Budget(
         config.budget,

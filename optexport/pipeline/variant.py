@@ -30,7 +30,8 @@ from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.bundle_writer import RunResults, write_graph
 from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
-from optexport.quantization import half, int8
+from optexport.quantization.half import HalfCaster
+from optexport.quantization.int8 import Quantizer
 from optexport.quantization.sensitivity import check_passed
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
@@ -92,7 +93,7 @@ class VariantExporter:
         with self._progress.step(f"check graph{suffix}"):
             self._check_graph(variant, graph_module, f"{GRAPH}{suffix}")
         if variant.precision is not None:
-            transformed, lowered = self._lower_graph(variant, transformed, suffix)
+            transformed, lowered = self._lower_graph(variant, transformed, variant.precision, suffix)
         write_graph(self._draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
         artifacts = self._export_files(variant, transformed)
         if lowered is not None:
@@ -120,18 +121,18 @@ class VariantExporter:
             raise self._parity_error(partial(diagnose_rules, retrace, variant.rules, self._checker, job.loaded.model))
 
     def _lower_graph(
-        self, variant: Variant, transformed: Transformed, suffix: str
+        self, variant: Variant, transformed: Transformed, precision: str, suffix: str
     ) -> tuple[Transformed, PrecisionRecord]:
         """Casts a graph to the lower precision of a variant, and checks the result."""
         with self._progress.step(f"lower{suffix}"):
-            cast, applied, record = half.cast_graph(
-                transformed.graph_module, variant, self._job, self._traced.call, self._checker
-            )
+            caster = HalfCaster(transformed.graph_module, precision)
+            choice = caster.choose_layers(", ".join(variant.formats), self._job, self._traced.call, self._checker)
+            cast, applied = caster.cast(choice.float32_units)
         with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
-            parity = self._target_checker.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
+            parity = self._target_checker.check(f"{GRAPH}-cast{suffix}", runner, precision=precision)
             check_passed(parity, self._checker)
-        return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), record
+        return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), choice.record()
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
         """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
@@ -208,12 +209,14 @@ class VariantExporter:
     def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
-            record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
+            quantizer = Quantizer(path, precision, self._checker)
+            choice = quantizer.choose_layers(self._job, writer.flat)
+            quantizer.write(choice.float32_units, self._draft / path.name)
         with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
                 parity = self._target_checker.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
-        return record
+        return choice.record()
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
         """Returns the error of a failed check, after a diagnosis."""

@@ -176,6 +176,12 @@ def layers_in(unit: str, layers: Collection[str]) -> list[str]:
     return [layer for layer in layers if is_within(layer, [unit])]
 
 
+def find_layers(names: Collection[str], layers: Collection[str]) -> list[str]:
+    """Returns the layers of a file that have the names of layers or units of another file, where others are merged."""
+    resolved = [layer for name in names for layer in _resolve_name(name, layers)]
+    return [layer for layer in layers if is_within(layer, resolved)]
+
+
 def measure_harm(target: TargetParity, original_results: Sequence[GateResult]) -> float:
     """Returns the largest share of a gate's or fixed tolerance's margin that a target uses.
 

@@ -48,7 +48,7 @@ class Search:
         tournament: Measures files.
 
     Attributes:
-        build_seconds: Seconds of the latest build and check of a file.
+        build_seconds: Seconds of the latest build and check of a file, without the search for float32 layers.
     """
 
     def __init__(self, job: Job, file_format: Format, builder: CandidateBuilder, tournament: Tournament) -> None:
@@ -81,6 +81,11 @@ class Search:
     def is_fixed(self) -> bool:
         """True if the start accepts only the traced shape."""
         return self.artifacts[self.start].fixed
+
+    @property
+    def export_seconds(self) -> float:
+        """Seconds to export the chosen file after the search; 0 until a file is built."""
+        return self.build_seconds + self.builder.layer_search_seconds(self.format) if self.build_seconds else 0.0
 
     @property
     def least_seconds(self) -> float:
@@ -178,7 +183,7 @@ class Search:
         """Builds and checks a candidate, unless that was done or would take too long."""
         if candidate in self.built or candidate in self.rejected:
             return
-        start = self.tournament.clock()
+        start, searched = self.tournament.clock(), self.builder.layer_search_seconds(self.format)
         if start + self.build_seconds > deadline:
             self.untried.append(candidate)
             return
@@ -187,7 +192,8 @@ class Search:
         except CandidateRejected as refusal:
             self.rejected[candidate] = str(refusal)
             return
-        self.build_seconds = self.tournament.clock() - start
+        search_seconds = self.builder.layer_search_seconds(self.format) - searched
+        self.build_seconds = self.tournament.clock() - start - search_seconds
         digest = digest_of(artifact)
         if reason := self._find_race_problem(candidate, artifact, digest):
             self.rejected[candidate] = reason
