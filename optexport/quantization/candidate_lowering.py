@@ -44,7 +44,7 @@ class CandidateLowering:
         caster = HalfCaster(graph_module, precision)
 
         def choose() -> Choice:
-            return caster.choose_layers(GRAPH, self._job, self._call, self._checker)
+            return caster.choose_layers(f"lowered {GRAPH}", self._job, self._call, self._checker)
 
         return caster.cast(self._find_float32_layers(precision, caster.layers, choose))
 

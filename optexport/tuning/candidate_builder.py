@@ -155,7 +155,8 @@ class CandidateBuilder:
             before = self._graph(candidate)
             graph_module, cast = self.lowering.cast_graph(before.graph_module, precision)
             applied = (*before.applied, cast)
-        self._check(GRAPH, graph_runner(graph_module, self.call), precision)
+        target = GRAPH if precision is None else f"lowered {GRAPH}"
+        self._check(target, graph_runner(graph_module, self.call), precision)
         signature, weights_sha256, device = self.traced.signature, job.loaded.weights_sha256, job.config.model.device
         writer = GraphWriter(graph_module, signature, job.example, weights_sha256, applied, device)
         return _Graph(graph_module, applied, writer)
