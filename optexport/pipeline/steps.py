@@ -39,6 +39,7 @@ from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
 from optexport.quantization.candidate_lowering import CandidateLowering
+from optexport.quantization.sensitivity import LayerChoices
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, named_outputs
 from optexport.tracing.dynamo_exporter import one_pass
@@ -245,9 +246,17 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
 
 
 def tune(
-    traced: TracedJob, checker: ParityChecker, workloads: Sequence[Workload], scratch: Path, progress: Progress
+    traced: TracedJob,
+    checker: ParityChecker,
+    workloads: Sequence[Workload],
+    scratch: Path,
+    progress: Progress,
+    choices: LayerChoices,
 ) -> tuple[TracedJob, tuple[Outcome, ...]]:
     """Chooses the fastest rules and format passes of each format, if the config has ``[tune]``.
+
+    Args:
+        choices: Receives the layers that stay in float32.
 
     Returns:
         The job with the chosen rules and passes, and the outcome of each search.
@@ -255,7 +264,7 @@ def tune(
     config = traced.job.config.tune
     if config is None:
         return traced, ()
-    lowering = CandidateLowering(traced.job, traced.call, checker)
+    lowering = CandidateLowering(traced.job, traced.call, checker, choices)
     builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch, lowering)
     elapsed = time.monotonic() - progress.start
     budget = tuner.Budget(

@@ -32,7 +32,7 @@ from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
 from optexport.quantization.half import HalfCaster
 from optexport.quantization.int8 import Quantizer
-from optexport.quantization.sensitivity import check_passed
+from optexport.quantization.sensitivity import LayerChoices, check_passed
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, Transformed, sharing_copy, transform
@@ -66,11 +66,14 @@ class VariantExporter:
         checker: Compares targets with the reference.
         draft: The folder for the files.
         progress: Receives every step.
+        choices: The layers that stay in float32, as far as tuning searched for them.
     """
 
-    def __init__(self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress) -> None:
+    def __init__(
+        self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress, choices: LayerChoices
+    ) -> None:
         self._traced, self._job, self._checker = traced, traced.job, checker
-        self._draft, self._progress = draft, progress
+        self._draft, self._progress, self._choices = draft, progress, choices
         self._target_checker = TargetChecker(
             checker,
             traced.call,
@@ -126,7 +129,9 @@ class VariantExporter:
         """Casts a graph to the lower precision of a variant, and checks the result."""
         with self._progress.step(f"lower{suffix}"):
             caster = HalfCaster(transformed.graph_module, precision)
-            choice = caster.choose_layers(", ".join(variant.formats), self._job, self._traced.call, self._checker)
+            choice = caster.choose_layers(
+                ", ".join(variant.formats), self._job, self._traced.call, self._checker, self._choices
+            )
             cast, applied = caster.cast(choice.float32_units)
         with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
@@ -210,7 +215,7 @@ class VariantExporter:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
             quantizer = Quantizer(path, precision, self._checker)
-            choice = quantizer.choose_layers(self._job, writer.flat)
+            choice = quantizer.choose_layers(self._job, writer.flat, self._choices)
             quantizer.write(choice.float32_units, self._draft / path.name)
         with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):

@@ -13,7 +13,7 @@ from optexport.parity.checker import GRAPH, ParityChecker
 from optexport.parity.reference import Call
 from optexport.quantization.half import HalfCaster
 from optexport.quantization.int8 import Quantizer
-from optexport.quantization.sensitivity import Choice, find_layers
+from optexport.quantization.sensitivity import Choice, LayerChoices, find_layers
 from optexport.transformations.apply import Applied
 
 
@@ -28,10 +28,11 @@ class CandidateLowering:
         job: The run.
         call: Runs a graph on a batch and names its outputs.
         checker: Checker with the reference and the gates.
+        choices: Choices of the run. The export of the same graph or file reuses them.
     """
 
-    def __init__(self, job: Job, call: Call, checker: ParityChecker) -> None:
-        self._job, self._call, self._checker = job, call, checker
+    def __init__(self, job: Job, call: Call, checker: ParityChecker, choices: LayerChoices) -> None:
+        self._job, self._call, self._checker, self._choices = job, call, checker, choices
         self._float32_units: dict[str, list[str]] = {}
         self._search_seconds: dict[str, float] = {}
 
@@ -44,7 +45,7 @@ class CandidateLowering:
         caster = HalfCaster(graph_module, precision)
 
         def choose() -> Choice:
-            return caster.choose_layers(f"lowered {GRAPH}", self._job, self._call, self._checker)
+            return caster.choose_layers(f"lowered {GRAPH}", self._job, self._call, self._checker, self._choices)
 
         return caster.cast(self._find_float32_layers(precision, caster.layers, choose))
 
@@ -53,7 +54,7 @@ class CandidateLowering:
         quantizer = Quantizer(source, precision, self._checker)
 
         def choose() -> Choice:
-            return quantizer.choose_layers(self._job, graph_module)
+            return quantizer.choose_layers(self._job, graph_module, self._choices)
 
         quantizer.write(self._find_float32_layers(precision, quantizer.layers, choose), target)
 

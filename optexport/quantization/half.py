@@ -6,10 +6,11 @@ from collections.abc import Collection
 
 from torch import fx
 
+from optexport.cache import keys
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
 from optexport.parity.reference import Call, graph_runner
-from optexport.quantization.sensitivity import Choice, choose_layers, resolve_keep_float32
+from optexport.quantization.sensitivity import Choice, LayerChoices, resolve_keep_float32
 from optexport.runtime.runners import Run
 from optexport.transformations import CastPrecision
 from optexport.transformations.apply import Applied, NamedRule, sharing_copy, transform
@@ -38,13 +39,14 @@ class HalfCaster:
         transformed = transform(sharing_copy(self._graph_module), [rule])
         return transformed.graph_module, transformed.applied[0]
 
-    def choose_layers(self, target: str, job: Job, call: Call, checker: ParityChecker) -> Choice:
+    def choose_layers(self, target: str, job: Job, call: Call, checker: ParityChecker, choices: LayerChoices) -> Choice:
         """Finds the layers that the gates need in float32.
 
         Args:
             target: Name of the files or the graph, for messages.
             call: Runs a graph on a batch and names its outputs.
             checker: Checker with the reference and the gates.
+            choices: Choices of the run so far.
 
         Raises:
             ConfigError: No layer can be cast, or `precision.keep_float32` names an unknown layer.
@@ -55,4 +57,5 @@ class HalfCaster:
             return graph_runner(self.cast(keep)[0], call)
 
         keep = resolve_keep_float32(job, self._graph_module, self.layers)
-        return choose_layers(target, self._precision, self.layers, keep, make, checker)
+        content = keys.of_graph(self._graph_module)
+        return choices.choose(content, target, self._precision, self.layers, keep, make, checker)

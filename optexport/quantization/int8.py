@@ -13,11 +13,12 @@ from typing import Any
 import onnx
 from torch import fx
 
+from optexport.cache import keys
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
-from optexport.quantization.sensitivity import Choice, choose_layers, gated_cases, layers_in, resolve_keep_float32
+from optexport.quantization.sensitivity import Choice, LayerChoices, gated_cases, layers_in, resolve_keep_float32
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
@@ -47,7 +48,7 @@ class Quantizer:
     """
 
     def __init__(self, source: Path, precision: str, checker: ParityChecker) -> None:
-        self._precision, self._checker = precision, checker
+        self._source, self._precision, self._checker = source, precision, checker
         self._prepared, self._attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
         self._batches = [case.batch for case in gated_cases(checker)]
         self.layers = prepare(source, self._prepared, precision)
@@ -62,11 +63,12 @@ class Quantizer:
         nodes = [node for layer, names in self.layers.items() if layer not in float32 for node in names]
         quantize(self._prepared, target, nodes, self._precision, self._batches)
 
-    def choose_layers(self, job: Job, graph_module: fx.GraphModule) -> Choice:
+    def choose_layers(self, job: Job, graph_module: fx.GraphModule, choices: LayerChoices) -> Choice:
         """Finds the layers that the gates need in float32.
 
         Args:
             graph_module: Graph that the file was exported from.
+            choices: Choices of the run so far.
 
         Raises:
             ConfigError: No layer can be quantized, or `precision.keep_float32` names an unknown layer.
@@ -79,7 +81,8 @@ class Quantizer:
             return runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=True)
 
         keep = resolve_keep_float32(job, graph_module, self.layers)
-        return choose_layers("onnx", self._precision, self.layers, keep, make, self._checker)
+        content = keys.of_file(self._source)
+        return choices.choose(content, "onnx", self._precision, self.layers, keep, make, self._checker)
 
 
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:

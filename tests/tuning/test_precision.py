@@ -16,11 +16,15 @@ import torch
 from optexport._utils.progress import Progress
 from optexport.bench.artifact import Artifact
 from optexport.config.schema import Format
+from optexport.parity.checker import ParityChecker
 from optexport.pipeline import steps
 from optexport.pipeline.plan import RunOptions, plan_run
 from optexport.pipeline.run import load_job, run
+from optexport.pipeline.steps import TracedJob
+from optexport.pipeline.variant import VariantExporter, transform_variant
+from optexport.quantization import sensitivity
 from optexport.quantization.candidate_lowering import CandidateLowering
-from optexport.quantization.sensitivity import find_layers
+from optexport.quantization.sensitivity import LayerChoices, find_layers
 from optexport.tuning.candidate import Candidate, configured
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected
 from optexport.tuning.tournament import Tournament
@@ -44,12 +48,16 @@ def _float32_products(path: Path) -> list[str]:
     return [node.input[1] for node in onnx.load(path).graph.node if node.op_type in ("MatMul", "Gemm")]
 
 
-def _make_builder(folder: Path, config: Path, rules: str = "") -> CandidateBuilder:
-    """Returns the builder of a run's candidates."""
+def _trace(folder: Path, config: Path, rules: str) -> TracedJob:
     config.write_text(rules + config.read_text(encoding="utf-8"), encoding="utf-8")
-    traced = steps.trace_model(load_job(plan_run(config, RunOptions()), folder, Progress()))
-    checker = steps.run_reference(traced)
-    lowering = CandidateLowering(traced.job, traced.call, checker)
+    return steps.trace_model(load_job(plan_run(config, RunOptions()), folder, Progress()))
+
+
+def _make_builder(
+    traced: TracedJob, checker: ParityChecker, folder: Path, choices: LayerChoices | None = None
+) -> CandidateBuilder:
+    """Returns the builder of a run's candidates."""
+    lowering = CandidateLowering(traced.job, traced.call, checker, choices or LayerChoices())
     (folder / "files").mkdir()
     return CandidateBuilder(traced.job, traced.trace, traced.call, checker, folder / "files", lowering)
 
@@ -67,7 +75,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CandidateBuild
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTEXPORT_CACHE", "")
-        yield _make_builder(folder, config, _MERGE)
+        traced = _trace(folder, config, _MERGE)
+        yield _make_builder(traced, steps.run_reference(traced), folder)
 
 
 def _build(builder: CandidateBuilder, file_format: Format, candidate: Candidate) -> Artifact:
@@ -101,24 +110,37 @@ def test_candidate_of_another_format_is_in_float32(builder: CandidateBuilder) ->
     [("int8", "onnx", "planted", 0.999), ("bfloat16", "torchscript", "sharp", 0.99999)],
 )
 def test_first_candidate_decides_which_layers_stay_in_float32(
-    tmp_path: Path, precision: str, file_format: Format, model: str, gate: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, file_format: Format, model: str, gate: float
 ) -> None:
     config = models.write(
         tmp_path, f'{file_format} = "{precision}"', model=model, formats=f'"{file_format}"', gates=f"cosine = {gate}"
     )
-    builder = _make_builder(tmp_path, config, _MERGE)
+    traced, choices = _trace(tmp_path, config, _MERGE), LayerChoices()
+    checker = steps.run_reference(traced)
+    builder = _make_builder(traced, checker, tmp_path, choices)
     assert builder.layer_search_seconds(file_format) == 0
-    seconds = set()
-    for candidate in (configured(builder.job, file_format), _PLAIN, frozenset({0, "transformers-fusions"})):
-        path = _build(builder, file_format, candidate).path
+    first = _build(builder, file_format, configured(traced.job, file_format)).path
+    seconds = builder.layer_search_seconds(file_format)
+    paths = [_build(builder, file_format, candidate).path for candidate in (_PLAIN, frozenset({0, "gemm"}))]
+    for path in (first, *paths):
         if file_format == "onnx":
             float32 = _float32_products(path)
         else:
             float32 = [name for name, dtype in _weights(path).items() if dtype == torch.float32]
         assert [name.partition(".weight")[0] for name in float32] == [models.HURT]
-        seconds.add(builder.layer_search_seconds(file_format))
-    assert len(seconds) == 1  # another search would change it
-    assert seconds != {0}
+    assert builder.layer_search_seconds(file_format) == seconds > 0  # another search would change it
+
+    def search_again(*_: object) -> None:
+        raise AssertionError("the export of the first candidate needs no search")
+
+    monkeypatch.setattr(sensitivity, "choose_layers", search_again)
+    (variant,) = traced.job.variants
+    (tmp_path / "draft").mkdir()
+    exporter = VariantExporter(traced, checker, tmp_path / "draft", Progress(), choices)
+    exported = exporter.export(variant, transform_variant(variant, traced, Progress())).artifacts[0]
+    assert (tmp_path / "draft" / exported.path).read_bytes() == first.read_bytes()
+    assert exported.precision is not None
+    assert [layer.layer for layer in exported.precision.layers if layer.kept] == [models.HURT]
 
 
 _RULES = """
@@ -152,7 +174,8 @@ class Outlier(Transformation):
 def test_gates_judge_a_lowered_candidate(tmp_path: Path) -> None:
     (tmp_path / "int8_rules.py").write_text(_RULES, encoding="utf-8")
     config = models.write(tmp_path, 'onnx = "int8"', model="harmless")
-    builder = _make_builder(tmp_path, config, 'transformations = [{ use = "python:int8_rules:Outlier" }]\n')
+    traced = _trace(tmp_path, config, 'transformations = [{ use = "python:int8_rules:Outlier" }]\n')
+    builder = _make_builder(traced, steps.run_reference(traced), tmp_path)
     with pytest.raises(CandidateRejected, match="no choice of layers in int8 passes the gates"):
         _build(builder, "onnx", frozenset({0}))
     _build(builder, "onnx", _PLAIN)  # its distances are far above the tolerance of float32
