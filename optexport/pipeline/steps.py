@@ -56,7 +56,8 @@ _TOO_LARGE = 1 << 30
 _TIMES_EXHAUSTIVE = 16
 # What a tuned run reserves for its work after the search, without exporting and checking files: the seconds of "gain",
 # and a share of the time before the search, because transforming, other sizes, the bundle and tracking take longer for
-# larger models and on busy machines.
+# larger models and on busy machines. The share is more than half, because "other sizes" runs the original and the graph
+# as "reference" does, which takes most of the time before the search.
 _FIXED_RESERVE = 3.0
 _RESERVED_SHARE = 0.6
 

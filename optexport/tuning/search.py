@@ -25,10 +25,13 @@ from optexport.tuning.candidate import Candidate, Option, configured, describe_c
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, digest_of
 from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
+# Two launches, because the memory layout of a single process may decide who drops out (see bench/turns.py).
 _FIRST_ROUNDS = 2 * ROUNDS_PER_LAUNCH
-# Share of the time that may be spent on building candidates; the rest is for measuring.
+# Share of the time before the last rung that may be spent on building candidates; the rest is for measuring. More than
+# half, because a candidate without a file cannot win, while fewer rounds only rank the others less exactly.
 BUILD_SHARE = 0.6
-# Share of the time that the last rung may take, unless that is too short for a verdict.
+# Share of the time that the last rung may take, unless that is too short for a verdict. It alone decides, but only on
+# candidates that were built and measured before.
 _LAST_SHARE = 0.5
 # Number of the best single changes that are combined.
 _MAX_COMBINED = 4

@@ -27,7 +27,9 @@ from optexport.tuning.candidate_builder import CandidateBuilder
 from optexport.tuning.search import BUILD_SHARE, Search
 from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
-# Launches of one file at one shape that a format needs time for, to be measured at several shapes.
+# Launches of one file at one shape that a format needs time for, to be measured at several shapes. At three shapes, a
+# launch may take three times as long. That leaves 40: two for each of 12 files in the first rung, and four, which a
+# verdict needs, for each of four files in the last one.
 _LAUNCHES_FOR_SEVERAL_SHAPES = 120
 _NO_TIME = "no time for candidates, the files stay as configured"
 
