@@ -54,7 +54,7 @@ def check_never_slower(
     slower = [pair for pair in map(measure_again, slower_once) if pair.comparison.verdict == "slower"]
     if slower:
         lowered = ", ".join(pair.artifact.format for pair in slower if pair.artifact.precision is not None)
-        hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
+        hint = f"Remove {lowered} from [precision], or remove [tune]: the plain export is in float32."
         raise GateError(
             "some tuned files are slower than the plain export",
             details="\n".join(map(_speedup_text, slower)),

@@ -76,8 +76,7 @@ def measure_files(
         GateError: A gate fails, or a tuned file is slower than the plain export.
     """
     job = results.traced.job
-    # The search compares files in float32.
-    is_measured = _is_measured(job.config) or (bool(results.outcomes) and job.config.precision is not None)
+    is_measured = _is_measured(job.config)
     if not is_measured and job.config.gate.max_size_mb is None:
         return results
     artifacts = list_artifacts(results.artifacts, list(job.example), draft, "")

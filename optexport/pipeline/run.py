@@ -25,6 +25,7 @@ from optexport.pipeline.gain import measure_gain
 from optexport.pipeline.measure import list_workloads, measure_files
 from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_tracking
 from optexport.pipeline.variant import VariantExporter, transform_variant
+from optexport.quantization.sensitivity import LayerChoices
 from optexport.report.html import page
 from optexport.result import Result
 
@@ -130,14 +131,15 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         with progress.step("reference"):
             checker = steps.run_reference(traced)
         # tuning/tuner.py: "tune FORMAT", only with [tune]
-        traced, outcomes = steps.tune(traced, checker, workloads, scratch, progress)
+        choices = LayerChoices()
+        traced, outcomes = steps.tune(traced, checker, workloads, scratch, progress, choices)
         # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]
         with progress.step("other sizes"):
             traced, checker = steps.check_other_sizes(traced, checker, graphs)
         # variant.py, for each variant: "check graph", "export FORMAT" and "check FORMAT" for each format, "undo". After
         # a check, "lower" and "check lowered graph" or "check lowered onnx", only with [precision].
-        exporter = VariantExporter(traced, checker, draft, progress)
+        exporter = VariantExporter(traced, checker, draft, progress, choices)
         variants = [exporter.export(*pair) for pair in zip(traced.job.variants, graphs, strict=True)]
         results = exporter.results(variants, outcomes)
         with progress.step("gain"):

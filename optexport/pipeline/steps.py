@@ -38,6 +38,8 @@ from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
+from optexport.quantization.candidate_lowering import CandidateLowering
+from optexport.quantization.sensitivity import LayerChoices
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, named_outputs
 from optexport.tracing.dynamo_exporter import one_pass
@@ -54,7 +56,8 @@ _TOO_LARGE = 1 << 30
 _TIMES_EXHAUSTIVE = 16
 # What a tuned run reserves for its work after the search, without exporting and checking files: the seconds of "gain",
 # and a share of the time before the search, because transforming, other sizes, the bundle and tracking take longer for
-# larger models and on busy machines.
+# larger models and on busy machines. The share is more than half, because "other sizes" runs the original and the graph
+# as "reference" does, which takes most of the time before the search.
 _FIXED_RESERVE = 3.0
 _RESERVED_SHARE = 0.6
 
@@ -244,9 +247,17 @@ def _run_cases(traced: TracedJob, more_sizes: Sequence[dict[str, int]]) -> Refer
 
 
 def tune(
-    traced: TracedJob, checker: ParityChecker, workloads: Sequence[Workload], scratch: Path, progress: Progress
+    traced: TracedJob,
+    checker: ParityChecker,
+    workloads: Sequence[Workload],
+    scratch: Path,
+    progress: Progress,
+    choices: LayerChoices,
 ) -> tuple[TracedJob, tuple[Outcome, ...]]:
     """Chooses the fastest rules and format passes of each format, if the config has ``[tune]``.
+
+    Args:
+        choices: Receives the layers that stay in float32.
 
     Returns:
         The job with the chosen rules and passes, and the outcome of each search.
@@ -254,7 +265,8 @@ def tune(
     config = traced.job.config.tune
     if config is None:
         return traced, ()
-    builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch)
+    lowering = CandidateLowering(traced.job, traced.call, checker, choices)
+    builder = CandidateBuilder(traced.job, traced.trace, traced.call, checker, scratch, lowering)
     elapsed = time.monotonic() - progress.start
     budget = tuner.Budget(
         config.budget,

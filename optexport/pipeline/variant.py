@@ -30,8 +30,9 @@ from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.bundle_writer import RunResults, write_graph
 from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
-from optexport.quantization import half, int8
-from optexport.quantization.sensitivity import check_passed
+from optexport.quantization.half import HalfCaster
+from optexport.quantization.int8 import Quantizer
+from optexport.quantization.sensitivity import LayerChoices, check_passed
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, Transformed, sharing_copy, transform
@@ -65,11 +66,14 @@ class VariantExporter:
         checker: Compares targets with the reference.
         draft: The folder for the files.
         progress: Receives every step.
+        choices: The layers that stay in float32, as far as tuning searched for them.
     """
 
-    def __init__(self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress) -> None:
+    def __init__(
+        self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress, choices: LayerChoices
+    ) -> None:
         self._traced, self._job, self._checker = traced, traced.job, checker
-        self._draft, self._progress = draft, progress
+        self._draft, self._progress, self._choices = draft, progress, choices
         self._target_checker = TargetChecker(
             checker,
             traced.call,
@@ -92,7 +96,7 @@ class VariantExporter:
         with self._progress.step(f"check graph{suffix}"):
             self._check_graph(variant, graph_module, f"{GRAPH}{suffix}")
         if variant.precision is not None:
-            transformed, lowered = self._lower_graph(variant, transformed, suffix)
+            transformed, lowered = self._lower_graph(variant, transformed, variant.precision, suffix)
         write_graph(self._draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
         artifacts = self._export_files(variant, transformed)
         if lowered is not None:
@@ -120,18 +124,20 @@ class VariantExporter:
             raise self._parity_error(partial(diagnose_rules, retrace, variant.rules, self._checker, job.loaded.model))
 
     def _lower_graph(
-        self, variant: Variant, transformed: Transformed, suffix: str
+        self, variant: Variant, transformed: Transformed, precision: str, suffix: str
     ) -> tuple[Transformed, PrecisionRecord]:
         """Casts a graph to the lower precision of a variant, and checks the result."""
         with self._progress.step(f"lower{suffix}"):
-            cast, applied, record = half.cast_graph(
-                transformed.graph_module, variant, self._job, self._traced.call, self._checker
+            caster = HalfCaster(transformed.graph_module, precision)
+            choice = caster.choose_layers(
+                ", ".join(variant.formats), self._job, self._traced.call, self._checker, self._choices
             )
+            cast, applied = caster.cast(choice.float32_units)
         with self._progress.step(f"check lowered graph{suffix}"):
             runner = partial(graph_runner, cast, self._traced.call)
-            parity = self._target_checker.check(f"{GRAPH}-cast{suffix}", runner, precision=variant.precision)
+            parity = self._target_checker.check(f"{GRAPH}-cast{suffix}", runner, precision=precision)
             check_passed(parity, self._checker)
-        return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), record
+        return replace(transformed, graph_module=cast, applied=(*transformed.applied, applied)), choice.record()
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
         """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
@@ -208,12 +214,14 @@ class VariantExporter:
     def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
-            record = int8.quantize_file(path, self._draft, precision, self._job, self._checker, writer.flat)
+            quantizer = Quantizer(path, precision, self._checker)
+            choice = quantizer.choose_layers(self._job, writer.flat, self._choices)
+            quantizer.write(choice.float32_units, self._draft / path.name)
         with self._progress.step("check lowered onnx"):
             for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
                 parity = self._target_checker.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
-        return record
+        return choice.record()
 
     def _parity_error(self, find: Callable[[], Finding]) -> OptexportError:
         """Returns the error of a failed check, after a diagnosis."""

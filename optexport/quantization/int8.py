@@ -13,12 +13,12 @@ from typing import Any
 import onnx
 from torch import fx
 
-from optexport.bundle.manifest import PrecisionRecord
+from optexport.cache import keys
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
-from optexport.quantization.sensitivity import choose_layers, gated_cases, layers_in, resolve_keep_float32
+from optexport.quantization.sensitivity import Choice, LayerChoices, gated_cases, layers_in, resolve_keep_float32
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
@@ -35,42 +35,54 @@ _SEVEN_BITS = True
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
-def quantize_file(
-    source: Path, folder: Path, precision: str, job: Job, checker: ParityChecker, graph_module: fx.GraphModule
-) -> PrecisionRecord:
-    """Writes an ONNX file in int8, except layers that the gates need in float32.
+class Quantizer:
+    """Writes copies of an ONNX file in int8.
 
     Args:
         source: ONNX file in float32, unchanged. Temporary files are written to the same folder.
-        folder: Folder for the new file, which has the same name.
         precision: Precision, one of `OPERATORS`.
         checker: Checker with the reference and the gates.
-        graph_module: Graph that the file was exported from.
 
-    Returns:
-        The record of the layer choice.
-
-    Raises:
-        ConfigError: No layer can be quantized, or `precision.keep_float32` names an unknown layer.
-        ExportError: onnxruntime cannot quantize the file, or cannot run the result.
-        ParityError: No choice of layers passes the gates.
+    Attributes:
+        layers: Names of the nodes that can be quantized, by layer.
     """
-    prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
-    layers = prepare(source, prepared, precision)
-    batches = [case.batch for case in gated_cases(checker)]
 
-    def write(keep: Collection[str], target: Path) -> None:
-        float32_layers = {layer for unit in keep for layer in layers_in(unit, layers)}
-        nodes = [node for layer, names in layers.items() if layer not in float32_layers for node in names]
-        quantize(prepared, target, nodes, precision, batches)
+    def __init__(self, source: Path, precision: str, checker: ParityChecker) -> None:
+        self._source, self._precision, self._checker = source, precision, checker
+        self._prepared, self._attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
+        self._batches = [case.batch for case in gated_cases(checker)]
+        self.layers = prepare(source, self._prepared, precision)
 
-    def make(keep: Collection[str]) -> Run:
-        write(keep, attempt)
-        return runners.open_onnx(attempt, list(checker.tolerances), optimized=True)
+    def write(self, float32_layers: Collection[str], target: Path) -> None:
+        """Writes a copy with all other layers in int8.
 
-    choice = choose_layers("onnx", precision, layers, resolve_keep_float32(job, graph_module, layers), make, checker)
-    write(choice.float32_units, folder / source.name)
-    return choice.record()
+        Raises:
+            ExportError: onnxruntime cannot quantize the file.
+        """
+        float32 = {layer for unit in float32_layers for layer in layers_in(unit, self.layers)}
+        nodes = [node for layer, names in self.layers.items() if layer not in float32 for node in names]
+        quantize(self._prepared, target, nodes, self._precision, self._batches)
+
+    def choose_layers(self, job: Job, graph_module: fx.GraphModule, choices: LayerChoices) -> Choice:
+        """Finds the layers that the gates need in float32.
+
+        Args:
+            graph_module: Graph that the file was exported from.
+            choices: Choices of the run so far.
+
+        Raises:
+            ConfigError: No layer can be quantized, or `precision.keep_float32` names an unknown layer.
+            ExportError: onnxruntime cannot quantize the file, or cannot run the result.
+            ParityError: No choice of layers passes the gates.
+        """
+
+        def make(keep: Collection[str]) -> Run:
+            self.write(keep, self._attempt)
+            return runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=True)
+
+        keep = resolve_keep_float32(job, graph_module, self.layers)
+        content = keys.of_file(self._source)
+        return choices.choose(content, "onnx", self._precision, self.layers, keep, make, self._checker)
 
 
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:

@@ -171,9 +171,42 @@ def choose_layers(
     return choice
 
 
+class LayerChoices:
+    """The choices of a run, because tuning and the export may lower the same graph or file, and a search is slow."""
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[str, ...], Choice] = {}
+
+    def choose(
+        self,
+        content: str | None,
+        target: str,
+        precision: str,
+        layers: Collection[str],
+        keep: Collection[str],
+        make: Make,
+        checker: ParityChecker,
+    ) -> Choice:
+        """Calls `choose_layers`, unless it was called for the same content, precision and cases.
+
+        Args:
+            content: Digest of the graph or file; None if it is unknown.
+        """
+        key = (content or "", precision, *(case.name for case in gated_cases(checker)))
+        if content is None or key not in self._choices:
+            self._choices[key] = choose_layers(target, precision, layers, keep, make, checker)
+        return self._choices[key]
+
+
 def layers_in(unit: str, layers: Collection[str]) -> list[str]:
     """Returns the layers of a unit."""
     return [layer for layer in layers if is_within(layer, [unit])]
+
+
+def find_layers(names: Collection[str], layers: Collection[str]) -> list[str]:
+    """Returns the layers of a file that have the names of layers or units of another file, where others are merged."""
+    resolved = [layer for name in names for layer in _resolve_name(name, layers)]
+    return [layer for layer in layers if is_within(layer, resolved)]
 
 
 def measure_harm(target: TargetParity, original_results: Sequence[GateResult]) -> float:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from torch import fx
 
 from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
+from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.outcomes import PARITY_FAILED
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, describe_error
@@ -29,6 +32,29 @@ class CandidateRejected(Exception):  # noqa: N818 - an answer, not an error
     """Raised for a candidate that cannot be shipped, with the reason."""
 
 
+class Lowering(Protocol):
+    """Lowers the precision of candidates.
+
+    The pipeline passes it in, because tuning does not import `optexport.quantization`.
+    """
+
+    def layer_search_seconds(self, precision: str) -> float:
+        """Returns the seconds of the search for the layers that stay in float32, 0 before the first candidate."""
+
+    def cast_graph(self, graph_module: fx.GraphModule, precision: str) -> tuple[fx.GraphModule, Applied]:
+        """Returns a copy of a graph in half precision, and the applied rule."""
+
+    def quantize_file(self, source: Path, target: Path, precision: str, graph_module: fx.GraphModule) -> None:
+        """Writes an ONNX file in int8, from a file in float32 and its graph."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph_module: fx.GraphModule
+    applied: tuple[Applied, ...]
+    writer: GraphWriter
+
+
 class CandidateBuilder:
     """Builds and checks the files of candidates.
 
@@ -38,12 +64,21 @@ class CandidateBuilder:
         call: Calls the graph.
         checker: Reference, tolerances and gates that candidates must meet.
         folder: Folder for the files.
+        lowering: Lowers graphs and files of formats with a lower precision.
     """
 
-    def __init__(self, job: Job, traced: Traced, call: Call, checker: ParityChecker, folder: Path) -> None:
+    def __init__(
+        self, job: Job, traced: Traced, call: Call, checker: ParityChecker, folder: Path, lowering: Lowering
+    ) -> None:
         self.job, self.traced, self.call, self.checker, self.folder = job, traced, call, checker, folder
-        self._graphs: dict[tuple[int, ...], tuple[GraphWriter, tuple[Applied, ...]] | CandidateRejected] = {}
+        self.lowering = lowering
+        self._graphs: dict[tuple[tuple[int, ...], str | None], _Graph | CandidateRejected] = {}
         self._files = 0
+
+    def layer_search_seconds(self, file_format: Format) -> float:
+        """Returns the seconds of the search for layers that stay in float32, which only the first build contains."""
+        precision = self.job.precision_of(file_format)
+        return 0.0 if precision is None else self.lowering.layer_search_seconds(precision)
 
     def matching_rules(self, candidate: Candidate) -> list[int]:
         """Returns the rules of a candidate that match somewhere, when all of them are applied.
@@ -51,11 +86,14 @@ class CandidateBuilder:
         Raises:
             CandidateRejected: A rule failed, or the graph failed the parity check.
         """
-        _, applied = self._graph(candidate)
+        applied = self._graph(candidate).applied
         return [i for i, rule in zip(rules_in(candidate), applied, strict=True) if rule.report.changes]
 
     def build(self, file_format: Format, candidate: Candidate, name: str) -> Artifact:
-        """Builds and checks a candidate's file.
+        """Builds and checks a candidate's file, in the precision of its format.
+
+        The checks are those of the run: a lowered file must pass the gates, and its graph or file in float32 the
+        tolerance.
 
         Args:
             file_format: Format of the file.
@@ -65,18 +103,24 @@ class CandidateBuilder:
         Raises:
             CandidateRejected: The file cannot be built, or failed the parity check.
         """
-        writer, _ = self._graph(candidate)
+        precision = self.job.precision_of(file_format)
+        is_quantized = file_format == "onnx" and precision is not None
+        writer = self._graph(candidate, None if is_quantized else precision).writer
         self._files += 1
         folder = self.folder / str(self._files)
         folder.mkdir()
 
         def write_and_check() -> Artifact:
-            record = writer.write(file_format, folder, passes_in(candidate), self.job.config.export.opset)
+            source = folder / "float32" if is_quantized else folder
+            source.mkdir(exist_ok=True)
+            record = writer.write(file_format, source, passes_in(candidate), self.job.config.export.opset)
+            self._check_file(source, record, writer, None if is_quantized else precision)
+            if precision is not None and is_quantized:
+                self.lowering.quantize_file(source / record.path, folder / record.path, precision, writer.flat)
+                shutil.rmtree(source)
+                self._check_file(folder, record, writer, precision)
             (artifact,) = list_artifacts([record], list(self.job.example), folder, "")
-            names = writer.signature.output_names
-            for target, run in runners.open_file(artifact.path, file_format, names, writer.device):
-                self._check(target, run, traced_shape_only=artifact.fixed)
-            return replace(artifact, name=name)
+            return replace(artifact, name=name, precision=precision)
 
         try:
             return _reject_on_error(write_and_check)
@@ -88,35 +132,43 @@ class CandidateBuilder:
         """Removes a file, because the disk may not have room for many large models."""
         shutil.rmtree(artifact.path.parent)
 
-    def _graph(self, candidate: Candidate) -> tuple[GraphWriter, tuple[Applied, ...]]:
-        rules = tuple(rules_in(candidate))
-        if rules not in self._graphs:
+    def _graph(self, candidate: Candidate, precision: str | None = None) -> _Graph:
+        """Returns the checked graph of a candidate, cast to half precision if there is one."""
+        key = tuple(rules_in(candidate)), precision
+        if key not in self._graphs:
             try:
-                self._graphs[rules] = _reject_on_error(lambda: self._transform(rules))
+                self._graphs[key] = _reject_on_error(lambda: self._make_graph(candidate, precision))
             except CandidateRejected as refusal:
-                self._graphs[rules] = refusal
-        graph = self._graphs[rules]
+                self._graphs[key] = refusal
+        graph = self._graphs[key]
         if isinstance(graph, CandidateRejected):
             raise graph
         return graph
 
-    def _transform(self, rules: tuple[int, ...]) -> tuple[GraphWriter, tuple[Applied, ...]]:
+    def _make_graph(self, candidate: Candidate, precision: str | None) -> _Graph:
         job = self.job
-        transformed = transform(sharing_copy(self.traced.graph_module), [job.rules[i] for i in rules])
-        self._check(GRAPH, graph_runner(transformed.graph_module, self.call))
-        writer = GraphWriter(
-            transformed.graph_module,
-            self.traced.signature,
-            job.example,
-            job.loaded.weights_sha256,
-            transformed.applied,
-            job.config.model.device,
-        )
-        return writer, transformed.applied
+        if precision is None:
+            rules = [job.rules[i] for i in rules_in(candidate)]
+            transformed = transform(sharing_copy(self.traced.graph_module), rules)
+            graph_module, applied = transformed.graph_module, transformed.applied
+        else:
+            before = self._graph(candidate)
+            graph_module, cast = self.lowering.cast_graph(before.graph_module, precision)
+            applied = (*before.applied, cast)
+        target = GRAPH if precision is None else f"lowered {GRAPH}"
+        self._check(target, graph_runner(graph_module, self.call), precision)
+        signature, weights_sha256, device = self.traced.signature, job.loaded.weights_sha256, job.config.model.device
+        writer = GraphWriter(graph_module, signature, job.example, weights_sha256, applied, device)
+        return _Graph(graph_module, applied, writer)
 
-    def _check(self, target: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
+    def _check_file(self, folder: Path, record: ArtifactRecord, writer: GraphWriter, precision: str | None) -> None:
+        names = writer.signature.output_names
+        for target, run in runners.open_file(folder / record.path, record.format, names, writer.device):
+            self._check(target, run, precision, traced_shape_only=record.fixed_shape is not None)
+
+    def _check(self, target: str, run: runners.Run, precision: str | None, *, traced_shape_only: bool = False) -> None:
         checker = ParityChecker(self.checker.reference, self.checker.tolerances, self.checker.gates)
-        parity = checker.check(target, run, traced_shape_only=traced_shape_only)
+        parity = checker.check(target, run, traced_shape_only=traced_shape_only, precision=precision)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [gate_result.failure for gate_result in parity.gate_results if gate_result.failure is not None]
         if failures:

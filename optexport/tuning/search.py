@@ -25,10 +25,13 @@ from optexport.tuning.candidate import Candidate, Option, configured, describe_c
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, digest_of
 from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
+# Two launches, because the memory layout of a single process may decide who drops out (see bench/turns.py).
 _FIRST_ROUNDS = 2 * ROUNDS_PER_LAUNCH
-# Share of the time that may be spent on building candidates; the rest is for measuring.
+# Share of the time before the last rung that may be spent on building candidates; the rest is for measuring. More than
+# half, because a candidate without a file cannot win, while fewer rounds only rank the others less exactly.
 BUILD_SHARE = 0.6
-# Share of the time that the last rung may take, unless that is too short for a verdict.
+# Share of the time that the last rung may take, unless that is too short for a verdict. It alone decides, but only on
+# candidates that were built and measured before.
 _LAST_SHARE = 0.5
 # Number of the best single changes that are combined.
 _MAX_COMBINED = 4
@@ -48,7 +51,7 @@ class Search:
         tournament: Measures files.
 
     Attributes:
-        build_seconds: Seconds of the latest build and check of a file.
+        build_seconds: Seconds of the latest build and check of a file, without the search for float32 layers.
     """
 
     def __init__(self, job: Job, file_format: Format, builder: CandidateBuilder, tournament: Tournament) -> None:
@@ -81,6 +84,11 @@ class Search:
     def is_fixed(self) -> bool:
         """True if the start accepts only the traced shape."""
         return self.artifacts[self.start].fixed
+
+    @property
+    def export_seconds(self) -> float:
+        """Seconds to export the chosen file after the search; 0 until a file is built."""
+        return self.build_seconds + self.builder.layer_search_seconds(self.format) if self.build_seconds else 0.0
 
     @property
     def least_seconds(self) -> float:
@@ -178,7 +186,7 @@ class Search:
         """Builds and checks a candidate, unless that was done or would take too long."""
         if candidate in self.built or candidate in self.rejected:
             return
-        start = self.tournament.clock()
+        start, searched = self.tournament.clock(), self.builder.layer_search_seconds(self.format)
         if start + self.build_seconds > deadline:
             self.untried.append(candidate)
             return
@@ -187,7 +195,8 @@ class Search:
         except CandidateRejected as refusal:
             self.rejected[candidate] = str(refusal)
             return
-        self.build_seconds = self.tournament.clock() - start
+        search_seconds = self.builder.layer_search_seconds(self.format) - searched
+        self.build_seconds = self.tournament.clock() - start - search_seconds
         digest = digest_of(artifact)
         if reason := self._find_race_problem(candidate, artifact, digest):
             self.rejected[candidate] = reason

@@ -21,7 +21,7 @@ Race = Callable[[Sequence[Artifact], Sequence[Workload], Settings], list[Timing]
 
 # More than in a benchmark, because starts take most of the time, and four launches give a verdict.
 ROUNDS_PER_LAUNCH = 3
-# Seconds that one launch of one file takes with its turns, until it is measured.
+# Seconds that one launch of one file takes with its turns, until it is measured: mostly the import of a runtime.
 _INITIAL_COST = 2.0
 
 

@@ -27,7 +27,9 @@ from optexport.tuning.candidate_builder import CandidateBuilder
 from optexport.tuning.search import BUILD_SHARE, Search
 from optexport.tuning.tournament import ROUNDS_PER_LAUNCH, Tournament
 
-# Launches of one file at one shape that a format needs time for, to be measured at several shapes.
+# Launches of one file at one shape that a format needs time for, to be measured at several shapes. At three shapes, a
+# launch may take three times as long. That leaves 40: two for each of 12 files in the first rung, and four, which a
+# verdict needs, for each of four files in the last one.
 _LAUNCHES_FOR_SEVERAL_SHAPES = 120
 _NO_TIME = "no time for candidates, the files stay as configured"
 
@@ -79,7 +81,8 @@ def tune(
             in_time = time.monotonic() < _find_end(budget, builds, remaining + 1)  # it is built now and at the end
             if in_time and not search.build_start():
                 continue  # the run itself reports why no file passes
-            end = _find_end(budget, [*builds, search.build_seconds], remaining - 1)
+            builds.append(search.export_seconds or max(builds, default=2 * budget.build_seconds) / 2)
+            end = _find_end(budget, builds, remaining - 1)
             in_time = in_time and time.monotonic() + search.tournament.cost(1, ROUNDS_PER_LAUNCH) < end
             if in_time:
                 search.measure_start()
@@ -88,7 +91,6 @@ def tune(
             outcomes.append(
                 _run_search(search, workloads, end, remaining) if in_time else search.outcome_without_time()
             )
-            builds.append(search.build_seconds or max(builds, default=2 * budget.build_seconds) / 2)
     outcomes.sort(key=lambda outcome: [*map(str, formats)].index(outcome.format))
     return _with_chosen(job, outcomes), tuple(outcomes)
 
@@ -171,6 +173,8 @@ def _cache_entry(
         job.config.export.opset,
         devices.describe(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
+        job.precision_of(file_format),
+        job.config.precision and job.config.precision.keep_float32,
         keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],
         [case.name for case in reference.cases],

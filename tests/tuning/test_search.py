@@ -47,6 +47,7 @@ class World:
     large: frozenset[Option] = frozenset()
     at: Mapping[tuple[Option, str], float] = field(default_factory=dict)
     build_seconds: float = 1.0
+    layer_seconds: float = 0.0
     launch_seconds: float = 1.0
     now: float = 0.0
     races: list[tuple[int, int]] = field(default_factory=list)
@@ -55,8 +56,11 @@ class World:
     def matching_rules(self, candidate: Candidate) -> list[int]:
         return [rule for rule in rules_in(candidate) if rule not in self.unused]
 
+    def layer_search_seconds(self, file_format: str) -> float:
+        return self.layer_seconds if self.built else 0.0
+
     def build(self, file_format: str, candidate: Candidate, name: str) -> Artifact:
-        self.now += self.build_seconds
+        self.now += self.build_seconds + (0.0 if self.built else self.layer_seconds)
         if candidate & self.broken:
             raise CandidateRejected("parity failed")
         path = self.folder / f"{len(self.built)}.pt"
@@ -104,6 +108,16 @@ class World:
         max_mb: float | None = None,
         device: str = "cpu",
     ) -> Outcome:
+        search = self.start(configured, expected, max_mb, device)
+        return search.run(earlier, self.now + budget)
+
+    def start(
+        self,
+        configured: Sequence[str] = (),
+        expected: Sequence[int] = (),
+        max_mb: float | None = None,
+        device: str = "cpu",
+    ) -> Search:
         rules = [
             SimpleNamespace(name="rule", formats=None, transformation=None, min_matches=int(i in expected))
             for i in range(self.rules)
@@ -119,7 +133,7 @@ class World:
         search = Search(job, "torchscript", builder, Tournament(_WORKLOADS, 1, self.race, lambda: self.now))
         assert search.build_start()
         search.measure_start()
-        return search.run(earlier, self.now + budget)
+        return search
 
 
 @pytest.fixture
@@ -297,6 +311,12 @@ def test_without_time_the_start_is_chosen(world: Callable[..., World]) -> None:
     assert outcome.over_plain is None
     assert outcome.shapes == ()
     assert outcome.untried_text.startswith("0 of 6 candidates tried; no time for: ")
+
+
+def test_search_for_float32_layers_counts_for_the_final_export_only(world: Callable[..., World]) -> None:
+    search = world({_PASSES[0]: 1.5}, layer_seconds=100.0).start()
+    assert (search.build_seconds, search.export_seconds) == (1.0, 101.0)
+    assert search.run((), search.tournament.clock() + 60).chosen.passes == _PASSES[:1]
 
 
 def test_last_rung_has_fewer_rounds_if_time_is_short(world: Callable[..., World]) -> None:

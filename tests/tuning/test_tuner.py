@@ -28,7 +28,9 @@ from optexport.bundle.outcomes import Comparison
 from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
 from optexport.config.load import load_config
+from optexport.config.schema import PrecisionConfig
 from optexport.errors import ConfigError, GateError
+from optexport.job import Job
 from optexport.parity.gates import load_metrics
 from optexport.pipeline.reproduce import reproduce
 from optexport.pipeline.rules import load_rules
@@ -234,6 +236,7 @@ class _CacheJob:
         self.job: Any = SimpleNamespace(
             config=config,
             rules=load_rules(config, folder, ()),
+            precision_of=lambda name: Job.precision_of(self.job, name),
             loaded=SimpleNamespace(weights_sha256="0", model=nn.Identity()),
             example=self.batches[0],
         )
@@ -261,7 +264,10 @@ def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monke
     for module in job.norm:
         module.eps = 1e-6  # not part of a graph's text
     names.append(job.name())
-    assert len(set(names)) == 6
+    for table in ({"onnx": "int8"}, {"onnx": "int8-blocks"}, {"onnx": "int8", "keep_float32": ["out"]}):
+        job.job.config = job.job.config.model_copy(update={"precision": PrecisionConfig.model_validate(table)})
+        names.append(job.name())
+    assert len(set(names)) == 9
 
 
 @pytest.mark.nightly
