@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,27 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat[torch.randint(flat.numel(), (_SAMPLE,), generator=generator)]
 
 
+def iterate_values(
+    graph_module: fx.GraphModule,
+    batch: Mapping[str, torch.Tensor],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Runs a graph node by node and yields each node with its value. Values that no later node needs are freed.
+
+    Args:
+        context: Makes the context that each node runs in.
+    """
+    arguments, interpreter = as_arguments(batch), fx.Interpreter(graph_module)
+    inputs = [arguments[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
+    interpreter.args_iter = iter(inputs)
+    for node in graph_module.graph.nodes:
+        with context():
+            interpreter.env[node] = interpreter.run_node(node)
+        yield node, interpreter.env[node]
+        for unused in interpreter.user_to_last_uses.get(node, ()):
+            del interpreter.env[unused]
+
+
 def observe_graph(
     graph_module: fx.GraphModule,
     batch: Mapping[str, torch.Tensor],
@@ -141,9 +163,17 @@ def describe(node: fx.Node) -> str:
     target = target_name(node).removeprefix("torch._ops.")
     if node.op == "call_module":
         return f"module {target}"
+    path = find_module(node)
+    return target if path in ("", target) else f"{target} in module {path}"
+
+
+def find_module(node: fx.Node) -> str:
+    """Returns the path of the module that a node belongs to, or an empty text."""
+    if node.op == "call_module":
+        return str(node.target)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"^L\['self'\]\.?", "", str(stack[-1][0])) if stack and isinstance(stack[-1], tuple) else ""
-    return target if not path or path == target or path.startswith("_empty") else f"{target} in module {path}"
+    return "" if path.startswith("_empty") else path
 
 
 def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()) -> Observed:

@@ -57,6 +57,7 @@ def render(folder: Path, manifest: Manifest) -> str:
         has_config_file=has_config_file,
         commands=contents.commands(manifest, has_config_file=has_config_file),
         parity_plot=plots.parity_plot(manifest.parity),
+        node_error_plot=manifest.node_errors and plots.node_error_plot(manifest.node_errors),
         latency_plot=None if measured.bench is None else plots.latency_plot(measured.bench),
         speedup_plot=plots.ratio_plot(contents.speedups(measured), "speedup (95 % interval)", "speedup"),
         tuning_plot=plots.ratio_plot(contents.trials(measured), "speedup (95 % interval)", "tuning"),

@@ -305,3 +305,20 @@ def test_equal_runs_differ_only_in_times_and_machine(tmp_path: Path) -> None:
     differing = set(pages[0]) ^ set(pages[1])
     assert differing
     assert [line for line in differing if not allowed.search(line)] == []
+
+
+def test_the_report_shows_the_error_of_each_node(read: Page) -> None:
+    record = exports.exported().manifest.node_errors
+    assert record is not None
+    (table,) = [e for e in read.all("div") if e.attributes.get("aria-label") == "Errors of the nodes"]
+    assert all(point.node in table.text for point in record.points)
+    assert "down, linear_5: original " in " ".join(title.text for title in read.all("title"))
+
+
+def test_the_report_says_why_the_errors_of_nodes_are_missing(tmp_path: Path) -> None:
+    folder = bundles.copied(tmp_path / "bundle")
+    reason = {"targets": ["original"], "points": [], "skipped": "float64 is not available node by node: no memory"}
+    bundles.edit(folder, lambda manifest: manifest.update(node_errors=reason))
+    assert "Not measured: float64 is not available node by node: no memory." in (folder / "report.html").read_text()
+    bundles.edit(folder, lambda manifest: manifest.pop("node_errors"))  # an older bundle
+    assert "Error by depth" not in (folder / "report.html").read_text()
