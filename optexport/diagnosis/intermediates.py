@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
         return flat.clone()  # a later node may change it in place
     generator = torch.Generator().manual_seed(flat.numel())
     return flat[torch.randint(flat.numel(), (_SAMPLE,), generator=generator)]
+
+
+def sample_evenly(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns at most some elements, evenly spaced.
+
+    The distance has no factor in common with the size of an axis, so the elements meet every channel.
+    """
+    step = -(-tensor.numel() // count) or 1
+    while math.gcd(step, tensor.numel()) > 1:
+        step += 1
+    return tensor.reshape(-1)[::step]
 
 
 def iterate_values(
@@ -186,21 +198,8 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     observed = Observed(outputs=tuple(value.name for value in model.graph.output))
     producers = {name: node for node in model.graph.node for name in node.output if name}
     observed.needs = {name: tuple(filter(None, node.input)) for name, node in producers.items()}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in producers if name not in observed.outputs)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
-    if os.access(path.parent, os.W_OK):  # hard links to the weights need a folder on the same file system
-        temporary = atomic_dir.scratch(path.parent, parts.outermost(path.parent))
-    else:
-        temporary = signals.temporary_folder()
-    with temporary as folder:
-        data = path.with_name(f"{path.name}.data")
-        if data.is_file():
-            _link(data, folder / data.name)
-        onnx.save(model, folder / path.name)
-        session = onnx_session.open_session(folder / path.name, options, "cpu")
+    with open_all_values(path, model) as session:
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
@@ -217,6 +216,32 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         if hasattr(results[name], "dtype"):
             observed.add(name, node.op_type, torch.from_numpy(results[name]), keep)
     return observed
+
+
+@contextmanager
+def open_all_values(path: Path, model: onnx.ModelProto) -> Iterator[onnxruntime.InferenceSession]:
+    """Opens a copy of an ONNX file whose values are all outputs, without the runtime's optimizations.
+
+    Args:
+        path: The file.
+        model: Its content without external data; gets the outputs.
+    """
+    outputs = {value.name for value in model.graph.output}
+    names = [name for node in model.graph.node for name in node.output if name and name not in outputs]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if os.access(path.parent, os.W_OK):  # hard links to the weights need a folder on the same file system
+        temporary = atomic_dir.scratch(path.parent, parts.outermost(path.parent))
+    else:
+        temporary = signals.temporary_folder()
+    with temporary as folder:
+        data = path.with_name(f"{path.name}.data")
+        if data.is_file():
+            _link(data, folder / data.name)
+        onnx.save(model, folder / path.name)
+        yield onnx_session.open_session(folder / path.name, options, "cpu")
 
 
 def _link(source: Path, target: Path) -> None:

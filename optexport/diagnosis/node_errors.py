@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import fx
 
 from optexport._utils.module_state import restoring_state
 from optexport.bundle.node_error_records import NodeErrorRecord, NodeErrorsRecord
-from optexport.diagnosis.intermediates import find_module, iterate_values
+from optexport.diagnosis.intermediates import find_module, iterate_values, sample_evenly
 from optexport.diagnosis.node_matching import find_counterparts
 from optexport.errors import describe_error
 from optexport.parity import distances, float64_model
@@ -126,20 +125,12 @@ def _relative_error(value: Any, exact: torch.Tensor) -> float | None:
         return None
     if not value.numel():
         return None
-    value, exact = _sample(value), _sample(exact)
+    value, exact = sample_evenly(value, _SAMPLE), sample_evenly(exact, _SAMPLE)
     (low, high), (below, above) = exact.aminmax(), (value - exact).aminmax()
     if max(-low, high) < distances.MIN_MASK_VALUE and torch.isfinite(below + above):
         return float(max(-below, above) / max(-low, high)) if low or high else None
     scale = distances.scale(value, exact)
     return measure_noise(value, exact) / scale if scale else None
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns evenly spaced elements. The distance has no factor in common with an axis, so it meets every channel."""
-    step = -(-tensor.numel() // _SAMPLE)
-    while math.gcd(step, tensor.numel()) > 1:
-        step += 1
-    return tensor.reshape(-1)[::step]
 
 
 def _agrees(traced: fx.GraphModule, errors: Sequence[_NodeError], reference: Reference) -> bool:

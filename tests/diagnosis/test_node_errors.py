@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.diagnosis import node_errors
+from optexport.diagnosis.intermediates import sample_evenly
 from optexport.diagnosis.node_errors import measure_node_errors
 from optexport.parity.cases.case import Case
 from optexport.parity.reference import Reference
@@ -125,8 +126,8 @@ def test_masks_do_not_count_as_the_largest_value() -> None:
 def test_samples_meet_every_position_of_an_axis() -> None:
     for shape in ((4096, 384), (64, 7, 11, 13, 17), (1 << 20,), (3,)):
         last = torch.arange(shape[-1]).expand(shape)
-        sampled = node_errors._sample(last)
-        assert len(sampled) <= node_errors._SAMPLE
+        sampled = sample_evenly(last, 1 << 14)
+        assert len(sampled) <= 1 << 14
         assert len(sampled.unique()) == min(shape[-1], len(sampled))
 
 
