@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
+import math
 import re
 import shlex
 import shutil
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from optexport.report import parity_text, terminal
 from optexport.report.html import contents, page
 from tests._helpers import exports
 from tests.report.html import bundles
@@ -322,3 +326,26 @@ def test_the_report_says_why_the_errors_of_nodes_are_missing(tmp_path: Path) -> 
     assert "Not measured: float64 is not available node by node: no memory." in (folder / "report.html").read_text()
     bundles.edit(folder, lambda manifest: manifest.pop("node_errors"))  # an older bundle
     assert "Error by depth" not in (folder / "report.html").read_text()
+
+
+def test_terminal_and_report_give_the_verdict_in_the_same_words(read: Page) -> None:
+    result = exports.exported()
+    console = Console(width=200, file=io.StringIO(), record=True)
+    terminal.show(result, console)
+    words = parity_text.check_text(result.manifest.parity)
+    assert re.fullmatch(r"\d+ cases, at most \d+ % of the tolerance used", words)
+    assert f"PASSED  3 files, {words}\n" in console.export_text()
+    assert f"All 3 files match the original within its measured tolerance: {words}." in read.text
+
+
+def test_the_top_of_the_report_shows_the_latency_of_the_exported_file(read: Page) -> None:
+    (facts,) = [e for e in read.all("dl") if e.attributes.get("class") == "facts"]
+    assert "Latency of onnx" in facts.text
+    assert "10 ms" in facts.text
+    assert "plain onnx" not in facts.text
+
+
+def test_the_share_of_the_tolerance_has_one_form() -> None:
+    assert parity_text.share_text(0.249) == "25 %"
+    assert parity_text.share_text(12.0) == "1200 %"
+    assert parity_text.share_text(math.inf) == parity_text.share_text(None) == ""
