@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from optexport._utils.size_ranges import describe_range
+from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.parity_records import Count, ParityRecord
 from optexport.runtime.devices import Device
 
@@ -268,6 +269,7 @@ class Manifest(_Record):
         undone: The last transformations that were undone on a copy, which restored the graph before them bit by bit.
             That graph is the trace itself if they made all changes.
         parity: The result of the parity check.
+        node_errors: The error of each node along the graphs; null in older bundles.
         reference_cases: The cases in ``reference.safetensors``.
         artifacts: The exported files.
         application: The task of the model; null in older bundles.
@@ -295,6 +297,7 @@ class Manifest(_Record):
     transformations: list[TransformationRecord]
     undone: list[str]
     parity: ParityRecord
+    node_errors: NodeErrorsRecord | None = None
     reference_cases: list[str]
     artifacts: list[ArtifactRecord]
     application: ApplicationRecord | None = None

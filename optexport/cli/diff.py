@@ -14,8 +14,9 @@ from optexport.cli._group import Command, json_option, print_json
 @click.argument("bundle_a", metavar="A", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("bundle_b", metavar="B", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page to this file.")
+@click.option("--layers", is_flag=True, help="Also run the ONNX files of both and compare their values layer by layer.")
 @json_option
-def diff(bundle_a: Path, bundle_b: Path, html: Path | None, as_json: bool) -> None:
+def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_json: bool) -> None:
     """Compare the bundles A and B.
 
     Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
@@ -30,6 +31,12 @@ def diff(bundle_a: Path, bundle_b: Path, html: Path | None, as_json: bool) -> No
     if html is not None:
         _html_file.check_target("--html", html, [bundle_a, bundle_b])
     result = difference.compare(difference.read_side(bundle_a), difference.read_side(bundle_b))
+    if layers:
+        from optexport.diagnosis import onnx_layers
+
+        a, b = result.side_a, result.side_b
+        values = onnx_layers.compare_layers(a.folder, a.manifest, b.folder, b.manifest)
+        result = difference.with_layers(result, values.rows, values.matches, values.values)
     if html is not None:
         _html_file.write(html, page.render_difference(result), "--html")
     if as_json:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,38 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat[torch.randint(flat.numel(), (_SAMPLE,), generator=generator)]
 
 
+def sample_evenly(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns at most some elements, evenly spaced.
+
+    The distance has no factor in common with the size of an axis, so the elements meet every channel.
+    """
+    step = -(-tensor.numel() // count) or 1
+    while math.gcd(step, tensor.numel()) > 1:
+        step += 1
+    return tensor.reshape(-1)[::step]
+
+
+def iterate_values(
+    graph_module: fx.GraphModule,
+    batch: Mapping[str, torch.Tensor],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Runs a graph node by node and yields each node with its value. Values that no later node needs are freed.
+
+    Args:
+        context: Makes the context that each node runs in.
+    """
+    arguments, interpreter = as_arguments(batch), fx.Interpreter(graph_module)
+    inputs = [arguments[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
+    interpreter.args_iter = iter(inputs)
+    for node in graph_module.graph.nodes:
+        with context():
+            interpreter.env[node] = interpreter.run_node(node)
+        yield node, interpreter.env[node]
+        for unused in interpreter.user_to_last_uses.get(node, ()):
+            del interpreter.env[unused]
+
+
 def observe_graph(
     graph_module: fx.GraphModule,
     batch: Mapping[str, torch.Tensor],
@@ -141,9 +175,17 @@ def describe(node: fx.Node) -> str:
     target = target_name(node).removeprefix("torch._ops.")
     if node.op == "call_module":
         return f"module {target}"
+    path = find_module(node)
+    return target if path in ("", target) else f"{target} in module {path}"
+
+
+def find_module(node: fx.Node) -> str:
+    """Returns the path of the module that a node belongs to, or an empty text."""
+    if node.op == "call_module":
+        return str(node.target)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"^L\['self'\]\.?", "", str(stack[-1][0])) if stack and isinstance(stack[-1], tuple) else ""
-    return target if not path or path == target or path.startswith("_empty") else f"{target} in module {path}"
+    return "" if path.startswith("_empty") else path
 
 
 def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()) -> Observed:
@@ -156,21 +198,8 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     observed = Observed(outputs=tuple(value.name for value in model.graph.output))
     producers = {name: node for node in model.graph.node for name in node.output if name}
     observed.needs = {name: tuple(filter(None, node.input)) for name, node in producers.items()}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in producers if name not in observed.outputs)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
-    if os.access(path.parent, os.W_OK):  # hard links to the weights need a folder on the same file system
-        temporary = atomic_dir.scratch(path.parent, parts.outermost(path.parent))
-    else:
-        temporary = signals.temporary_folder()
-    with temporary as folder:
-        data = path.with_name(f"{path.name}.data")
-        if data.is_file():
-            _link(data, folder / data.name)
-        onnx.save(model, folder / path.name)
-        session = onnx_session.open_session(folder / path.name, options, "cpu")
+    with open_all_values(path, model) as session:
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
@@ -187,6 +216,32 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         if hasattr(results[name], "dtype"):
             observed.add(name, node.op_type, torch.from_numpy(results[name]), keep)
     return observed
+
+
+@contextmanager
+def open_all_values(path: Path, model: onnx.ModelProto) -> Iterator[onnxruntime.InferenceSession]:
+    """Opens a copy of an ONNX file whose values are all outputs, without the runtime's optimizations.
+
+    Args:
+        path: The file.
+        model: Its content without external data; gets the outputs.
+    """
+    outputs = {value.name for value in model.graph.output}
+    names = [name for node in model.graph.node for name in node.output if name and name not in outputs]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if os.access(path.parent, os.W_OK):  # hard links to the weights need a folder on the same file system
+        temporary = atomic_dir.scratch(path.parent, parts.outermost(path.parent))
+    else:
+        temporary = signals.temporary_folder()
+    with temporary as folder:
+        data = path.with_name(f"{path.name}.data")
+        if data.is_file():
+            _link(data, folder / data.name)
+        onnx.save(model, folder / path.name)
+        yield onnx_session.open_session(folder / path.name, options, "cpu")
 
 
 def _link(source: Path, target: Path) -> None:

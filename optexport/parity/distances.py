@@ -13,6 +13,7 @@ MIN_FLOOR_ULPS = 2
 # ** 10 above the next smaller values. It is also not rounded as results are. The noise floor and the scale exclude mask
 # values, which would dominate them. Mask values have their own limit of a few units in the last place.
 _MIN_MASK_EXPONENT = 13
+MIN_MASK_VALUE = 2.0**_MIN_MASK_EXPONENT
 _GAP_EXPONENTS = 10
 
 
@@ -29,7 +30,7 @@ def expected_values(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor
     if not original.is_floating_point():
         return original
     exact = exact.double()
-    if _all_below(exact, math.inf) and _all_below(original, 2.0**_MIN_MASK_EXPONENT):
+    if _all_below(exact, math.inf) and _all_below(original, MIN_MASK_VALUE):
         return exact
     own = (~torch.isfinite(exact) & torch.isfinite(original)) | is_mask_value(original, exact)
     return torch.where(own, original.double(), exact)
@@ -60,7 +61,7 @@ def is_mask_value(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     Returns:
         A bool tensor of the same shape.
     """
-    if _all_below(original, 2.0**_MIN_MASK_EXPONENT):
+    if _all_below(original, MIN_MASK_VALUE):
         return torch.zeros_like(original, dtype=torch.bool)
     magnitude = finite(original).abs()
     exponents = torch.frexp(magnitude[magnitude > 0]).exponent.unique()

@@ -69,7 +69,7 @@ def run_original(
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
         large = not writes_weights and model_memory.is_large(model)
-        memory_problem = _find_memory_problem(model, copied=not large)
+        memory_problem = find_memory_problem(model, copied=not large)
         cache_key = ""
         if computation is not None and memory_problem is None:
             cache_key = _cache_key(
@@ -127,7 +127,7 @@ def _run_in_float64(
             reference = _replace_mismatches(reference)
     except Exception as error:  # model code may raise anything, for example because of a fixed dtype
         if upcast:
-            return _run_in_float64(run, model, replace(own, fallback=_find_memory_problem(model)), batched)
+            return _run_in_float64(run, model, replace(own, fallback=find_memory_problem(model)), batched)
         reference, run_float64 = replace(own, fallback=describe_error(error)), None
     return reference if batched is None else _run_variations(run, model, run_float64, reference, batched)
 
@@ -288,7 +288,7 @@ def _is_close(halves: torch.Tensor, together: torch.Tensor) -> bool:
     return distances.largest(distances.distance(halves, together)) <= 1e-9 * scale
 
 
-def _find_memory_problem(model: nn.Module, *, copied: bool = True) -> str | None:
+def find_memory_problem(model: nn.Module, *, copied: bool = True) -> str | None:
     """Returns the reason why a model in float64 exceeds the free memory, or None.
 
     `copied` is False if only one large weight at a time is in float64.

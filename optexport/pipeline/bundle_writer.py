@@ -31,6 +31,7 @@ from optexport.bundle.manifest import (
     ValuesRecord,
 )
 from optexport.bundle.measurements import GainRecord
+from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.bundle.parity_records import ParityRecord
 from optexport.config.format_passes import AMX, AVX512
@@ -58,6 +59,7 @@ class RunResults:
         traced: The traced job.
         checker: The reference, and all comparisons with it.
         parity: These comparisons as a record of the manifest.
+        node_errors: The error of each node along the graphs.
         variants: The files of all variants.
         outcomes: The results of tuning.
         cache_hits: The steps whose results are from the cache.
@@ -68,6 +70,7 @@ class RunResults:
     traced: TracedJob
     checker: ParityChecker
     parity: ParityRecord
+    node_errors: NodeErrorsRecord
     variants: tuple[VariantResult, ...]
     outcomes: tuple[Outcome, ...]
     cache_hits: tuple[str, ...]
@@ -188,6 +191,7 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
         ],
         undone=list(dict.fromkeys(rule.name for result in variants for rule in result.transformed.undoable)),
         parity=results.parity,
+        node_errors=results.node_errors,
         reference_cases=list(reference_cases),
         artifacts=results.artifacts,
         files=[],

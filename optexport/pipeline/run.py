@@ -136,11 +136,12 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]
         with progress.step("other sizes"):
-            traced, checker = steps.check_other_sizes(traced, checker, graphs)
+            checker = steps.check_other_sizes(traced, checker, graphs)
         # variant.py, for each variant: "check graph", "export FORMAT" and "check FORMAT" for each format, "undo". After
         # a check, "lower" and "check lowered graph" or "check lowered onnx", only with [precision].
         exporter = VariantExporter(traced, checker, draft, progress, choices)
         variants = [exporter.export(*pair) for pair in zip(traced.job.variants, graphs, strict=True)]
+        # variant.py: "node errors"
         results = exporter.results(variants, outcomes)
         with progress.step("gain"):
             results = replace(results, gain=tuple(measure_gain(results, draft)))

@@ -279,18 +279,10 @@ def tune(
     return replace(traced, job=job), outcomes
 
 
-def check_other_sizes(
-    traced: TracedJob, checker: ParityChecker, graphs: Sequence[Transformed]
-) -> tuple[TracedJob, ParityChecker]:
-    """Tries many sizes quickly; returns a checker that also has those at which a graph and the model differ.
-
-    Traces again if there are such sizes, because the rules may have changed the traced graph in place.
-    """
+def check_other_sizes(traced: TracedJob, checker: ParityChecker, graphs: Sequence[Transformed]) -> ParityChecker:
+    """Tries many sizes quickly; returns a checker that also has those at which a graph and the model differ."""
     sizes = _find_differing_sizes(traced, graphs)
-    if not sizes:
-        return traced, checker
-    traced = trace_model(traced.job)
-    return traced, run_reference(traced, sizes)
+    return run_reference(traced, sizes) if sizes else checker
 
 
 def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> list[dict[str, int]]:

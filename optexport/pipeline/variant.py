@@ -13,12 +13,14 @@ from torch import fx, nn
 from optexport._utils import model_memory, signals
 from optexport._utils.progress import Progress
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
+from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.cache import exports
 from optexport.config.schema import Format
 from optexport.diagnosis import failure
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.bisect_rules import diagnose_rules
+from optexport.diagnosis.node_errors import measure_node_errors
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import ExportError, OptexportError
 from optexport.exporters.graph_writer import GraphWriter
@@ -41,7 +43,7 @@ from optexport.transformations.apply import Applied, Transformed, sharing_copy, 
 def transform_variant(variant: Variant, traced: TracedJob, progress: Progress) -> Transformed:
     """Transforms the traced graph with the rules of a variant.
 
-    The traced graph is changed in place if there is only one variant.
+    The traced graph stays unchanged.
 
     Raises:
         TransformationError, GateError: As for `optexport.transformations.apply.transform`.
@@ -49,8 +51,7 @@ def transform_variant(variant: Variant, traced: TracedJob, progress: Progress) -
     job = traced.job
     suffix, title = _suffix_and_title(variant, job)
     with progress.step(f"transform{suffix}"):
-        graph_module = traced.graph_module if len(job.variants) == 1 else sharing_copy(traced.graph_module)
-        transformed = transform(graph_module, variant.rules, job.dump, title and f"{title}-")
+        transformed = transform(sharing_copy(traced.graph_module), variant.rules, job.dump, title and f"{title}-")
     if model_memory.is_large(job.loaded.model):
         model_memory.collect()
         _ = job.loaded.weights_sha256  # computed first, because it reads all weights
@@ -113,8 +114,18 @@ class VariantExporter:
         """
         hits = [f"export {name}" for name in self._exports_from_cache]
         hits += [f"check {target}" for target in self._target_checker.cache_hits]
+        with self._progress.step("node errors"):
+            errors = self._measure_node_errors(variants)
         parity = parity_record(self._checker)
-        return RunResults(self._traced, self._checker, parity, tuple(variants), tuple(outcomes), tuple(hits))
+        return RunResults(self._traced, self._checker, parity, errors, tuple(variants), tuple(outcomes), tuple(hits))
+
+    def _measure_node_errors(self, variants: Sequence[VariantResult]) -> NodeErrorsRecord:
+        targets = {}
+        for result in variants:
+            suffix, _ = _suffix_and_title(result.variant, self._job)
+            name = GRAPH if result.variant.precision is None else f"{GRAPH}-cast"
+            targets[f"{name}{suffix}"] = (result.transformed.graph_module, result.transformed.applied)
+        return measure_node_errors(self._traced.graph_module, targets, self._checker.reference)
 
     def _check_graph(self, variant: Variant, graph_module: fx.GraphModule, target: str) -> None:
         runner = partial(graph_runner, graph_module, self._traced.call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +116,24 @@ def compare(side_a: Side, side_b: Side) -> Difference:
         _latency(side_a, side_b),
     )
     return Difference(side_a, side_b, computes, sentence, reasons, sections)
+
+
+def with_layers(difference: Difference, rows: Sequence[tuple[Cell, ...]], matches: int, values: int) -> Difference:
+    """Adds a table of the values inside both ONNX files.
+
+    Args:
+        rows: For each layer, its name in A, operator, weight, name in B, and relative difference.
+        matches: The number of all values of A with a counterpart in B.
+        values: The number of all floating-point values of A.
+    """
+    columns = ("value in A", "operator", "weight", "value in B", "difference")
+    note = (
+        f"{matches} of {values} floating-point values of A have a counterpart in B. The table shows those of layers"
+        " with weights, and the outputs. A difference is relative to the largest value."
+    )
+    unequal = tuple(row for row in rows if row[-1] != 0)
+    section = Section("Layers", columns, unequal, len(rows) - len(unequal), note)
+    return replace(difference, sections=(*difference.sections, section))
 
 
 def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -19,12 +18,18 @@ from optexport.bundle.manifest import (
     PrecisionRecord,
     TensorRecord,
 )
-from optexport.bundle.parity_records import ORIGINAL
+from optexport.bundle.parity_records import ORIGINAL, TargetRecord
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line
-from optexport.parity.checker import CaseParity, OutputParity, TargetParity
+from optexport.parity.checker import TargetParity
 from optexport.report import tuning
-from optexport.report.parity_text import case_names
+from optexport.report.parity_text import (
+    case_names,
+    check_text,
+    find_worst_case,
+    share_text,
+    tolerance_text,
+)
 from optexport.result import Result
 
 _SHOWN_NEAR_MISSES = 3
@@ -156,7 +161,7 @@ def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: C
         console.print(f"  {line}", soft_wrap=True, highlight=False)
     compared = [target for target in targets if target.target != ORIGINAL]
     console.print()
-    console.print(parity_table(compared))
+    console.print(parity_table(parity.compared))
     if any(target.gate_results for target in compared):
         console.print()
         console.print(gate_table(compared))
@@ -188,7 +193,7 @@ def _parity_notes(manifest: Manifest) -> Iterator[str]:
             yield f"{artifact.format}: [bold]fixed shape[/], because {escape(artifact.fixed_shape)}"
 
 
-def parity_table(targets: Sequence[TargetParity]) -> Table:
+def parity_table(targets: Sequence[TargetRecord]) -> Table:
     """Returns a table with the error and tolerance of every target's worst output; the HTML report has all figures."""
     table = Table(box=None)
     table.add_column("target", no_wrap=True)
@@ -197,38 +202,14 @@ def parity_table(targets: Sequence[TargetParity]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for target in targets:
-        output, case = max(_worst_cases(target), key=lambda pair: _used_share(pair[1]))
-        share = _used_share(case)
-        cells = [f"{case.distance:.1e}", _tolerance_text(target, output, case), _percent(share)]
+        worst = [(output, find_worst_case(output)) for output in target.outputs]
+        output, case = max(worst, key=lambda pair: pair[1].used_share or 0.0)
+        error = "" if case.distance is None else f"{case.distance:.1e}"
+        cells = [error, tolerance_text(target, output, case), share_text(case.used_share)]
         cells.append("ok" if target.passed else "FAILED")
         name = escape(on_one_line(output.output))
         table.add_row(target.title, name, *cells, style=None if target.passed else "red")
     return table
-
-
-def _worst_cases(target: TargetParity) -> list[tuple[OutputParity, CaseParity]]:
-    """Returns each output with the case that uses most of its tolerance."""
-    return [
-        (output, max(output.cases, key=lambda case: (_used_share(case), case.distance))) for output in target.outputs
-    ]
-
-
-def _used_share(case: CaseParity) -> float:
-    """Returns the error as a share of the tolerance; 0 without a tolerance."""
-    if not math.isfinite(case.limit):
-        return 0.0
-    return case.distance / case.limit if case.limit > 0 else 0.0 if case.distance == 0 else math.inf
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %") if math.isfinite(share) else ""
-
-
-def _tolerance_text(target: TargetParity, output: OutputParity, case: CaseParity) -> str:
-    if math.isfinite(case.limit):
-        return f"{case.limit:.1e}"
-    has_gate = any(gate_result.gate.output in (None, output.output) for gate_result in target.gate_results)
-    return "gates" if has_gate else "none"
 
 
 def gate_table(targets: Sequence[TargetParity]) -> Table:
@@ -250,17 +231,10 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
 
 def _show_verdict(result: Result, console: Console) -> None:
     manifest = result.manifest
-    targets = [target for target in result.parity if target.target != ORIGINAL]
-    worst = [case for target in targets for _, case in _worst_cases(target)]
-    shares = [_used_share(case) for case in worst if math.isfinite(case.limit)]
     verdict = "[bold green]PASSED[/]" if result.passed else "[bold red]FAILED[/]"
     files = len(manifest.artifacts)
-    facts = [
-        f"{files} {'file' if files == 1 else 'files'}",
-        f"{len(manifest.parity.cases)} cases",
-        f"at most {_percent(max(shares))} of the tolerance used" if shares else "no tolerances",
-    ]
-    console.print(f"\n{verdict}  {', '.join(facts)}", highlight=False)
+    subject = f"{files} {'file' if files == 1 else 'files'}"
+    console.print(f"\n{verdict}  {subject}, {check_text(manifest.parity)}", highlight=False)
     latencies, gains = _latencies(result), _gains(result)
     for artifact in manifest.artifacts:
         paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]

@@ -110,6 +110,7 @@ def test_every_stage_is_announced_at_its_start_and_end(project: Path) -> None:
         "export torchscript",
         "check torchscript",
         "undo",
+        "node errors",
         "gain",
         "bundle",
         "report",

@@ -216,3 +216,45 @@ def test_damaged_or_absent_bundle_has_the_codes_of_verify(one: Path, tmp_path: P
     inside = diff(one, one, "--html", one / "diff.html")
     assert inside.exit_code == 2
     assert "writing this path would change" in inside.stderr
+
+
+LAYERS: dict[str, Any] = {"dynamic": exports.DYNAMIC, "formats": ["onnx"], "effort": "quick"}
+
+
+def layers(*arguments: object) -> dict[str, float]:
+    """Returns the difference of each layer that differs, by its weight or output."""
+    section = document(*arguments, "--layers")["sections"]["Layers"]
+    assert section["rows"] or section["equal"]
+    return {row["weight"] or row["value in A"]: row["difference"] for row in section["rows"]}
+
+
+def test_layers_compares_values_inside_the_onnx_files(one: Path, tmp_path: Path) -> None:
+    """The bundle has merged linears, so that names inside its file differ from those of the plain one."""
+    plain_onnx = exports.quick(exports.block(), exports.batch(), tmp_path / "plain", **LAYERS).output
+    section = document(plain_onnx, one, "--layers")["sections"]["Layers"]
+    assert len(section["rows"]) + section["equal"] >= 10
+    assert all(0 < row["difference"] < 1e-5 for row in section["rows"])
+    assert layers(one, one) == {}
+
+
+def test_layers_show_where_another_model_begins_to_differ(one: Path, tmp_path: Path) -> None:
+    model = exports.block()
+    with torch.no_grad():
+        model.up.bias += 0.01
+    changed, page = exports.quick(model, exports.batch(), tmp_path / "changed", **LAYERS).output, tmp_path / "page.html"
+    differences = layers(one, changed)
+    assert differences["up.bias"] > 1e-3
+    assert differences["hidden"] > 1e-5
+    assert all(differences.get(weight, 0.0) < 1e-5 for weight in ("out.bias", "norm.weight"))
+    assert "floating-point values of A have a counterpart in B" in diff(one, changed, "--layers", "--html", page).stdout
+    assert "Values inside the ONNX files" in page.read_text(encoding="utf-8")
+
+
+def test_layers_need_onnx_files_with_the_same_inputs(one: Path, plain: Path, tmp_path: Path) -> None:
+    done = diff(one, plain, "--layers")
+    assert done.exit_code == 2
+    assert f"--layers: {plain}: the bundle has no ONNX file" in done.output
+    linear = exports.quick(nn.Linear(8, 8), torch.ones(2, 8), tmp_path / "linear", formats=["onnx"], effort="quick")
+    done = diff(one, linear.output, "--layers")
+    assert done.exit_code == 2
+    assert "take different inputs (x, mask and input)" in done.output

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optexport.bundle.manifest import ArtifactRecord, Manifest
-from optexport.bundle.measurements import Measured
+from optexport.bundle.measurements import FigureRecord, Measured
 from optexport.bundle.outcomes import AS_CONFIGURED, Trial
 from optexport.bundle.parity_records import CaseRecord, OutputRecord, ParityRecord, TargetRecord
 from optexport.errors import on_one_line
 from optexport.report.html.plots import Interval
-from optexport.report.parity_text import case_names
+from optexport.report.parity_text import case_names, check_text
 
 MAX_ROWS = 200
 _MAX_NAMES = 12
@@ -47,7 +47,7 @@ def verdict(manifest: Manifest) -> Verdict:
     if failures:
         sentence = f"{_count(len(failures), 'comparison', 'comparisons')} failed: {failures[0]}."
     else:
-        sentence = f"{_what_passed(manifest)}. Checked on {_count(len(parity.cases), 'case', 'cases')}."
+        sentence = f"{_what_passed(manifest)}: {check_text(parity)}."
     return Verdict(not failures, sentence, tuple(_reservations(manifest)))
 
 
@@ -212,6 +212,18 @@ def _skipped_measurements(measured: Measured) -> list[Skipped]:
         reason = "not enabled; set [bench] enabled = true, or run optexport bench BUNDLE"
         return [*rows, Skipped("benchmark", (), reason)]
     return rows + [Skipped("benchmark", (), note) for note in measured.bench.notes]
+
+
+def first_figures(measured: Measured) -> list[FigureRecord]:
+    """Returns the measurement of each exported file at its first shape."""
+    if measured.bench is None:
+        return []
+    exported = {artifact.name for artifact in measured.bench.artifacts if artifact.proven}
+    figures: dict[str, FigureRecord] = {}
+    for figure in measured.bench.figures:
+        if figure.artifact in exported:
+            figures.setdefault(figure.artifact, figure)
+    return list(figures.values())
 
 
 def speedups(measured: Measured) -> list[Interval]:

@@ -25,6 +25,7 @@ from optexport.report.difference import Difference, cell_text
 from optexport.report.html import changes, contents, plots
 from optexport.report.html.changes import View
 from optexport.report.html.graph_drawing import draw
+from optexport.report.parity_text import share_text
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_TEXT = 2_000
@@ -53,10 +54,12 @@ def render(folder: Path, manifest: Manifest) -> str:
         changes=changes.read_changes(folder, manifest),
         skipped=contents.skipped(manifest, measured),
         sizes=contents.sizes(manifest),
+        first_figures=contents.first_figures(measured),
         config=_config_text(folder, manifest),
         has_config_file=has_config_file,
         commands=contents.commands(manifest, has_config_file=has_config_file),
         parity_plot=plots.parity_plot(manifest.parity),
+        node_error_plot=manifest.node_errors and plots.node_error_plot(manifest.node_errors),
         latency_plot=None if measured.bench is None else plots.latency_plot(measured.bench),
         speedup_plot=plots.ratio_plot(contents.speedups(measured), "speedup (95 % interval)", "speedup"),
         tuning_plot=plots.ratio_plot(contents.trials(measured), "speedup (95 % interval)", "tuning"),
@@ -152,5 +155,5 @@ def _beside_minimum(value: float | None, minimum: float) -> str:
     return _NONE if value is None else round_for_gate(value, minimum)
 
 
-def _percent(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1%}" if value < 10 else f"{value:.3g} times"
+def _percent(share: float | None) -> str:
+    return share_text(share) or _NONE

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from optexport._utils.plots import plot_file
 from optexport.bundle.measurements import BenchRecord
+from optexport.bundle.node_error_records import NodeErrorRecord, NodeErrorsRecord
 from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import on_one_line
 
@@ -50,6 +51,9 @@ _ROW = 0.24
 _MAX_ROWS = 24
 _MARKERS = "osD^vPX*<>"
 _MAX_LABEL = 26
+_MAX_MODULES = 20
+# A module with more than this part of all points is divided into its submodules.
+_DIVIDED_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,82 @@ def ratio_plot(rows: Sequence[Interval], label: str, name: str) -> Markup | None
             axes.plot([row.value], [y], color=colour, marker="o", markersize=4.5)
         axes.set_xlabel(label)
         return _inline(figure, name)
+
+
+def node_error_plot(errors: NodeErrorsRecord) -> Markup | None:
+    """Plots the error of each node in the order of execution; returns None if all errors are zero."""
+    points = errors.points
+    if not any(error for point in points for error in point.errors):
+        return None
+    with _figure(11) as figure:
+        axes = figure.add_subplot()
+        for index, target in enumerate(errors.targets):
+            drawn = [(x, error) for x, point in enumerate(points) if (error := point.errors[index])]
+            axes.plot(
+                [x for x, _ in drawn],
+                [y for _, y in drawn],
+                color=_INK if index == 0 else _ACCENT,
+                linewidth=1.1,
+                linestyle="-" if index < 2 else (0, (3, index)),
+                marker=_MARKERS[index] if 0 < index < len(_MARKERS) else "",
+                markersize=2.5,
+                label=_label(target),
+            )
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.0e}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.5, linestyle=(0, (1, 3)))
+        axes.set_ylabel("error / largest value of the node")
+        starts = _module_starts(points)
+        labels = [_label(name) for name, _ in starts]
+        axes.set_xticks([position for _, position in starts], labels, rotation=45, ha="right", fontsize=7)
+        axes.set_xlim(-0.5, len(points) - 0.5)
+        figure.legend(loc="outside upper left", ncols=2, fontsize=8, columnspacing=1.0)
+        return _with_titles(_inline(figure, "nodes"), figure, errors)
+
+
+def _module_starts(points: Sequence[NodeErrorRecord]) -> list[tuple[str, int]]:
+    """Returns modules and the indices of their first points, far enough apart to be read.
+
+    Modules with many points are divided into their submodules.
+    """
+    starts: list[tuple[str, int]] = []
+    modules = list(enumerate(point.module for point in points))
+    for name, index in sorted(_divide(modules, 1, len(points) / _DIVIDED_PARTS), key=lambda start: start[1]):
+        if not starts or index - starts[-1][1] >= len(points) / _MAX_MODULES:
+            starts.append((name, index))
+    return starts
+
+
+def _divide(modules: Sequence[tuple[int, str]], depth: int, limit: float) -> Iterator[tuple[str, int]]:
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for index, module in modules:
+        groups.setdefault(_prefix(module, depth), []).append((index, module))
+    for name, group in groups.items():
+        if len(group) > limit and any(_prefix(module, depth + 1) != name for _, module in group):
+            yield from _divide(group, depth + 1, limit)
+        elif name:
+            yield name, group[0][0]
+
+
+def _prefix(module: str, depth: int) -> str:
+    return ".".join(module.split(".")[:depth])
+
+
+def _with_titles(svg: Markup, figure: Figure, errors: NodeErrorsRecord) -> Markup:
+    """Adds a text to each point that browsers show under the pointer."""
+    box, strips = figure.axes[0].get_position(), []
+    width, height = (72 * size for size in figure.get_size_inches())
+    step = width * box.width / len(errors.points)
+    for index, point in enumerate(errors.points):
+        pairs = zip(errors.targets, point.errors, strict=True)
+        values = [f"{target} {'not computed' if error is None else f'{error:.2g}'}" for target, error in pairs]
+        text = on_one_line(f"{point.module or 'the model'}, {point.node}: {', '.join(values)}")
+        strips.append(
+            f'<rect x="{width * box.x0 + index * step:.1f}" y="{height * (1 - box.y1):.1f}" width="{step:.1f}" '
+            f'height="{height * box.height:.1f}" fill="transparent"><title>{escape(text)}</title></rect>'
+        )
+    return Markup(f"{svg.rpartition('</svg>')[0]}{''.join(strips)}</svg>")  # noqa: S704 - texts are escaped
 
 
 @contextmanager

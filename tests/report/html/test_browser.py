@@ -111,6 +111,18 @@ def test_drawings_zoom_by_button_and_keyboard(browser: webdriver.Chrome, pages: 
     assert drawing.rect["width"] == pytest.approx(natural, rel=0.01)
 
 
+def test_drawings_before_and_after_have_one_scale(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+    show(browser, pages["report"].as_uri())
+    (before, after) = browser.find_elements(By.CSS_SELECTOR, "details[open] .pair .graph")[:2]
+    for step in ("in", "fit", "whole"):
+        browser.find_element(By.CSS_SELECTOR, f"details[open] .before [data-zoom={step}]").click()
+        scales = [
+            browser.execute_script("return arguments[0].clientWidth / arguments[0].viewBox.baseVal.width", drawing)
+            for drawing in (before, after)
+        ]
+        assert scales[0] == pytest.approx(scales[1], rel=0.02)
+
+
 def test_search_shows_and_counts_the_changes_of_a_node(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     show(browser, pages["report"].as_uri())
     changes = browser.find_elements(By.CSS_SELECTOR, "details.change")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
+import math
 import re
 import shlex
 import shutil
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from optexport.report import parity_text, terminal
 from optexport.report.html import contents, page
 from tests._helpers import exports
 from tests.report.html import bundles
@@ -305,3 +309,43 @@ def test_equal_runs_differ_only_in_times_and_machine(tmp_path: Path) -> None:
     differing = set(pages[0]) ^ set(pages[1])
     assert differing
     assert [line for line in differing if not allowed.search(line)] == []
+
+
+def test_the_report_shows_the_error_of_each_node(read: Page) -> None:
+    record = exports.exported().manifest.node_errors
+    assert record is not None
+    (table,) = [e for e in read.all("div") if e.attributes.get("aria-label") == "Errors of the nodes"]
+    assert all(point.node in table.text for point in record.points)
+    assert "down, linear_5: original " in " ".join(title.text for title in read.all("title"))
+
+
+def test_the_report_says_why_the_errors_of_nodes_are_missing(tmp_path: Path) -> None:
+    folder = bundles.copied(tmp_path / "bundle")
+    reason = {"targets": ["original"], "points": [], "skipped": "float64 is not available node by node: no memory"}
+    bundles.edit(folder, lambda manifest: manifest.update(node_errors=reason))
+    assert "Not measured: float64 is not available node by node: no memory." in (folder / "report.html").read_text()
+    bundles.edit(folder, lambda manifest: manifest.pop("node_errors"))  # an older bundle
+    assert "Error by depth" not in (folder / "report.html").read_text()
+
+
+def test_terminal_and_report_give_the_verdict_in_the_same_words(read: Page) -> None:
+    result = exports.exported()
+    console = Console(width=200, file=io.StringIO(), record=True)
+    terminal.show(result, console)
+    words = parity_text.check_text(result.manifest.parity)
+    assert re.fullmatch(r"\d+ cases, at most \d+ % of the tolerance used", words)
+    assert f"PASSED  3 files, {words}\n" in console.export_text()
+    assert f"All 3 files match the original within its measured tolerance: {words}." in read.text
+
+
+def test_the_top_of_the_report_shows_the_latency_of_the_exported_file(read: Page) -> None:
+    (facts,) = [e for e in read.all("dl") if e.attributes.get("class") == "facts"]
+    assert "Latency of onnx" in facts.text
+    assert "10 ms" in facts.text
+    assert "plain onnx" not in facts.text
+
+
+def test_the_share_of_the_tolerance_has_one_form() -> None:
+    assert parity_text.share_text(0.249) == "25 %"
+    assert parity_text.share_text(12.0) == "1200 %"
+    assert parity_text.share_text(math.inf) == parity_text.share_text(None) == ""

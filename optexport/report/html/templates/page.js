@@ -1,24 +1,29 @@
 "use strict";
 // Optional: adds zoom to the drawings and a search for nodes, and opens all sections for printing.
 (() => {
-  for (const bar of document.querySelectorAll(".zoom")) {
-    const drawing = bar.parentElement.querySelector(".graph");
-    const width = Number(drawing.getAttribute("width")), height = Number(drawing.getAttribute("height"));
+  for (const pair of document.querySelectorAll(".pair")) {  // before and after have one scale
+    const drawings = [...pair.querySelectorAll(".graph")].map((drawing) => (
+      { drawing, pane: drawing.parentElement, width: Number(drawing.getAttribute("width")), height: Number(drawing.getAttribute("height")) }
+    ));
     let scale = 1;
     const zoom = (requested) => {
       scale = Math.min(4, Math.max(0.25, requested));
-      drawing.setAttribute("width", width * scale);
-      drawing.setAttribute("height", height * scale);
+      for (const { drawing, width, height } of drawings) {
+        drawing.setAttribute("width", width * scale);
+        drawing.setAttribute("height", height * scale);
+      }
     };
-    const fit = () => zoom((drawing.parentElement.clientWidth - 24) / width);
-    const steps = { in: () => zoom(scale * 1.25), out: () => zoom(scale / 1.25), fit, whole: () => zoom(1) };
-    for (const button of bar.querySelectorAll("button")) button.addEventListener("click", steps[button.dataset.zoom]);
-    drawing.parentElement.addEventListener("keydown", (event) => {
-      const step = { "+": "in", "=": "in", "-": "out", "0": "whole", "f": "fit" }[event.key];
-      if (step && !event.ctrlKey && !event.metaKey && !event.altKey) { steps[step](); event.preventDefault(); }
-    });
-    bar.hidden = false;
-    if (drawing.parentElement.clientWidth > 0) zoom(Math.min(1, Math.max(0.7, (drawing.parentElement.clientWidth - 24) / width)));
+    const fitting = () => Math.min(...drawings.map(({ pane, width }) => (pane.clientWidth - 24) / width));
+    const steps = { in: () => zoom(scale * 1.25), out: () => zoom(scale / 1.25), fit: () => zoom(fitting()), whole: () => zoom(1) };
+    for (const button of pair.querySelectorAll("button")) button.addEventListener("click", steps[button.dataset.zoom]);
+    for (const { pane } of drawings) {
+      pane.addEventListener("keydown", (event) => {
+        const step = { "+": "in", "=": "in", "-": "out", "0": "whole", "f": "fit" }[event.key];
+        if (step && !event.ctrlKey && !event.metaKey && !event.altKey) { steps[step](); event.preventDefault(); }
+      });
+    }
+    for (const bar of pair.querySelectorAll(".zoom")) bar.hidden = false;
+    if (drawings.length > 0 && drawings[0].pane.clientWidth > 0) zoom(Math.min(1, Math.max(0.7, fitting())));
   }
 
   const field = document.querySelector("#find");
