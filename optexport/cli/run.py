@@ -21,7 +21,13 @@ from optexport.cli._pipeline_run import (
 from optexport.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport run optexport.toml",
+        "optexport run optexport.toml --tune --junit parity.xml",
+    ],
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @without_option
 @tune_option
