@@ -210,7 +210,9 @@ def export(
         _save(text, save_config)
     report_junit.start(junit, [*filter(None, (save_config, data)), *output_folders(config.output_path(path.parent))])
     with contextlib.nullcontext() if save_config is not None else _naming_options(path):
-        run_config(path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump)
+        run_config(
+            config, path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump
+        )
 
 
 def _relative(path: Path, config: Path) -> str:

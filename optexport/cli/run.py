@@ -79,6 +79,7 @@ def run(
         _run_generation(config, without, quiet=quiet, as_json=as_json)
         return
     run_config(
+        loaded_config,
         config,
         title=config.name,
         junit=junit,
