@@ -11,6 +11,7 @@ import torch
 from optexport.bundle import layout
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.measurements import Origin
+from optexport.config.run_steps import group_formats
 from optexport.config.schema import Config, Format
 from optexport.errors import TraceError
 from optexport.loading.loader import Loaded
@@ -105,19 +106,9 @@ class Job:
 
     @property
     def variants(self) -> list[Variant]:
-        """The variants: formats with the same rules share one graph.
-
-        Lower precision changes the graph of PyTorch formats, but the written file of ONNX.
-        """
-        variants: dict[tuple[tuple[int, ...], str | None], list[Format]] = {}
-        for name in dict.fromkeys(self.config.export.formats):
-            applied = (i for i, rule in enumerate(self.rules) if rule.formats is None or name in rule.formats)
-            precision = None if name == "onnx" else self.precision_of(name)
-            variants.setdefault((tuple(applied), precision), []).append(name)
-        return [
-            Variant(tuple(formats), tuple(self.rules[i] for i in applied), precision)
-            for (applied, precision), formats in variants.items()
-        ]
+        """The variants: formats with the same rules share one graph."""
+        groups = group_formats(self.config, [rule.formats for rule in self.rules])
+        return [Variant(group.formats, tuple(self.rules[i] for i in group.rules), group.precision) for group in groups]
 
     def precision_of(self, file_format: Format) -> str | None:
         """Returns the lower precision of a format; None if it has the model's precision."""

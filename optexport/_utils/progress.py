@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from optexport._utils import signals
+
+
+@dataclass
+class StepCount:
+    """Number of steps that a run has started, and of all its steps.
+
+    Attributes:
+        total: None until the steps are known; a tuned run has as many as the graphs that the search chooses need.
+        after_bundle: How many steps follow those of the export that is running; None if that is not known.
+    """
+
+    number: int = 0
+    total: int | None = None
+    after_bundle: int | None = 0
+
+    def expect(self, steps: Sequence[str]) -> None:
+        """Sets the total, unless it is known already.
+
+        Args:
+            steps: The next steps of this export.
+        """
+        if self.total is None and self.after_bundle is not None:
+            self.total = self.number + len(steps) + self.after_bundle
+
+    def __str__(self) -> str:
+        return str(self.number) if self.total is None else f"{self.number:{len(str(self.total))}}/{self.total}"
 
 
 @dataclass
@@ -19,12 +45,14 @@ class Progress:
         seconds: Wall-clock seconds by step.
         note: Receives other lines to show.
         start: When the run started, by `time.monotonic`.
+        count: The number of the current step, and of all steps.
     """
 
     announce: Callable[[str, float | None], None] = lambda name, seconds: None
     seconds: dict[str, float] = field(default_factory=dict)
     note: Callable[[str], None] = lambda text: None
     start: float = field(default_factory=time.monotonic)
+    count: StepCount = field(default_factory=StepCount)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -34,6 +62,7 @@ class Progress:
             KeyboardInterrupt: The process received a signal to end.
         """
         signals.check()
+        self.count.number += 1
         self.announce(name, None)
         start = time.perf_counter()
         yield
@@ -44,4 +73,4 @@ class Progress:
 
     def prefixed(self, prefix: str) -> Progress:
         """Returns a progress that announces its steps here, with a prefix; it has its own times."""
-        return Progress(lambda name, seconds: self.announce(f"{prefix}: {name}", seconds))
+        return Progress(lambda name, seconds: self.announce(f"{prefix}: {name}", seconds), count=self.count)

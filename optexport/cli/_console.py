@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -99,29 +99,46 @@ def printable_console(**options: Any) -> Console:
 
 @contextlib.contextmanager
 def show_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows the steps on standard error: a spinner on a terminal, plain lines elsewhere.
+    """Shows the steps on standard error: also the running one on a terminal, plain lines elsewhere.
 
     Args:
         quiet: Show nothing.
     """
     from optexport._utils.progress import Progress
 
-    def plain(name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            click.echo(f"{name}: {seconds:.1f} s", err=True)
-
+    progress = Progress()
     if quiet:
-        yield Progress()
+        yield progress
     elif sys.stderr is None or not sys.stderr.isatty():
-        yield Progress(plain, note=partial(echo, err=True))
+        progress.note = partial(echo, err=True)
+        progress.announce = partial(_print_step, progress, progress.note)
+        yield progress
     else:
-        terminal = printable_console(file=sys.stderr)
-        with terminal.status("starting") as status:
+        with _show_running_step(progress):
+            yield progress
 
-            def live(name: str, seconds: float | None) -> None:
-                if seconds is None:
-                    status.update(name)
-                else:
-                    terminal.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
 
-            yield Progress(live, note=partial(terminal.print, highlight=False, markup=False))
+def _print_step(progress: Progress, print_line: Callable[[str], None], name: str, seconds: float | None) -> None:
+    if seconds is not None:
+        print_line(f"{progress.count} {name:<26} {seconds:7.1f} s")
+
+
+@contextlib.contextmanager
+def _show_running_step(progress: Progress) -> Iterator[None]:
+    """Shows the running step with its elapsed time below the lines of the finished ones."""
+    from rich.progress import Progress as Display
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    terminal = printable_console(file=sys.stderr)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Display(*columns, console=terminal, transient=True) as display:
+        task = display.add_task("starting", total=None)
+        progress.note = partial(terminal.print, highlight=False, markup=False)
+
+        def announce(name: str, seconds: float | None) -> None:
+            if seconds is None:
+                display.reset(task, description=f"{progress.count} {name}")
+            _print_step(progress, progress.note, name, seconds)
+
+        progress.announce = announce
+        yield

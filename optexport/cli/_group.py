@@ -1,4 +1,4 @@
-"""Base classes of the commands: sections of the help, exit codes, error messages and JSON documents."""
+"""Base classes of the commands: help, exit codes, error messages and JSON documents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich_click import RichCommand, RichGroup
 
 from optexport._utils import signals
 from optexport.cli._console import echo
@@ -91,10 +92,18 @@ def outcome(error: OptexportError | None) -> dict[str, Any]:
     }
 
 
-class Command(click.Command):
-    """A command that also takes ``--debug`` after its name."""
+class Command(RichCommand):
+    """A command that also takes ``--debug`` after its name, and whose help ends with examples.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    Args:
+        examples: Command lines.
+    """
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        self.examples = examples
+        title = "Examples:" if len(examples) > 1 else "Example:"
+        # rich-click joins the lines of a paragraph.
+        options["epilog"] = "\n\n".join([title, *(f"$ {line}" for line in examples)])
         super().__init__(*arguments, **options)
         debug_option(self)
 
@@ -108,31 +117,12 @@ class Command(click.Command):
             raise
 
 
-class Group(click.Group):
-    """Lists commands in sections, and turns errors into one message and an exit code.
-
-    Prints the traceback only with ``--debug``.
-    """
+class Group(RichGroup):
+    """Turns errors into one message and an exit code. Prints the traceback only with ``--debug``."""
 
     command_class = Command
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._sections: dict[str, tuple[click.Command, ...]] = {}
-
-    def add_section(self, title: str, *commands: click.Command) -> None:
-        """Adds commands, under a heading of the help."""
-        self._sections[title] = commands
-        for command in commands:
-            self.add_command(command)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max((len(name) for name in self.commands), default=0)
-        limit = formatter.width - 6 - width
-        for title, commands in self._sections.items():
-            rows = [(f"{command.name:{width}}", command.get_short_help_str(limit)) for command in commands]
-            with formatter.section(title):
-                formatter.write_dl(rows)
+    # rich-click's own would frame errors; those of an option of the group must look like all others.
+    main = click.Group.main
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport.cli._console import console, show_progress, stdout_to_stderr
 from optexport.cli._group import print_json
 from optexport.errors import OptexportError
+
+if TYPE_CHECKING:
+    from optexport.config.schema import Config
 
 without_option = click.option("--without", multiple=True, metavar="RULE", help="Leave this rule out. May be repeated.")
 tune_option = click.option(
@@ -48,11 +51,20 @@ def publish_errors(title: str, junit: Path | None) -> Iterator[None]:
 
 
 def run_config(
-    path: Path, text: str | None = None, *, title: str, junit: Path | None, as_json: bool, quiet: bool, **options: Any
+    config: Config,
+    path: Path,
+    text: str | None = None,
+    *,
+    title: str,
+    junit: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     """Runs a config, and prints and publishes the result.
 
     Args:
+        config: The config, to count the steps.
         path: The config file; paths in the config start at its folder.
         text: The config, if it is in no file.
         title: The name of the config on GitHub.
@@ -62,10 +74,15 @@ def run_config(
     Raises:
         OptexportError: The run fails, or the model is exported but its tracking failed.
     """
+    from optexport.config.run_steps import list_run_steps
     from optexport.report import github
     from optexport.report import junit as report_junit
 
+    without, baseline = options.get("without", ()), bool(options.get("baseline"))
+    steps = None if options.get("tune") else list_run_steps(config, without, baseline=baseline)
     with publish_errors(title, junit), show_progress(quiet=as_json or quiet) as progress:
+        if steps is not None:
+            progress.count.expect(["import libraries", *steps])
         with progress.step("import libraries"):
             from optexport.pipeline.plan import RunOptions, plan_run
             from optexport.pipeline.run import run_plan

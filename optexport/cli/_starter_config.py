@@ -33,6 +33,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+_TUNE = ["# Searches for faster rules and format passes.", "[tune]", 'budget = "5m"', ""]
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,7 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         f"output = {quoted(choices.output or f'build/{name}')}",
         '# layout = "triton"  # arranges the files as a model repository of Triton Inference Server',
         "",
-        *(
-            ["# Searches for faster rules and format passes.", "[tune]", 'budget = "5m"', ""]
-            if choices.is_tuned
-            else []
-        ),
+        *(_TUNE if choices.is_tuned else []),
         "# The MLflow store: this file, or the URL of an MLflow server.",
         "[tracking]",
         *([] if choices.is_tracked else ["enabled = false"]),

@@ -38,7 +38,13 @@ def _bytes(context: click.Context, option: click.Parameter, value: float | None)
     return int(value * 2**30)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport batch configs/*.toml --jobs 2",
+        "optexport batch configs/*.toml --resume",
+    ],
+)
 @click.argument("configs", nargs=-1, required=True, metavar="CONFIG...")
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Number of configs that run at the same time (default: 1).")
 @click.option(

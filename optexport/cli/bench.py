@@ -41,7 +41,13 @@ def _finite(context: click.Context, option: click.Parameter, value: float) -> fl
 _PATH = click.Path(path_type=Path, exists=True)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport bench build/my-model --shape batch=8,sequence=128",
+        "optexport bench build/my-model --against build/other",
+    ],
+)
 @click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
 @click.option(
     "--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with these files. May be repeated."

@@ -12,7 +12,13 @@ from optexport.cli._group import Command, no_custom_code_option
 from optexport.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport check optexport.toml",
+        "optexport check configs/*.toml --no-custom-code",
+    ],
+)
 @click.argument(
     "configs", nargs=-1, required=True, metavar="CONFIG...", type=click.Path(path_type=Path, dir_okay=False)
 )

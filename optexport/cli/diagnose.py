@@ -10,7 +10,7 @@ from optexport.cli._console import echo, show_progress, stdout_to_stderr
 from optexport.cli._group import Command, no_custom_code_option
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport diagnose optexport.toml", "optexport diagnose build/my-model"])
 @click.argument("path", metavar="CONFIG|BUNDLE", type=click.Path(path_type=Path, exists=True))
 @no_custom_code_option
 def diagnose(path: Path) -> None:

@@ -10,7 +10,7 @@ from optexport.cli._console import console
 from optexport.cli._group import Command, json_option, print_json
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport diff build/my-model build/other --html difference.html"])
 @click.argument("bundle_a", metavar="A", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("bundle_b", metavar="B", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page to this file.")

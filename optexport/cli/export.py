@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich_click import RichOptionPanel
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option
@@ -42,6 +43,12 @@ _OPTIONS = {
     r"tracking\.uri": "--uri",
     r"tracking\.experiment": "--experiment",
 }
+_PANELS = [
+    RichOptionPanel("Model and inputs", options=["--task", "--dynamic", "--input", "--data"]),
+    RichOptionPanel("Bundle", options=["--output", "--format", "--save-config", "--baseline"]),
+    RichOptionPanel("Rules", options=["--transform", "--without", "--tune", "--dump"]),
+    RichOptionPanel("MLflow", options=["--uri", "--experiment", "--no-tracking"]),
+]
 _FORMATS = ("torchscript", "onnx", "pt2")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
 
@@ -74,7 +81,14 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     return tensors
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    panels=_PANELS,
+    examples=[
+        "optexport export ./my-model -o build/my-model",
+        "optexport export python:my_model:build --input x=batch,3,224,224 --format onnx",
+    ],
+)
 @click.argument("source")
 @click.option(
     *("--output", "-o"),
@@ -99,8 +113,8 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     *("--input", "tensors"),
     multiple=True,
     callback=_tensors,
-    metavar="NAME=SIZE,...[:DTYPE]",
-    help="An input of random numbers, such as x=batch,3,224,224. May be repeated.",
+    metavar="NAME=SIZE,...",
+    help="An input of random numbers, such as x=batch,3,224,224 or ids=batch,sequence:int64. May be repeated.",
 )
 @click.option("--data", type=click.Path(path_type=Path), help="A .jsonl, .npz or .safetensors file with the inputs.")
 @click.option(
@@ -146,10 +160,11 @@ def export(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Export the model at SOURCE and verify the files, without a config file.
+    """Export the model at SOURCE without a config file.
 
     Use this for a first export. It makes the config that optexport init would write, changed by the options, and runs
-    it as optexport run does. With --save-config it also writes this config, so that you can edit it and run it again.
+    it as optexport run does, with all checks. With --save-config it also writes this config, so that you can edit it
+    and run it again.
 
     SOURCE is a folder such as ./my-model, a hub id, python:module:factory, package:NAME/PATH,
     mlflow:models:/NAME@ALIAS, a .pt2 file or a TorchScript file.
@@ -195,7 +210,9 @@ def export(
         _save(text, save_config)
     report_junit.start(junit, [*filter(None, (save_config, data)), *output_folders(config.output_path(path.parent))])
     with contextlib.nullcontext() if save_config is not None else _naming_options(path):
-        run_config(path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump)
+        run_config(
+            config, path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump
+        )
 
 
 def _relative(path: Path, config: Path) -> str:

@@ -15,7 +15,7 @@ from optexport.cli._group import Command
 from optexport.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport init ./my-model", "optexport init bert-base-uncased -o bert.toml"])
 @click.argument("source", required=False, default=".")
 @click.option(
     *("--output", "-o"),

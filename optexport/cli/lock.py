@@ -10,7 +10,7 @@ from optexport.cli._console import echo, show_progress, stdout_to_stderr
 from optexport.cli._group import Command
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport lock optexport.toml"])
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 def lock(config: Path) -> None:
     """Pin the versions, model and files that CONFIG uses.

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import click
+from rich_click import RichCommandPanel
 
 from optexport._version import __version__
 from optexport.cli._console import clean_warnings
@@ -36,8 +37,8 @@ from optexport.cli.transformations import transformations
 from optexport.cli.upload import upload
 from optexport.cli.verify import verify
 
-_EPILOG = """\b
-Exit codes:
+# rich-click joins the lines of a paragraph.
+_EPILOG = """Exit codes:
   0    success; for run: exported and verified
   1    disk full, program ended by the model's code, or a bug in optexport
   2    the config or the command line is wrong
@@ -46,24 +47,43 @@ Exit codes:
   5    a transformation, an export or a measurement failed
   6    a gate failed
   7    tracking failed; the bundle on disk is complete
-  130  interrupted (143: by SIGTERM, 129: by SIGHUP)"""
+  130  interrupted (143: by SIGTERM, 129: by SIGHUP)""".replace("\n", "\n\n")
+_HELP = {
+    "theme": "default-slim",
+    "commands_before_options": True,
+    "text_markup": None,  # a table of a config is written as [tune]
+    "text_emojis": False,
+    "text_paragraph_linebreaks": "\n\n",
+    "padding_helptext_first_line": (0, 0, 1, 0),
+    "default_string": "(default: {})",
+}
 
 
-@click.group(cls=Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Group,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "rich_help_config": _HELP},
+)
 @debug_option
 @click.version_option(__version__, prog_name="optexport", help="Show the version and exit.")
 def cli() -> None:
     """Export PyTorch and transformers models to ONNX, TorchScript and .pt2, and verify the files.
 
-    Start with: optexport init ./my-model, then optexport run optexport.toml.
+    Start with: optexport export ./my-model
     """
     clean_warnings()
 
 
-cli.add_section("Prepare a run", init, check, schema, lock, transformations, passes, new_rule)
-cli.add_section("Run", export, run, batch, diagnose, reproduce)
-cli.add_section("Use a bundle", verify, predict, bench, report, diff, sign)
-cli.add_section("Use MLflow", upload, promote, rollback)
+_SECTIONS = {
+    "Export": (export, init, check, run, lock, batch),
+    "Inspect": (verify, diagnose, bench, diff, report, reproduce),
+    "Deploy": (predict, sign, upload, promote, rollback),
+    "Extend": (transformations, passes, new_rule, schema),
+}
+for _title, _commands in _SECTIONS.items():
+    cli.add_panel(RichCommandPanel(_title, commands=[str(command.name) for command in _commands]))
+    for _command in _commands:
+        cli.add_command(_command)
 
 
 def main() -> None:

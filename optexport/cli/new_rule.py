@@ -22,7 +22,7 @@ _FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "conf
 _MAX_LENGTH = 100
 
 
-@click.command("new-rule", cls=Command)
+@click.command("new-rule", cls=Command, examples=["optexport new-rule drop-tanh --folder rules"])
 @click.argument("name")
 @click.option(
     "--folder",

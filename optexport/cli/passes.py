@@ -8,7 +8,7 @@ from optexport.cli._console import echo
 from optexport.cli._group import Command, json_option, print_json
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport passes"])
 @json_option
 def passes(as_json: bool) -> None:
     """List the format passes that a config can apply.

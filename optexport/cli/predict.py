@@ -25,7 +25,13 @@ _BATCH_SIZE = 16
 _MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        'optexport predict build/my-model "A text." "Another text."',
+        "optexport predict build/my-model --data rows.jsonl --json",
+    ],
+)
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE|WAV]...")
 @click.option(

@@ -18,7 +18,7 @@ from optexport.cli._tracking_options import (
 )
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport promote my-model 3 --alias champion"])
 @click.argument("name")
 @click.argument("version")
 @alias_option

@@ -12,7 +12,7 @@ from optexport.cli._group import Command
 from optexport.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport report build/my-model -o report.html"])
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     *("--output", "-o"),

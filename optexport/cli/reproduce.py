@@ -11,7 +11,7 @@ from optexport.cli._group import Command, key_option, no_custom_code_option
 from optexport.errors import ParityError
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport reproduce build/my-model --folder ."])
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--folder",

@@ -18,7 +18,7 @@ from optexport.cli._tracking_options import (
 from optexport.cli.promote import show_move
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport rollback my-model --uri http://127.0.0.1:5000"])
 @click.argument("name")
 @alias_option
 @uri_option

@@ -21,7 +21,13 @@ from optexport.cli._pipeline_run import (
 from optexport.errors import ConfigError
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport run optexport.toml",
+        "optexport run optexport.toml --tune --junit parity.xml",
+    ],
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @without_option
 @tune_option
@@ -73,6 +79,7 @@ def run(
         _run_generation(config, without, quiet=quiet, as_json=as_json)
         return
     run_config(
+        loaded_config,
         config,
         title=config.name,
         junit=junit,

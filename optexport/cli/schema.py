@@ -9,7 +9,7 @@ import click
 from optexport.cli._group import Command
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport schema > optexport.schema.json"])
 def schema() -> None:
     """Print the JSON schema of configs.
 

@@ -10,7 +10,7 @@ from optexport.cli._console import echo
 from optexport.cli._group import Command
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport sign build/my-model --key private.pem"])
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--key",

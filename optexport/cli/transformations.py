@@ -11,7 +11,7 @@ from optexport.cli._console import echo
 from optexport.cli._group import Command, json_option, print_json
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport transformations", "optexport transformations --json"])
 @json_option
 def transformations(as_json: bool) -> None:
     """List the rules that a config can apply.

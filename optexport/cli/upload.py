@@ -12,7 +12,7 @@ from optexport.cli._group import Command, json_option, key_option, outcome, prin
 from optexport.cli._tracking_options import choose_store, config_option, read_config, uri_option
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, examples=["optexport upload build/my-model --uri http://127.0.0.1:5000"])
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @uri_option
 @config_option

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from optexport.parity.checker import ParityChecker, TargetParity
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=[
+        "optexport verify build/my-model",
+        "optexport verify build/my-model --key public.pem",
+    ],
+)
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @key_option
 @junit_option

@@ -138,10 +138,11 @@ def produce(
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_dir.drafting(output, check_output, output_lock) as draft:
-        for part in parts:
+        jobs = [make_job(part, draft / part.name) for part in parts]
+        progress.count.expect([*(step for job in jobs for step in run.list_steps(job)), "tokens"])
+        for part, job in zip(parts, jobs, strict=True):
             # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
             # declared, so sizes without positions in the model are omitted.
-            job = make_job(part, draft / part.name)
             job = replace(job, final_output=output, user_batches=part.batches[1:], is_dynamic_declared=False)
             announce = progress.prefixed(part.name)
             try:

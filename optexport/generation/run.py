@@ -81,6 +81,8 @@ def run_generation(
                 config, component, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name)
             )
 
+        is_tracked = config.tracking.enabled
+        progress.count.after_bundle = int(is_tracked)
         try:
             result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, output_lock)
         except CheckError:
@@ -88,7 +90,7 @@ def run_generation(
             tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), Origin(git=git))
             with tracking.tracking(config.tracking, path, output, settings, tags):
                 raise
-        with progress.step("track"):
+        with progress.step("track") if is_tracked else contextlib.nullcontext():
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)
 

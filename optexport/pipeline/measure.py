@@ -13,7 +13,8 @@ from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature, other_sizes
 from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config.schema import Config, Format
+from optexport.config.run_steps import is_measured
+from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.pipeline.bundle_writer import RunResults
@@ -46,14 +47,9 @@ def list_workloads(traced: TracedJob, folder: Path) -> list[Workload]:
     shapes: Sequence[Mapping[str, int]] = config.bench.shapes
     if config.tune is not None:
         shapes = shapes or [{}, *other_sizes(signature.sizes(example), signature.dims)]
-    elif not _is_measured(config):
+    elif not is_measured(config):
         return []
     return from_signature(example, signature, shapes, folder, "bench.shapes")
-
-
-def _is_measured(config: Config) -> bool:
-    """Returns True if the config asks for times of the exported files."""
-    return config.bench.enabled or config.gate.needs_times
 
 
 def measure_files(
@@ -76,13 +72,13 @@ def measure_files(
         GateError: A gate fails, or a tuned file is slower than the plain export.
     """
     job = results.traced.job
-    is_measured = _is_measured(job.config)
-    if not is_measured and job.config.gate.max_size_mb is None:
+    needs_times = is_measured(job.config)
+    if not needs_times and job.config.gate.max_size_mb is None:
         return results
     artifacts = list_artifacts(results.artifacts, list(job.example), draft, "")
     report: Report | None = None
     plain = _PlainExport()
-    if is_measured:
+    if needs_times:
         workloads = workloads if job.config.bench.shapes else workloads[:1]
         with progress.step("measure"):
             plain = _export_plain(job, _compared_formats(job, tuned=bool(results.outcomes)), scratch)

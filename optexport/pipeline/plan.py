@@ -91,7 +91,7 @@ def start_tracking(
     settings = portable_config(config)
     tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), origin)
     with contextlib.ExitStack() as stack:
-        with progress.step("start tracking"):
+        with progress.step("start tracking") if config.tracking.enabled else contextlib.nullcontext():
             tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
         yield tracker
 

@@ -17,6 +17,7 @@ from optexport._utils import atomic_dir, signals, torch_settings
 from optexport._utils.progress import Progress
 from optexport.bundle import layout
 from optexport.config.error_locations import naming_config
+from optexport.config.run_steps import is_measured, list_bundle_steps, list_run_steps
 from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
@@ -63,6 +64,9 @@ def run(  # noqa: PLR0913 - options of the public API
 @torch_settings.preserved()
 def run_plan(plan: RunPlan, progress: Progress) -> Result:
     """Runs a plan; raises the errors of `run`."""
+    is_tracked = plan.config.tracking.enabled
+    if (all_steps := list_run_steps(plan.config, baseline=plan.baseline is not None)) is not None:
+        progress.count.expect(all_steps)
     with (
         signals.temporary_folder() as workspace,
         contextlib.ExitStack() as output_lock,  # no other run replaces the bundle during its upload
@@ -74,10 +78,12 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
             start_tracking(plan.config, plan.path, plan.output, plan.origin, progress) as tracker,
             naming_config(plan.path),
         ):
+            progress.count.after_bundle = None  # the steps of a tuned run are unknown during its baseline
             if plan.baseline is not None:
                 export_bundle(steps.as_baseline(job, plan.baseline), progress.prefixed("baseline"))
+            progress.count.after_bundle = int(is_tracked)
             result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
-            with progress.step("track"):
+            with progress.step("track") if is_tracked else contextlib.nullcontext():
                 tracker.send()
     return replace(result, baseline=plan.baseline).with_tracking(tracker)
 
@@ -91,6 +97,7 @@ def export_in_memory(job: Job, progress: Progress) -> Result:
         start_tracking(job.config, None, job.output, job.origin, progress) as tracker,
     ):
         origin = job.origin.model_copy(update={"mlflow_run": tracker.run_id})
+        progress.count.after_bundle = 1  # "track"
         result = export_bundle(replace(job, origin=origin), progress, output_lock)
         with progress.step("track"):
             tracker.send()
@@ -124,6 +131,8 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         torch.random.fork_rng(devices=[]),
         signals.temporary_folder() as scratch,
     ):
+        if job.config.tune is None:
+            progress.count.expect(list_steps(job))
         with progress.step("trace"):
             traced = steps.trace_model(job)
             workloads = list_workloads(traced, scratch)
@@ -133,6 +142,7 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         # tuning/tuner.py: "tune FORMAT", only with [tune]
         choices = LayerChoices()
         traced, outcomes = steps.tune(traced, checker, workloads, scratch, progress, choices)
+        progress.count.expect(list_steps(traced.job, tuned=True))
         # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]
         with progress.step("other sizes"):
@@ -154,3 +164,9 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
             page.write(draft)
     reproduction.remove(job.failure)
     return results.as_result(manifest)
+
+
+def list_steps(job: Job, *, tuned: bool = False) -> list[str]:
+    """Lists the steps of an export, or those after the search of a tuned run."""
+    rule_formats = [rule.formats for rule in job.rules]
+    return list_bundle_steps(job.config, rule_formats, measured=is_measured(job.config), tuned=tuned)

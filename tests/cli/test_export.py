@@ -163,10 +163,9 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_errors_name_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPTEXPORT_NO_CUSTOM_CODE", raising=False)
+    monkeypatch.setenv("OPTEXPORT_NO_CUSTOM_CODE", "")  # --no-custom-code sets it
     arguments, location, part = MISTAKES[name]
     error = message(call("export", *arguments), 2)
-    monkeypatch.delenv("OPTEXPORT_NO_CUSTOM_CODE", raising=False)  # --no-custom-code sets it
     assert error.startswith(f"{location}: "), error
     assert part in error
     assert not Path("build", "load").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from optexport import __version__
+from optexport.cli._group import Command
 from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
@@ -321,9 +323,52 @@ def test_help_explains_the_exit_code_of_every_error() -> None:
 def test_every_option_has_help_and_no_command_is_truncated(name: str) -> None:
     options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
     assert [option.name for option in options if not option.help] == []
-    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Options:")[2].partition("Exit codes:")[0]
-    (line,) = re.findall(rf"^  {name} .*$", listed, re.MULTILINE)
-    assert not line.endswith("...")
+    listed = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "80"}).stdout.partition("Options:")[0]
+    (summary,) = re.findall(rf"^  {name}  +(.*\S)", listed, re.MULTILINE)
+    assert summary.endswith(".")
+    assert not summary.endswith("...")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", cli.commands)
+def test_examples_of_the_help_use_existing_options(name: str) -> None:
+    command = cli.commands[name]
+    assert isinstance(command, Command)
+    assert command.examples
+    for line in command.examples:
+        program, shown, *arguments = shlex.split(line.partition(" >")[0])
+        assert (program, shown) == ("optexport", name)
+        context = click.Context(command, info_name=name)
+        _, rest, _ = command.make_parser(context).parse_args(arguments)  # refuses unknown options
+        assert rest == []
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("arguments", [[], *([name] for name in cli.commands)], ids=" ".join)
+def test_help_is_plain_text_of_the_width_of_the_terminal(arguments: list[str], width: int) -> None:
+    environment = {"COLUMNS": str(width), "GITHUB_ACTIONS": "true"}
+    shown = CliRunner().invoke(cli, [*arguments, "--help"], env=environment).stdout
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert max(map(len, lines)) in range(width // 2, width + 1)
+    assert shown.isascii()
+    assert "\x1b" not in shown
+    assert all(f"$ {line}" in lines for name in arguments for line in cli.commands[name].examples)  # type: ignore[attr-defined]
+
+
+def test_help_has_sections_in_order() -> None:
+    lines = CliRunner().invoke(cli, ["--help"]).stdout.splitlines()
+    titles = [line.rstrip() for line in lines if re.match(r"[A-Z][a-z ]+:", line) and not line.startswith("Start")]
+    assert [title for title in titles if not title.startswith("Usage")] == [
+        "Export:",
+        "Inspect:",
+        "Deploy:",
+        "Extend:",
+        "Options:",
+        "Exit codes:",
+    ]
+    export = CliRunner().invoke(cli, ["export", "--help"]).stdout
+    assert re.search(r"^Model and inputs:.*?--input .*?^Bundle:.*?--output ", export, re.MULTILINE | re.DOTALL)
 
 
 def test_init_help_names_every_kind_of_source() -> None:
@@ -361,11 +406,7 @@ def test_commands_without_a_model_import_no_large_package(tmp_path: Path) -> Non
     (tmp_path / "bad.toml").write_text(MISTAKES["unknown rule"][0], encoding="utf-8")
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "architectures": ["BertForMaskedLM"]}', encoding="utf-8")
     calls = {
-        "--help": 0,
         "--version": 0,
-        "run --help": 0,
-        "bench --help": 0,
-        "bench nowhere.onnx": 2,
         "transformations": 0,
         "transformations --json": 0,
         "init .": 0,
@@ -375,12 +416,16 @@ def test_commands_without_a_model_import_no_large_package(tmp_path: Path) -> Non
         "run bad.toml": 2,
         "run nowhere.toml": 2,
         "run .": 2,
-        "export --help": 0,
         "export ./nowhere": 2,
         "export . --task nothing": 2,
     }
-    done = python("-c", LIGHT, json.dumps([call.split() for call in calls]), cwd=tmp_path)
-    assert json.loads(done.stderr.splitlines()[-1]) == {call: [code, []] for call, code in calls.items()}
+    # Only the help and usage errors import rich, so they come last.
+    calls_with_rich = {"--help": 0, "run --help": 0, "bench --help": 0, "export --help": 0, "bench nowhere.onnx": 2}
+    done = python("-c", LIGHT, json.dumps([call.split() for call in [*calls, *calls_with_rich]]), cwd=tmp_path)
+    assert json.loads(done.stderr.splitlines()[-1]) == {
+        **{call: [code, []] for call, code in calls.items()},
+        **{call: [code, ["rich"]] for call, code in calls_with_rich.items()},
+    }
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
+from optexport._utils.progress import Progress
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError
 from optexport.generation.export import check_output
-from optexport.generation.run import _prompt
+from optexport.generation.run import _prompt, run_generation
 from optexport.generation.runtime import Generator
 from optexport.loading.loader import Loaded
 from optexport.pipeline.run import run
@@ -66,6 +67,19 @@ def test_run_writes_the_parts_and_reports_the_tokens(tmp_path: Path) -> None:
     assert list(check(tmp_path / "out", public)) == [tmp_path / "out" / "decoder"]
     Generator.load(tmp_path / "out")
     check_output(tmp_path / "out")  # a later run may replace this folder
+
+
+@pytest.mark.slow
+def test_steps_of_all_parts_are_counted(tmp_path: Path) -> None:
+    _write(tmp_path).write_text(_CONFIG.replace('"gpt2"', '"t5"'))
+    shown: list[str] = []
+    progress = Progress()
+    progress.announce = lambda name, seconds: shown.append(f"{progress.count} {name}") if seconds is None else None
+    run_generation(tmp_path / "config.toml", progress=progress)
+    total = len(shown)
+    assert shown[:2] == ["1 load", "2 inputs"]
+    assert shown[2] == f" 3/{total} encoder: trace"
+    assert shown[-1] == f"{total}/{total} tokens"
 
 
 @pytest.mark.slow
