@@ -84,7 +84,7 @@ def list_bundle_steps(
         if "onnx" in group.formats and config.precision is not None and config.precision.onnx is not None:
             steps += ["lower onnx", "check lowered onnx"]
         steps.append("undo")
-    return [*steps, "gain", *(["measure"] if measured else []), "bundle", "report"]
+    return [*steps, "node errors", "gain", *(["measure"] if measured else []), "bundle", "report"]
 
 
 def is_measured(config: Config) -> bool:
