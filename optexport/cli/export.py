@@ -37,7 +37,8 @@ _OPTIONS = {
     r"inputs\.dynamic\.?": "--dynamic ",
     r"inputs\.tensors\.?": "--input ",
     r"inputs\.data": "--data",
-    r"inputs(?=: |$)": "SOURCE",
+    r"inputs: (?=\w+$)": "--input ",
+    r"inputs$": "SOURCE",
     r"transformations\[\d+\](?:\.use)?": "--transform",
     r"export\.output": "--output",
     r"tracking\.uri": "--uri",
@@ -249,19 +250,20 @@ def _save(text: str, path: Path) -> None:
 @contextlib.contextmanager
 def _naming_options(path: Path) -> Iterator[None]:
     """Names the options of this command in errors, instead of keys of the config."""
-    pattern = re.compile(rf"^(?:{re.escape(str(path))}: )?({'|'.join(_OPTIONS)})", re.MULTILINE)
 
-    def name_option(match: re.Match[str]) -> str:
-        return next(option for key, option in _OPTIONS.items() if re.fullmatch(key, match[1]))
+    def name_options(text: str) -> str:
+        for key, option in _OPTIONS.items():
+            text = re.sub(rf"^(?:{re.escape(str(path))}: )?{key}", option, text, flags=re.MULTILINE)
+        return text
 
     try:
         yield
     except OptexportError as error:
-        location = pattern.sub(name_option, error.location or "").removeprefix(f"{path}: ")
+        location = name_options(error.location or "").removeprefix(f"{path}: ")
         if location == "SOURCE" and isinstance(error, ConfigError) and error.hint and "[inputs.tensors" in error.hint:
             error.hint = "Add --input NAME=batch,3,224,224 for each input, or --data FILE."
         if error.details is not None:
-            error.details = pattern.sub(name_option, error.details)
+            error.details = name_options(error.details)
         if path == _NO_FILE and error.hint is not None:
             error.hint = error.hint.replace("the folder of the config", "the working directory")
         error.locate(location.rstrip() if location != str(path) else "optexport export")

@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
     "no such rule": ([SOURCE, "--without", "merge-linear"], "--without merge-linear", 'Did you mean "merge-linears"?'),
     "data": ([SOURCE, "--data", "nowhere.npz"], "--data", "the file nowhere.npz does not exist"),
     "inputs": ([SOURCE, "--no-tracking"], "SOURCE", "Hint: Add --input NAME=batch,3,224,224 for each input, or"),
-    "input": ([*HALVES, "--input", "y=batch"], "inputs: y", "Halves has no input of this name"),
+    "input": ([*HALVES, "--input", "y=batch"], "--input y", "Halves has no input of this name"),
     "axis": ([*HALVES, "--dynamic", "bach=1:8"], "--dynamic bach", 'Did you mean "batch"?'),
     "size": ([*HALVES, "--input", "y=0"], "--input y.shape[0]", "expected a size from 1"),
     "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),

@@ -101,7 +101,6 @@ def test_every_stage_is_announced_at_its_start_and_end(project: Path) -> None:
     assert started == [
         "load",
         "inputs",
-        "start tracking",
         "trace",
         "reference",
         "transform",
