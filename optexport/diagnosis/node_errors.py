@@ -12,11 +12,11 @@ from torch import fx
 
 from optexport._utils.module_state import restoring_state
 from optexport.bundle.node_error_records import NodeErrorRecord, NodeErrorsRecord
+from optexport.bundle.parity_records import ORIGINAL
 from optexport.diagnosis.intermediates import find_module, iterate_values, sample_evenly
 from optexport.diagnosis.node_matching import find_counterparts
 from optexport.errors import describe_error
 from optexport.parity import distances, float64_model
-from optexport.parity.checker import ORIGINAL
 from optexport.parity.reference import Reference, measure_noise
 from optexport.parity.reference_run import find_memory_problem, to_float64
 from optexport.signature.signature import Batch
