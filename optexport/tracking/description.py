@@ -11,6 +11,7 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
 from optexport.config.benchmarks import GateConfig
 from optexport.config.metrics import round_for_gate
+from optexport.errors import short_line
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 from optexport.tracking.tables import TABLES
 
@@ -22,6 +23,7 @@ FAILURE = "bundle-failure"
 _MAX_DESCRIPTION = 5000
 _MAX_REASON = 3500
 _MAX_GATES = 15
+_MAX_NAME = 100
 _FILE_TABLE = """
 | file | format | size | gain over eager PyTorch |
 |---|---|---:|---|"""
@@ -96,7 +98,9 @@ def _metric_rows(manifest: Manifest) -> Iterator[str]:
         for result in target.gate_results:
             name = result.measure if result.output is None else f"{result.measure} of {result.output}"
             value = "-" if result.value is None else round_for_gate(result.value, result.min)
-            yield table_row(escape_markdown(name), target.title, value, f"at least {result.min:.15g}")
+            yield table_row(
+                escape_markdown(short_line(name, _MAX_NAME)), target.title, value, f"at least {result.min:.15g}"
+            )
 
 
 def _limit_rows(manifest: Manifest, measured: Measured, gate: GateConfig) -> Iterator[str]:

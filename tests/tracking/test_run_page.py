@@ -18,7 +18,7 @@ from optexport.tracking.description import describe_bundle, describe_failure
 from optexport.tracking.run_metrics import bundle_metrics
 from optexport.tracking.tables import bundle_tables
 from tests._helpers import exports, stores
-from tests.tracking.bundles import QUIET, bundle, only_run, timed
+from tests.tracking.bundles import QUIET, bundle, gate_result, only_run, timed
 
 pytestmark = QUIET
 
@@ -71,13 +71,12 @@ def test_a_failure_is_shown_as_it_is() -> None:
 
 def test_a_long_description_fits_into_a_tag(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
-        values = {"value": 0.75, "mean": 0.75, "low": None, "high": None, "count": 4, "ties": 0, "min": 0.5}
-        gates = [
-            {"measure": f"{i}{'x' * 300}", "output": None, **values, "failure": None, "cases": []} for i in range(40)
-        ]
-        document["parity"]["targets"][1]["gate_results"] = gates
+        document["parity"]["targets"][1]["gate_results"] = [gate_result(f"{i}{'x' * 300}") for i in range(40)]
 
-    assert len(description(folder=tmp_path, manifest=change)) <= 5000
+    text = description(folder=tmp_path, manifest=change)
+    assert len(text) <= 5000
+    assert "25 more gates are in `tables/gates.json`" in text
+    assert text.endswith("- `tables`: all numbers")
     assert len(describe_failure("x" * 9000, "FAILED", {"tables": "numbers"})) <= 5000
 
 
