@@ -148,7 +148,7 @@ def test_a_measured_run_with_gates_is_described(tmp_path: Path) -> None:
     for gate in ("cosine of hidden", "top_k_agreement of hidden", "max_size_mb", "max_latency_ms"):
         assert f"| {gate} |" in note
     tables = {file.path for file in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "tables")}
-    names = {"parity", "gates", "files", "transformations", "seconds", "gain", "latency"}
+    names = {"parity", "gates", "files", "transformations", "seconds", "latency"}
     assert tables >= {f"tables/{name}.json" for name in names}
     assert {entry["path"] for entry in json.loads(run.data.tags["mlflow.loggedArtifacts"])} == tables
 
