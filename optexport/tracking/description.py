@@ -11,6 +11,7 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
 from optexport.config.benchmarks import GateConfig
 from optexport.config.metrics import round_for_gate
+from optexport.errors import short_line
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 from optexport.tracking.tables import TABLES
 
@@ -22,11 +23,12 @@ FAILURE = "bundle-failure"
 _MAX_DESCRIPTION = 5000
 _MAX_REASON = 3500
 _MAX_GATES = 15
+_MAX_NAME = 100
 _FILE_TABLE = """
 | file | format | size | gain over eager PyTorch |
 |---|---|---:|---|"""
 _GATE_TABLE = """
-| gate | file | measured | limit |
+| gate | worst at | measured | limit |
 |---|---|---:|---:|"""
 _ARTIFACTS = {
     REPORT: "the report",
@@ -92,11 +94,16 @@ def _gate_lines(manifest: Manifest, measured: Measured, gate: GateConfig) -> lis
 
 
 def _metric_rows(manifest: Manifest) -> Iterator[str]:
+    """Yields a row for each gate on a metric, at the target with the smallest value."""
+    smallest: dict[tuple[str, str | None], tuple[str, float, float]] = {}
     for target in manifest.parity.compared:
         for result in target.gate_results:
-            name = result.measure if result.output is None else f"{result.measure} of {result.output}"
-            value = "-" if result.value is None else round_for_gate(result.value, result.min)
-            yield table_row(escape_markdown(name), target.title, value, f"at least {result.min:.15g}")
+            key = (result.measure, result.output)
+            if result.value is not None and (key not in smallest or result.value < smallest[key][1]):
+                smallest[key] = (target.title, result.value, result.min)
+    for (measure, output), (title, value, minimum) in smallest.items():
+        name = escape_markdown(short_line(measure if output is None else f"{measure} of {output}", _MAX_NAME))
+        yield table_row(name, title, round_for_gate(value, minimum), f"at least {minimum:.15g}")
 
 
 def _limit_rows(manifest: Manifest, measured: Measured, gate: GateConfig) -> Iterator[str]:

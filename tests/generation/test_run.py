@@ -97,6 +97,23 @@ def test_each_part_has_its_own_mlflow_run(tmp_path: Path) -> None:
     assert all(any(key.startswith("parity") for key in run.data.metrics) for run in runs)
 
 
+@pytest.mark.slow
+def test_a_failed_check_of_a_part_has_one_mlflow_run(tmp_path: Path) -> None:
+    uri = store(tmp_path)
+    tracking = f'uri = "{uri}"\nexperiment = "generation"'
+    text = _CONFIG.replace("enabled = false", tracking).replace("[parity]", "[parity]\natol = 1e-30")
+    _write(tmp_path).write_text(text)
+    failed = CliRunner().invoke(cli, ["run", str(tmp_path / "config.toml")])
+    assert failed.exit_code == 4, failed.output
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("generation")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.data.metrics["parity/passed"]) == ("FAILED", 0.0)
+    paths = {file.path for file in client.list_artifacts(run.info.run_id, "bundle-failure")}
+    assert "bundle-failure/diagnosis.txt" in paths
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("table", "place"),

@@ -268,6 +268,7 @@ def test_refused_credentials_are_named_in_the_hint(tmp_path: Path, status: int) 
             log_bundle(target, uri)
         with pytest.raises(TrackingError, match=rf"The alias did not move\. {hint}, run the command again\."):
             promotion.promote(uri, "block", "1", "champion")
+        (tmp_path / "a config.toml").touch()
         tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", target)
         tracker.start({}, {})
     upload_hint = rf"{hint}, run: optexport upload {target} --config '{tmp_path}/a config\.toml'"

@@ -15,19 +15,20 @@ from optexport.errors import GateError, ParityError
 from optexport.pipeline import run as pipeline_run
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.description import describe_bundle, describe_failure
+from optexport.tracking.run_metrics import bundle_metrics
+from optexport.tracking.tables import bundle_tables
 from tests._helpers import exports, stores
-from tests.tracking.bundles import QUIET, bundle, only_run, timed
+from tests.tracking.bundles import QUIET, bundle, gate_result, only_run, timed
 
 pytestmark = QUIET
 
+FORMATS = ("onnx", "torchscript", "pt2")
 WRONG_RULE = '[[transformations]]\nuse = "python:tests.diagnosis.failures:Relu"'
-EVERYTHING = """
+MEASURED_WITH_GATES = """
 [bench]
 enabled = true
 rounds = 1
 shapes = [{ batch = 1 }, { batch = 4 }]
-[tune]
-budget = "40s"
 [gate]
 max_size_mb = 5
 max_latency_ms = { onnx = 60000 }
@@ -43,7 +44,9 @@ def description(**documents: Any) -> str:
         document["config"]["gate"] = {"max_size_mb": {"every": 5.0}, "max_latency_ms": {"onnx": 20.0}}
 
     folder = documents.pop("folder")
-    record = BundleRecord.read(bundle(folder, manifest=documents.get("manifest", change), measurements=timed(1.0, 1.5)))
+    record = BundleRecord.read(
+        bundle(folder, manifest=documents.get("manifest", change), measurements=measured_at_three_shapes)
+    )
     return describe_bundle(record, ["report.html", "bundle", "tables"])
 
 
@@ -55,6 +58,8 @@ def test_the_description_has_verdict_files_gates_and_artifacts(tmp_path: Path) -
     files = {row[0]: row for row in rows if row[0].startswith("model.")}
     assert set(files) == {"model.onnx", "model.pt2", "model.torchscript.pt"}
     assert files["model.onnx"][2].endswith(" kB")
+    assert [row[3] for row in files.values()].count("1.50 times as fast (1 ms per call)") == 2
+    assert files["model.pt2"][3] == "not measured"
     onnx_mb = (exports.exported().output / "model.onnx").stat().st_size / 1e6
     assert ["max_size_mb", "onnx", f"{onnx_mb:.4g}", "at most 5"] in rows
     assert ["max_latency_ms", "onnx", "1.25", "at most 20"] in rows
@@ -70,38 +75,82 @@ def test_a_failure_is_shown_as_it_is() -> None:
 
 def test_a_long_description_fits_into_a_tag(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
-        values = {"value": 0.75, "mean": 0.75, "low": None, "high": None, "count": 4, "ties": 0, "min": 0.5}
-        gates = [
-            {"measure": f"{i}{'x' * 300}", "output": None, **values, "failure": None, "cases": []} for i in range(40)
-        ]
-        document["parity"]["targets"][1]["gate_results"] = gates
+        document["parity"]["targets"][1]["gate_results"] = [gate_result(f"{i}{'x' * 300}") for i in range(40)]
 
-    assert len(description(folder=tmp_path, manifest=change)) <= 5000
+    text = description(folder=tmp_path, manifest=change)
+    assert len(text) <= 5000
+    assert "25 more gates are in `tables/gates.json`" in text
+    assert text.endswith("- `tables`: all numbers")
     assert len(describe_failure("x" * 9000, "FAILED", {"tables": "numbers"})) <= 5000
 
 
+def measured_at_three_shapes(document: dict[str, Any]) -> None:
+    """Records benchmarks, gain and tuning of three files."""
+    comparison = {"speedup": 1.2, "low": 1.1, "high": 1.3, "verdict": "faster"}
+    trial = {"change": "as configured", "rules": [], "passes": [], "refused": None, "comparison": None}
+    figures, comparisons = [], []
+    for name in FORMATS:
+        for shape in ("batch=1", "batch=4", "batch=16"):
+            timed(1.0, 1.5)(document)
+            (row,) = document["bench"]["figures"]
+            figures.append({**row, "artifact": name, "format": name, "shape": shape})
+            comparisons.append({"artifact": name, "baseline": f"plain {name}", "shape": shape, **comparison})
+    artifacts = [{"name": name, "format": name, "bytes": 1000, "proven": True} for name in FORMATS]
+    document["bench"] |= {"artifacts": artifacts, "figures": figures, "comparisons": comparisons}
+    document["gain"] = [{"format": name, "ms": 1.0, "original_ms": 1.5} for name in ("onnx", "torchscript")]
+    steps = [f"{step} {name}" for name in FORMATS for step in ("tune", "export", "check")]
+    document["seconds"] |= dict.fromkeys([*steps, "measure"], 1.0)
+    document["tune"] = [
+        {"format": name, "chosen": trial, "measure": "as configured", "over_plain": comparison, "trials": [trial]}
+        for name in FORMATS
+    ]
+
+
+def three_variants_with_gates(document: dict[str, Any]) -> None:
+    targets = document["parity"]["targets"]
+    for target in targets:
+        target["gate_results"] = [gate_result(name) for name in ("cosine", "argmax_agreement", "top_k_agreement")]
+    graph = next(target for target in targets if target["target"] == "graph")
+    targets += [{**graph, "target": f"graph-{name}"} for name in ("torchscript", "pt2")]
+
+
+def test_a_tuned_and_measured_bundle_with_gates_has_at_most_40_metrics(tmp_path: Path) -> None:
+    target = bundle(tmp_path, manifest=three_variants_with_gates, measurements=measured_at_three_shapes)
+    record = BundleRecord.read(target)
+    metrics = {name: value for name, value, _ in bundle_metrics(record)}
+    groups = {name.partition("/")[0] for name in metrics}
+    assert groups == {"parity", "files", "gain", "latency", "graph", "time", "gates"}
+    assert len(metrics) <= 40
+    for target_record in record.manifest.parity.compared:  # none of them is left out
+        assert f"parity/{target_record.target}_share_of_tolerance" in metrics
+    assert metrics["gain/pt2_over_plain_export"] == 1.2
+    assert metrics["gain/onnx"] == 1.5
+    assert metrics["time/tune_seconds"] == 3.0
+    tables = {name: json.loads(content) for name, content in bundle_tables(record).items()}
+    assert len(tables["latency.json"]["data"]) == len(tables["speedups.json"]["data"]) == 9
+    assert tables["tuning.json"]["data"][0] == ["onnx", "as configured", 1.2, 1.1, 1.3, "faster"]
+
+
 @pytest.mark.slow
-def test_a_run_with_everything_has_at_most_40_metrics(tmp_path: Path) -> None:
+def test_a_measured_run_with_gates_is_described(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri, formats='["onnx", "torchscript", "pt2"]')
-    config.write_text(config.read_text() + EVERYTHING)
+    config.write_text(config.read_text() + MEASURED_WITH_GATES)
     result = pipeline_run.run(config)
     assert result.tracking_failure is None
-    assert {outcome.format for outcome in result.tuned} == {"onnx", "torchscript", "pt2"}
     run = only_run(uri)
-    groups = {name.partition("/")[0] for name in run.data.metrics}
-    assert groups == {"parity", "files", "gain", "latency", "graph", "time", "gates"}
     assert 20 <= len(run.data.metrics) <= 40
     assert run.data.metrics["parity/passed"] == 1.0
     assert run.data.metrics["gates/cosine.hidden"] == pytest.approx(1.0)
     note = run.data.tags["mlflow.note.content"]
     assert note.startswith("**PASSED**")
-    assert " times as fast (" in note
+    assert note.count(" times as fast (") == len(result.gain)  # none on a machine that is too busy
+    for gate in ("cosine of hidden", "top_k_agreement of hidden", "max_size_mb", "max_latency_ms"):
+        assert f"| {gate} |" in note
     tables = {file.path for file in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "tables")}
-    names = {"parity", "gates", "files", "transformations", "seconds", "gain", "latency", "speedups", "tuning"}
+    names = {"parity", "gates", "files", "transformations", "seconds", "latency"}
     assert tables >= {f"tables/{name}.json" for name in names}
-    listed = json.loads(run.data.tags["mlflow.loggedArtifacts"])
-    assert {entry["path"] for entry in listed} == tables
+    assert {entry["path"] for entry in json.loads(run.data.tags["mlflow.loggedArtifacts"])} == tables
 
 
 def test_a_failed_check_uploads_its_folder_and_tables(tmp_path: Path) -> None:
