@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from optexport.inference.bundle import Bundle as Bundle
     from optexport.parity.verify import verify as verify
     from optexport.pipeline.run import run as run
-    from optexport.result import Result as Result
+    from optexport.report.result import Result as Result
     from optexport.signature.signature import Dim as Dim
 
 _ERRORS = (
@@ -65,7 +65,7 @@ _MODULES = {
     "Dim": "signature.signature",
     "GenerationResult": "generation.export",
     "Generator": "generation.runtime",
-    "Result": "result",
+    "Result": "report.result",
     "export": "api",
     "export_generation": "generation.export",
     "run": "pipeline.run",

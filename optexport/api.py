@@ -30,7 +30,7 @@ from optexport.loading.loader import Loaded, Pretrained
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import Rules, as_enabled_table, as_list, as_table, check_arguments, name_rules
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs

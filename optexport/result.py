@@ -1,9 +1,10 @@
-"""The result of a run, for the Python API."""
+"""The data of a finished run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from optexport.bench.measure import Report
 from optexport.bundle.manifest import Manifest
@@ -16,8 +17,8 @@ from optexport.tracking.registry.registration import Registered
 
 
 @dataclass(frozen=True)
-class Result:
-    """Result of a successful run.
+class RunData:
+    """Data of a successful run; see `optexport.Result`.
 
     Attributes:
         output: The bundle's folder.
@@ -47,7 +48,7 @@ class Result:
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)
     cache_hits: tuple[str, ...] = ()
 
-    def with_tracking(self, tracker: Tracker) -> Result:
+    def with_tracking(self, tracker: Tracker) -> Self:
         """Returns the result with the outcome of its MLflow run."""
         return replace(
             self,

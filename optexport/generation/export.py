@@ -29,7 +29,7 @@ from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime.runners import Run
 from optexport.signature.token_limit import find_token_limit
 from optexport.transformations import Transformation

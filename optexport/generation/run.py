@@ -32,7 +32,7 @@ from optexport.loading.loader import Loaded
 from optexport.pipeline import steps
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.tracking import run_params
 
 

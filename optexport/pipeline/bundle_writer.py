@@ -43,8 +43,8 @@ from optexport.parity.reference_file import write_reference
 from optexport.pipeline import triton
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.steps import TracedJob
+from optexport.report.result import Result
 from optexport.report.tuning import as_json as tuning_as_json
-from optexport.result import Result
 from optexport.runtime import devices
 from optexport.signature.arguments import Constant
 from optexport.signature.signature import TensorSpec

@@ -28,7 +28,7 @@ from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_trackin
 from optexport.pipeline.variant import VariantExporter, transform_variant
 from optexport.quantization.sensitivity import LayerChoices
 from optexport.report.html import page
-from optexport.result import Result
+from optexport.report.result import Result
 
 
 @torch_settings.preserved()

@@ -7,10 +7,10 @@ from typing import Any
 
 from optexport.bench import report
 from optexport.report import tuning
-from optexport.result import Result
+from optexport.result import RunData
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: RunData) -> dict[str, Any]:
     """Returns the result as the document of ``--json``."""
     return {
         "passed": result.passed,

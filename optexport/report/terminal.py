@@ -30,12 +30,12 @@ from optexport.report.parity_text import (
     share_text,
     tolerance_text,
 )
-from optexport.result import Result
+from optexport.result import RunData
 
 _SHOWN_NEAR_MISSES = 3
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: RunData, console: Console) -> None:
     """Prints the summary of a finished run, with the verdict and locations at the end."""
     manifest = result.manifest
     _show_signature(manifest, console)
@@ -229,7 +229,7 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
     return table
 
 
-def _show_verdict(result: Result, console: Console) -> None:
+def _show_verdict(result: RunData, console: Console) -> None:
     manifest = result.manifest
     verdict = "[bold green]PASSED[/]" if result.passed else "[bold red]FAILED[/]"
     files = len(manifest.artifacts)
@@ -247,7 +247,7 @@ def _show_verdict(result: Result, console: Console) -> None:
         _print(console, f"  not included: {reason}")
 
 
-def _latencies(result: Result) -> dict[str, str]:
+def _latencies(result: RunData) -> dict[str, str]:
     """Returns each file's median latency at the first measured shape."""
     texts: dict[str, str] = {}
     for figures in result.bench.figures if result.bench is not None else ():
@@ -255,14 +255,14 @@ def _latencies(result: Result) -> dict[str, str]:
     return texts
 
 
-def _gains(result: Result) -> dict[str, str]:
+def _gains(result: RunData) -> dict[str, str]:
     """Returns how fast the file of each format is, compared with the original model in PyTorch."""
     return {
         record.format: f"{record.speedup:.2f} times as fast as PyTorch ({record.ms:.3g} ms)" for record in result.gain
     }
 
 
-def _show_locations(result: Result, console: Console) -> None:
+def _show_locations(result: RunData, console: Console) -> None:
     locations = [("bundle", str(result.output))]
     if (result.output / REPORT).is_file():
         locations.append(("report", str(result.output / REPORT)))

@@ -19,7 +19,7 @@ from torch import nn
 from optexport import export
 from optexport.bundle import digest_json
 from optexport.exporters import torchscript
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests import sharing

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
 from optexport.pipeline import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.tracing.dynamo_exporter import quiet
 from tests._helpers.inputs import LONGEST, TINY, save_processors
 from tests._helpers.models import randomise

@@ -12,7 +12,7 @@ import torch
 from optexport._utils.torch_settings import Settings, as_in_a_new_process
 from optexport.errors import ParityError, SourceError
 from optexport.pipeline import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 

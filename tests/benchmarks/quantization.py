@@ -31,7 +31,7 @@ from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from tests.benchmarks import profiling, workloads
 from tests.benchmarks.peers import PEERS

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from optexport._utils.platform import machine
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.transformations.registry import PRESET
 from tests.benchmarks.workloads import EXAMPLES
 

@@ -17,7 +17,7 @@ from optexport.cache import store
 from optexport.errors import OptexportError
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from tests._helpers import exports
 
 MODULE = """

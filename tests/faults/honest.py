@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from optexport import export
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.signature.signature import Batch, Dim, Dynamic
 from optexport.transformations import Transformation, registry
 from tests._helpers.exports import Block

@@ -23,7 +23,7 @@ from optexport.parity import noise_floor
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.target_check import TargetChecker
 from optexport.pipeline import steps
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.tracing.trace import trace as trace_model

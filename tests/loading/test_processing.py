@@ -32,7 +32,7 @@ from optexport.inference.bundle import Bundle
 from optexport.loading.loader import Loaded, Pretrained
 from optexport.loading.processing import Classes, add_processing, get_processing, image_scale
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from tests._helpers import folders
 from tests._helpers.folders import TEXTS
 from tests._helpers.inputs import TINY

@@ -29,7 +29,7 @@ from optexport.parity.cases.case import Case
 from optexport.parity.reference import HALVES, Reference
 from optexport.parity.verify import verify
 from optexport.pipeline import triton
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.signature.signature import Dim, Signature, TensorSpec
 from tests._helpers import exports, stores
 from tests._helpers.cli import CliRunner, cli

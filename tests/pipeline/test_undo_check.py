@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from optexport import TransformationError, export
 from optexport.pipeline.undo_check import check_undo
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBias,

@@ -12,7 +12,7 @@ from optexport.config.format_passes import AVX512
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, ParityError
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from tests._helpers.exports import INPUTS
 

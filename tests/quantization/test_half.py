@@ -12,7 +12,7 @@ from optexport.bundle.manifest import LayerRecord
 from optexport.errors import ConfigError, ParityError
 from optexport.parity import verify
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from tests._helpers import exports
 from tests.quantization import models

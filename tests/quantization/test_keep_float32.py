@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from tests.quantization import models
 
 _LOWERED = 'onnx = "int8"\nkeep_float32 = ["{}"]'

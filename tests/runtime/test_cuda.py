@@ -16,7 +16,7 @@ from optexport._utils.progress import Progress
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import devices, onnx_session, placement, runners
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from optexport import export
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.signature.signature import Dim
 from tests._helpers import exports
 from tests._helpers.models import randomise

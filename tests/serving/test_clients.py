@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optexport.result import Result
+from optexport.report.result import Result
 from tests._helpers import exports
 from tests.serving.models import served
 

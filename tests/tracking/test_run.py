@@ -17,7 +17,7 @@ from mlflow.entities import Run
 
 from optexport.parity.verify import verify
 from optexport.pipeline import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.runtime import runners
 from tests._helpers import exports, stores
 from tests.tracking.bundles import QUIET

@@ -35,7 +35,7 @@ from optexport.parity.gates import load_metrics
 from optexport.pipeline.reproduce import reproduce
 from optexport.pipeline.rules import load_rules
 from optexport.pipeline.run import run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.tuning import tuner
 from tests._helpers.exports import INPUTS
 

@@ -12,7 +12,7 @@ from optexport.parity import own_precision_run
 from optexport.parity.cases.case import Case
 from optexport.parity.cases.data_batches import describe_unchecked_data
 from optexport.pipeline import run as pipeline_run
-from optexport.result import Result
+from optexport.report.result import Result
 from optexport.signature.resizing import split_batch
 from optexport.signature.signature import Dim
 

@@ -1,0 +1,54 @@
+"""The result of a run, for the Python API."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+
+from optexport.report import terminal
+from optexport.report.parity_text import check_text
+from optexport.result import RunData
+
+_WIDTH = 100  # characters
+
+
+@dataclass(frozen=True, repr=False)
+class Result(RunData):
+    """Result of a successful run.
+
+    Attributes:
+        output: The bundle's folder.
+        parity: The parity of every target, in the order of the pipeline.
+        manifest: The bundle's manifest.
+        run_id: The MLflow run, if the run was tracked.
+        run_page: The address of the run in MLflow's web page, after the command that serves it if necessary.
+        tracking_failure: The error of tracking, if it failed.
+        registered: The result of the registration, if the config names a registered model.
+        baseline: The folder of the untransformed export, if requested.
+        gain: The times of the ONNX and TorchScript files, and of the original model in PyTorch.
+        bench: The benchmarks of the files, if any.
+        tuned: The results of tuning, by format.
+        cache_hits: The steps whose results are from the cache.
+    """
+
+    def __repr__(self) -> str:
+        verdict = "passed" if self.passed else "failed"
+        return f"Result({verdict}, {check_text(self.manifest.parity)}, {', '.join(self.files)} in {self.output})"
+
+    def summary(self) -> str:
+        """Returns the text that ``optexport run`` prints at its end."""
+        text = io.StringIO()
+        terminal.show(self, Console(file=text, width=_WIDTH, emoji=False, no_color=True))
+        return text.getvalue()
+
+    def _repr_html_(self) -> str:
+        """Returns `summary` with colors, for notebooks."""
+        console = Console(file=io.StringIO(), width=_WIDTH, emoji=False, record=True)
+        terminal.show(self, console)
+        return console.export_html(inline_styles=True, theme=DEFAULT_TERMINAL_THEME, code_format=_HTML)
+
+
+_HTML = '<pre style="line-height: normal">{code}</pre>'
