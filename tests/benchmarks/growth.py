@@ -57,9 +57,9 @@ def measure(size: Size, by: str, threads: int, parent: Path | None) -> tuple[int
 
 
 def exponent(sizes: list[int], values: list[float]) -> str:
-    """Returns the exponent of the growth between the last sizes, or a dash if a value is too small to tell."""
+    """Returns the exponent of the growth between the last sizes, or "-" if a value is too small to tell."""
     if len(sizes) < LAST or min(values[-LAST:]) < 0.1:
-        return "–"
+        return "-"
     return f"{math.log(values[-1] / values[-LAST]) / math.log(sizes[-1] / sizes[-LAST]):.2f}"
 
 
