@@ -13,6 +13,7 @@ than 2 GiB of the machine's memory are free.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -23,6 +24,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from optexport._utils.platform import machine
 
@@ -83,11 +86,13 @@ class Watch:
 
     Attributes:
         peaks: For each stage whose end it printed: seconds, and anonymous and file-backed memory at the largest sum.
+        cpu_seconds: CPU seconds of each of these stages, of all threads.
         peak: Largest resident memory.
     """
 
     def __init__(self, arguments: Sequence[str], threads: int) -> None:
         self.peaks: dict[str, tuple[float, int, int]] = {}
+        self.cpu_seconds: dict[str, float] = {}
         self.peak = 0
         self._current, self._said = (0, 0), list[str]()
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": ""}
@@ -104,10 +109,15 @@ class Watch:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
+        before = 0.0
         for line in process.stderr:
             self._said.append(line)
             if match := re.fullmatch(r"(.+): ([\d.]+) s\n", line):
                 self.peaks[match[1]], self._current = (float(match[2]), *self._current), (0, 0)
+                with contextlib.suppress(psutil.NoSuchProcess):  # after the last stage
+                    times = psutil.Process(process.pid).cpu_times()
+                    self.cpu_seconds[match[1]] = times.user + times.system - before
+                    before = times.user + times.system
 
     def _sample(self, process: subprocess.Popen[str]) -> None:
         status, machine_ = Path(f"/proc/{process.pid}/status"), Path("/proc/meminfo")
