@@ -112,7 +112,7 @@ class Watch:
         before = 0.0
         for line in process.stderr:
             self._said.append(line)
-            if match := re.fullmatch(r"(.+): ([\d.]+) s\n", line):
+            if match := re.fullmatch(r"\s*\d+(?:/\d+)? (.+?) +([\d.]+) s\n", line):
                 self.peaks[match[1]], self._current = (float(match[2]), *self._current), (0, 0)
                 with contextlib.suppress(psutil.NoSuchProcess):  # after the last stage
                     times = psutil.Process(process.pid).cpu_times()
