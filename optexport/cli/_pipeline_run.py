@@ -28,6 +28,9 @@ dump_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the graph before and after every rule to this folder.",
 )
+verbose_option = click.option(
+    "--verbose", "-v", is_flag=True, help="Also list the rules that found nothing, and the cases of the check."
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Do not show the steps.")
 
 
@@ -59,6 +62,7 @@ def run_config(
     junit: Path | None,
     as_json: bool,
     quiet: bool,
+    verbose: bool,
     **options: Any,
 ) -> None:
     """Runs a config, and prints and publishes the result.
@@ -96,6 +100,6 @@ def run_config(
     if as_json:
         print_json(json_document.as_json(result))
     else:
-        terminal.show(result, console())
+        terminal.show(result, console(), verbose=verbose)
     if result.failure is not None:
         raise result.failure

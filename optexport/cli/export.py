@@ -21,6 +21,7 @@ from optexport.cli._pipeline_run import (
     quiet_option,
     run_config,
     tune_option,
+    verbose_option,
     without_option,
 )
 from optexport.errors import ConfigError, OptexportError, did_you_mean
@@ -139,6 +140,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
 @no_custom_code_option
 @junit_option
 @quiet_option
+@verbose_option
 @json_option
 def export(
     source: str,
@@ -159,6 +161,7 @@ def export(
     save_config: Path | None,
     junit: Path | None,
     quiet: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Export the model at SOURCE without a config file.
@@ -212,7 +215,16 @@ def export(
     report_junit.start(junit, [*filter(None, (save_config, data)), *output_folders(config.output_path(path.parent))])
     with contextlib.nullcontext() if save_config is not None else _naming_options(path):
         run_config(
-            config, path, text, title=name, junit=junit, quiet=quiet, as_json=as_json, baseline=baseline, dump=dump
+            config,
+            path,
+            text,
+            title=name,
+            junit=junit,
+            quiet=quiet,
+            verbose=verbose,
+            as_json=as_json,
+            baseline=baseline,
+            dump=dump,
         )
 
 

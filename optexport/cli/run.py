@@ -16,6 +16,7 @@ from optexport.cli._pipeline_run import (
     quiet_option,
     run_config,
     tune_option,
+    verbose_option,
     without_option,
 )
 from optexport.errors import ConfigError
@@ -37,6 +38,7 @@ from optexport.errors import ConfigError
 @no_custom_code_option
 @junit_option
 @quiet_option
+@verbose_option
 @json_option
 def run(
     config: Path,
@@ -47,6 +49,7 @@ def run(
     locked: bool,
     junit: Path | None,
     quiet: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Export the model in CONFIG and verify the files.
@@ -76,7 +79,7 @@ def run(
     if loaded_config.generation is not None:
         options = {"--tune": tune, "--baseline": baseline, "--dump": dump, "--locked": locked, "--junit": junit}
         _check_generation_options(option for option, value in options.items() if value)
-        _run_generation(config, without, quiet=quiet, as_json=as_json)
+        _run_generation(config, without, quiet=quiet, verbose=verbose, as_json=as_json)
         return
     run_config(
         loaded_config,
@@ -84,6 +87,7 @@ def run(
         title=config.name,
         junit=junit,
         quiet=quiet,
+        verbose=verbose,
         as_json=as_json,
         without=without,
         tune=tune,
@@ -102,7 +106,7 @@ def _check_generation_options(options: Iterable[str]) -> None:
         )
 
 
-def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, as_json: bool) -> None:
+def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, verbose: bool, as_json: bool) -> None:
     """Exports the parts of a generative model, and prints their results."""
     with show_progress(quiet=as_json or quiet) as progress:
         from optexport.generation import run, summary
@@ -112,7 +116,7 @@ def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, as_j
     if as_json:
         print_json(summary.as_json(result))
     else:
-        summary.show(result, console())
+        summary.show(result, console(), verbose=verbose)
     for part in result.parts.values():
         if part.failure is not None:
             raise part.failure

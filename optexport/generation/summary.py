@@ -13,11 +13,11 @@ from optexport.generation.tokens import TokenComparison
 from optexport.report import json_document, terminal
 
 
-def show(result: GenerationResult, console: Console) -> None:
+def show(result: GenerationResult, console: Console, *, verbose: bool = False) -> None:
     """Prints the summary of each part, and the comparison of tokens."""
     for name, part in result.parts.items():
         console.print(f"[bold]Part[/] {name}", highlight=False)
-        terminal.show(part, console)
+        terminal.show(part, console, verbose=verbose)
         console.print()
     console.print("[bold]Tokens[/] compared with greedy model.generate", highlight=False)
     if result.left_out:

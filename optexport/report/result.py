@@ -38,10 +38,14 @@ class Result(RunData):
         verdict = "passed" if self.passed else "failed"
         return f"Result({verdict}, {check_text(self.manifest.parity)}, {', '.join(self.files)} in {self.output})"
 
-    def summary(self) -> str:
-        """Returns the text that ``optexport run`` prints at its end."""
+    def summary(self, *, verbose: bool = False) -> str:
+        """Returns the text that ``optexport run`` prints at its end.
+
+        Args:
+            verbose: Whether to list rules that found nothing, and the cases.
+        """
         text = io.StringIO()
-        terminal.show(self, Console(file=text, width=_WIDTH, emoji=False, no_color=True))
+        terminal.show(self, Console(file=text, width=_WIDTH, emoji=False, no_color=True), verbose=verbose)
         return text.getvalue()
 
     def _repr_html_(self) -> str:

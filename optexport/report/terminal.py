@@ -35,11 +35,15 @@ from optexport.result import RunData
 _SHOWN_NEAR_MISSES = 3
 
 
-def show(result: RunData, console: Console) -> None:
-    """Prints the summary of a finished run, with the verdict and locations at the end."""
+def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
+    """Prints the summary of a finished run, with the verdict and locations at the end.
+
+    Args:
+        verbose: Whether to list rules that found nothing, and the cases.
+    """
     manifest = result.manifest
     _show_signature(manifest, console)
-    _show_transformations(manifest, console)
+    _show_transformations(manifest, console, verbose=verbose)
     if result.cache_hits:
         _print(console, f"From cache: {', '.join(result.cache_hits)} (set OPTEXPORT_CACHE= to disable)")
     if result.tuned:
@@ -49,7 +53,7 @@ def show(result: RunData, console: Console) -> None:
         console.print("\n[bold]Benchmark[/]", highlight=False)
         report.show(result.bench, console)
     _show_precision(manifest, console)
-    _show_parity(manifest, result.parity, console)
+    _show_parity(manifest, result.parity, console, verbose=verbose)
     _show_verdict(result, console)
     _show_locations(result, console)
 
@@ -83,12 +87,13 @@ def _tensor_text(tensor: TensorRecord) -> str:
     return f"{tensor.name} [{', '.join(map(str, tensor.shape))}] {tensor.dtype}"
 
 
-def _show_transformations(manifest: Manifest, console: Console) -> None:
+def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool) -> None:
     console.print(f"\n[bold]Transformations[/] ({manifest.nodes_before} nodes -> {manifest.nodes_after})")
     if not manifest.transformations:
         console.print("  none")
     formats: list[str] = []
-    for rule in manifest.transformations:
+    shown = [rule for rule in manifest.transformations if verbose or rule.changes or rule.near_misses]
+    for rule in shown:
         if rule.formats != formats:
             formats = rule.formats
             console.print(f"  for {', '.join(formats)}:")
@@ -103,6 +108,8 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
             _print(console, f"    skipped at {miss.node}: {miss.reason}")
         if (hidden := len(rule.near_misses) - _SHOWN_NEAR_MISSES) > 0:
             _print(console, f"    {hidden} more near misses in manifest.json")
+    if (hidden := len(manifest.transformations) - len(shown)) > 0:
+        _print(console, f"  {hidden} {'rule' if hidden == 1 else 'rules'} found nothing")
     for artifact in manifest.artifacts:
         if artifact.passes:
             _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
@@ -150,13 +157,10 @@ def _gate_values(values: Sequence[GateValueRecord]) -> str:
     return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
 
 
-def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console) -> None:
+def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console, *, verbose: bool) -> None:
     parity = manifest.parity
-    console.print(
-        f"\n[bold]Parity[/] on {len(parity.cases)} cases: {escape(case_names(parity.cases))}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    names = f": {escape(case_names(parity.cases))}" if verbose else ""
+    console.print(f"\n[bold]Parity[/] on {len(parity.cases)} cases{names}", soft_wrap=True, highlight=False)
     for line in _parity_notes(manifest):
         console.print(f"  {line}", soft_wrap=True, highlight=False)
     compared = [target for target in targets if target.target != ORIGINAL]

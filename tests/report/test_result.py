@@ -27,3 +27,15 @@ def test_notebook_shows_the_summary_as_html() -> None:
     assert html.startswith("<pre")
     text = re.sub("<[^>]+>", "", html).replace("&gt;", ">").replace("&lt;", "<").replace("&#x27;", "'")
     assert text.split() == exports.exported().summary().split()
+
+
+def test_rules_that_found_nothing_and_cases_are_listed_on_request() -> None:
+    result = exports.exported()
+    idle = [rule.rule for rule in result.manifest.transformations if not rule.changes and not rule.near_misses]
+    assert idle
+    short, long = result.summary(), result.summary(verbose=True)
+    assert f"{len(idle)} rules found nothing" in short
+    assert [rule for rule in idle if rule in short] == []
+    assert [rule for rule in idle if rule not in long] == []
+    assert f"Parity on {len(result.manifest.parity.cases)} cases\n" in short
+    assert f"{len(result.manifest.parity.cases)} cases: traced" in long
