@@ -101,8 +101,8 @@ def test_signal_after_the_last_stage_ends_the_run(
 
     real = terminal.show
 
-    def show(*args: Any) -> None:
-        real(*args)
+    def show(*args: Any, **options: Any) -> None:
+        real(*args, **options)
         Dies()
 
     monkeypatch.setattr(terminal, "show", show)
