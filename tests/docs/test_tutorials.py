@@ -24,7 +24,7 @@ from tests.docs.pages import ROOT
 TUTORIALS = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 _BLOCK = re.compile(r"(?:<!-- (\w+): (\S+).*? -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_PROGRESS = re.compile(r"^[a-z0-9 :.-]+: \d+\.\d s$")
+_PROGRESS = re.compile(r"^ *\d+(?:/\d+)? .+ \d+\.\d s$")
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?|-?\d+e[-+]\d+|\d+(?= %)|\b[0-9a-f]{12,}\b")
 
 
