@@ -68,7 +68,8 @@ no_custom_code_option = click.option(
     is_eager=True,
     expose_value=False,
     callback=_forbid_code,
-    help=f"Refuse to run other people's code. {custom_code.VARIABLE}=1 does the same.",
+    help="Refuse python: sources, rules and metrics, rules of other packages, and trust_remote_code. "
+    f"{custom_code.VARIABLE}=1 does the same.",
 )
 
 

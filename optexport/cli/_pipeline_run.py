@@ -21,7 +21,7 @@ tune_option = click.option(
     "--tune", is_flag=True, help="Search for the rules and format passes that make each file faster."
 )
 baseline_option = click.option(
-    "--baseline", is_flag=True, help="Also write the untransformed export, to OUTPUT-baseline."
+    "--baseline", is_flag=True, help="Also write the plain export, without rules and format passes, to OUTPUT-baseline."
 )
 dump_option = click.option(
     "--dump",
@@ -29,7 +29,7 @@ dump_option = click.option(
     help="Write the graph before and after every rule to this folder.",
 )
 verbose_option = click.option(
-    "--verbose", "-v", is_flag=True, help="Also list the rules that found nothing, and the cases of the check."
+    "--verbose", "-v", is_flag=True, help="Also list the rules that matched nothing, and the names of the cases."
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Do not show the steps.")
 

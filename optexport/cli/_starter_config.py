@@ -124,6 +124,8 @@ def model_name(source: str, folder: Path) -> str:
     kind = source_kind(source, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
+    if kind is SourceKind.PYTHON:  # many functions are called build
+        name = source.removeprefix("python:").partition(":")[0].rpartition(".")[2] or name
     if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
         name = source.partition(":/")[2].strip("/").replace("/", "-") or name
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):

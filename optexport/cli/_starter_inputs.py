@@ -15,7 +15,7 @@ SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel
 TOKENIZER_LENGTH = "tokenizer's model_max_length"
 NO_TOKENIZER = "no tokenizer"
 # Comments above inputs that were guessed.
-GUESS = "# These inputs are guessed, because the source has no config.json that could be read. Edit them."
+GUESS = "# These inputs are guessed, because no config.json of the source is on this machine. Edit them."
 GUESSED_SHAPES = "# The names are the arguments of forward in the Python file. The shapes are guessed. Edit them."
 GUESSED_SIZE = (
     "# The image size 224 is guessed, because config.json has none. Set the size that the image processor gives."
@@ -52,6 +52,8 @@ def starter_inputs(
     if parameters and guesses:
         return _guessed_inputs(parameters)
     size = config.get("image_size")
+    if kind in (SourceKind.HUB, SourceKind.MLFLOW):
+        return StarterInputs(_made_up("that fit the model"))
     if not guesses and ("num_channels" not in config or size is None):
         return StarterInputs(_made_up("that fit the model"))
     sides = size if isinstance(size, list) and len(size) == 2 else [size, size]
@@ -63,8 +65,6 @@ def starter_inputs(
     hint = [GUESSED_SIZE] if size is None else []
     if not config:
         hint = [GUESS, "# Set the name and shape of the model's input."]
-    if kind in (SourceKind.HUB, SourceKind.MLFLOW):
-        hint = [GUESS, '# For a text model, write texts = ["..."] instead of the table below.']
     return StarterInputs([*hint, f"[inputs.tensors.{name}]", f"shape = {shape}"], {"batch": (1, 16)})
 
 

@@ -95,9 +95,9 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
 @click.option(
     *("--output", "-o"),
     type=click.Path(path_type=Path, file_okay=False),
-    help="The folder of the bundle (default: build/ and the name of the model).",
+    help="The folder of the bundle (default: build/ and the name of the folder, file or Python module).",
 )
-@click.option("--task", help="The task, which selects the AutoModel class (default: from config.json).")
+@click.option("--task", help="The task, such as text-classification (default: from config.json).")
 @click.option(
     *("--format", "formats"),
     type=click.Choice(_FORMATS),
@@ -109,7 +109,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     multiple=True,
     callback=_ranges,
     metavar="NAME=MIN:MAX",
-    help="A dynamic axis and its sizes, such as batch=1:64. May be repeated; other axes are then fixed.",
+    help="A dynamic axis and its sizes, such as batch=1:64. May be repeated. If it is given, other axes are fixed.",
 )
 @click.option(
     *("--input", "tensors"),
@@ -123,13 +123,13 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     *("--transform", "rules"),
     multiple=True,
     metavar="RULE",
-    help="A rule to apply, instead of the default rules. May be repeated.",
+    help="A rule of optexport transformations, instead of the default rules. May be repeated.",
 )
 @without_option
 @tune_option
 @baseline_option
 @dump_option
-@click.option("--uri", help="The MLflow store (default: sqlite:///mlflow.db).")
+@click.option("--uri", help="The MLflow store, such as http://127.0.0.1:5000 (default: sqlite:///mlflow.db).")
 @click.option("--experiment", help="The MLflow experiment (default: the name of the model).")
 @click.option("--no-tracking", is_flag=True, help="Do not track the run in MLflow.")
 @click.option(
@@ -173,7 +173,7 @@ def export(
     SOURCE is a folder such as ./my-model, a hub id, python:module:factory, package:NAME/PATH,
     mlflow:models:/NAME@ALIAS, a .pt2 file or a TorchScript file.
 
-    Without --input and --data, the inputs are made up from the model's config.json or the .pt2 file.
+    Without --input and --data, the inputs are generated from the model's config.json or the .pt2 file.
     """
     from optexport.bundle.layout import output_folders
     from optexport.cli._starter_config import Choices, model_name, starter_config
@@ -240,7 +240,9 @@ def _choose_rules(rules: Sequence[str], without: Sequence[str]) -> list[str]:
     for rule in without:
         if chosen.pop(canonical_name(rule) or rule, None) is None:
             raise ConfigError(
-                f"the export has no rule {rule}", location=f"--without {rule}", hint=did_you_mean(rule, chosen)
+                f"the rule {rule} is not applied, so it cannot be left out",
+                location=f"--without {rule}",
+                hint=did_you_mean(rule, chosen),
             )
     return [*chosen.values()]
 
@@ -256,7 +258,7 @@ def _save(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot write the file: {error}", location=f"--save-config {path}") from error
-    echo(f"Wrote {path}. The same export again: optexport run {path}", err=True)
+    echo(f"Wrote {path}. To repeat this export: optexport run {path}", err=True)
 
 
 @contextlib.contextmanager

@@ -39,8 +39,9 @@ def init(source: str, output: Path, force: bool) -> None:
       python:module:factory          a function that returns the model
       mlflow:models:/NAME@ALIAS      a model in an MLflow registry
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
-      a file of weights              (.pth, .bin, .ckpt, .safetensors): also writes the start of a function that
-                                     builds the model and loads them
+      a file of weights              (.pth, .bin, .ckpt, .safetensors)
+
+    For a file of weights, it also writes the start of a function that builds the model and loads them.
     """  # noqa: D301 - click does not wrap the paragraph after this escape
     from optexport.cli._starter_config import starter_config
     from optexport.cli._starter_inputs import GUESS, GUESSED_SHAPES, GUESSED_SIZE
@@ -59,9 +60,9 @@ def init(source: str, output: Path, force: bool) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the file: {error}", location=str(output)) from error
-    echo(f"Wrote {output}. Edit it if needed, then run: optexport run {output}")
-    if any(guess in text for guess in (GUESS, GUESSED_SHAPES, GUESSED_SIZE)):
-        echo(f"The inputs are guessed. Edit [inputs] in {output} first.")
+    is_guessed = any(guess in text for guess in (GUESS, GUESSED_SHAPES, GUESSED_SIZE))
+    advice = "Its inputs are guessed: edit [inputs]" if is_guessed else "Edit it if needed"
+    echo(f"Wrote {output}. {advice}, then run: optexport run {output}")
     folder = find_source_folder(source, output.parent)
     if folder is not None and (problem := find_model_problem(folder, source)) is not None:
         echo(f"model.source: {problem[0]}. {problem[1]}")
@@ -94,7 +95,7 @@ def _write_factory(weights: str, folder: Path) -> str:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the file: {error}", location=str(path)) from error
-    echo(f"Wrote {path}. Name the class of your model in it.")
+    echo(f"Wrote {path}. Replace MODULE and MODEL in it by the module and the class of your model.")
     return f"python:{path.stem}:build"
 
 

@@ -37,5 +37,6 @@ def lock(config: Path) -> None:
             job = run.load_job(RunPlan(config, loaded_config, rules, scratch / "bundle"), scratch, progress)
             pins = lockfile.make_lock(job, folder, packages.versions())
     path = lockfile.write(pins, config)
-    echo(f"Wrote {path} ({len(pins.versions)} versions, {len(pins.files)} files, the weights). Now run:")
+    files = f"{len(pins.files)} {'file' if len(pins.files) == 1 else 'files'}"
+    echo(f"Wrote {path} ({len(pins.versions)} versions, {files}, the weights). Now run:")
     echo(f"  optexport run --locked {config}")

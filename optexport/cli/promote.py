@@ -18,7 +18,7 @@ from optexport.cli._tracking_options import (
 )
 
 
-@click.command(cls=Command, examples=["optexport promote my-model 3 --alias champion"])
+@click.command(cls=Command, examples=["optexport promote my-model 3 --uri http://127.0.0.1:5000"])
 @click.argument("name")
 @click.argument("version")
 @alias_option
@@ -34,7 +34,7 @@ def promote(
     compared with the current one, unlike a run with [register], which moves the alias only if the new version is not
     worse.
 
-    To undo it: optexport rollback NAME
+    To undo it: optexport rollback NAME, with the same --uri or --config
     """
     config = read_config(config_path)
     from optexport.tracking.registry import promotion

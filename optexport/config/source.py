@@ -184,7 +184,7 @@ def _explain_weights(path: Path, name: str) -> tuple[str, str]:
     """Returns a message and a hint for a weights file as a model."""
     hint = (
         f"Write a function that builds the model and loads the weights, and set source = {_FACTORY}. "
-        f"A start of both: optexport init {shlex.quote(name)}"
+        f"To get a draft of both: optexport init {shlex.quote(name)}"
     )
     if (path.parent / "config.json").is_file():
         hint = "Set source to the folder of this file, which has the config.json of the model."

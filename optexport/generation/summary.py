@@ -35,7 +35,8 @@ def _line(comparison: TokenComparison) -> str:
         f"row {tie.row} stops at token {tie.token}, a tie of two logits {tie.gap:.2g} apart" for tie in comparison.ties
     ]
     count = f"{comparison.compared} of {comparison.rows * comparison.tokens} compared, all equal"
-    return "; ".join([f"{comparison.format}, {comparison.prompt} ({comparison.rows} rows): {count}", *ties])
+    rows = f"{comparison.rows} {'row' if comparison.rows == 1 else 'rows'}"
+    return "; ".join([f"{comparison.format}, {comparison.prompt} ({rows}): {count}", *ties])
 
 
 def as_json(result: GenerationResult) -> dict[str, Any]:

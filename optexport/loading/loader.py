@@ -316,7 +316,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             location=f"model.source: {config.source}",
             hint=f"Check the folder and model.task.{architectures}"
             if local
-            else f"Check the name and the network. {name} is not a folder next to the config, so it is a hub id.",
+            else f"Check the name and the network. No folder {name} was found, so it is taken as a hub id.",
         ) from error
     adapter = None if config.adapter is None else Path(config.adapter)
     # An adapter may contain other weights, for example of a head that was trained with it.

@@ -262,7 +262,8 @@ def _latencies(result: RunData) -> dict[str, str]:
 def _gains(result: RunData) -> dict[str, str]:
     """Returns how fast the file of each format is, compared with the original model in PyTorch."""
     return {
-        record.format: f"{record.speedup:.2f} times as fast as PyTorch ({record.ms:.3g} ms)" for record in result.gain
+        record.format: f"{record.ms:.3g} ms per call, {record.speedup:.2f} times as fast as PyTorch"
+        for record in result.gain
     }
 
 

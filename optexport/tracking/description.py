@@ -25,7 +25,7 @@ _MAX_REASON = 3500
 _MAX_GATES = 15
 _MAX_NAME = 100
 _FILE_TABLE = """
-| file | format | size | gain over eager PyTorch |
+| file | format | size | speed, compared with PyTorch |
 |---|---|---:|---|"""
 _GATE_TABLE = """
 | gate | worst at | measured | limit |
@@ -89,7 +89,11 @@ def _file_rows(manifest: Manifest, measured: Measured) -> Iterator[str]:
 def _gate_lines(manifest: Manifest, measured: Measured, gate: GateConfig) -> list[str]:
     rows = [*_metric_rows(manifest), *_limit_rows(manifest, measured, gate)]
     hidden = len(rows) - _MAX_GATES
-    rest = ["", f"{hidden} more gates are in `{TABLES}/gates.json` and `config.toml`."] if hidden > 0 else []
+    rest = (
+        ["", f"{hidden} more {'gate is' if hidden == 1 else 'gates are'} in `{TABLES}/gates.json` and `config.toml`."]
+        if hidden > 0
+        else []
+    )
     return [_GATE_TABLE, *rows[:_MAX_GATES], *rest] if rows else []
 
 

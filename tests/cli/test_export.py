@@ -41,12 +41,12 @@ def contents(bundle: Path) -> dict[str, bytes]:
 
 def test_saved_config_gives_the_same_bundle(tmp_path: Path) -> None:
     assert call("export", *HALVES).exit_code == 0
-    without_file = contents(tmp_path / "build" / "load")
+    without_file = contents(tmp_path / "build" / "halves")
     saved = call("export", *HALVES, "--save-config", "mine.toml")
-    assert (saved.exit_code, contents(tmp_path / "build" / "load")) == (0, without_file)
-    assert "Wrote mine.toml. The same export again: optexport run mine.toml\n" in saved.stderr
+    assert (saved.exit_code, contents(tmp_path / "build" / "halves")) == (0, without_file)
+    assert "Wrote mine.toml. To repeat this export: optexport run mine.toml\n" in saved.stderr
     assert call("run", "mine.toml").exit_code == 0
-    assert contents(tmp_path / "build" / "load") == without_file
+    assert contents(tmp_path / "build" / "halves") == without_file
     assert {"config.toml", "manifest.json", "model.pt2"} <= {*without_file}
 
 
@@ -70,7 +70,7 @@ def test_options_are_written_to_the_config() -> None:
 def test_every_rule_can_be_left_out() -> None:
     done = call("export", *HALVES, "--transform", "fuse-bias", "--without", "fuse-bias")
     assert done.exit_code == 0, done.stderr
-    assert settings("build/load")["transformations"] == []
+    assert settings("build/halves")["transformations"] == []
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_factory_of_a_transformers_model_needs_no_inputs(tmp_path: Path) -> None
 def test_tuned_export_has_the_search_in_its_config() -> None:
     done = call("export", *HALVES, "--tune", "--without", "merge-linears", "--quiet")
     assert done.exit_code == 0, done.stderr
-    assert settings("build/load")["tune"] == {"budget": "5m"}
+    assert settings("build/halves")["tune"] == {"budget": "5m"}
     assert done.stderr == ""
 
 
@@ -124,7 +124,7 @@ def test_tuned_export_has_the_search_in_its_config() -> None:
 def test_lost_server_is_reported_with_the_command_that_uploads() -> None:
     done = call("export", *HALVES[:-1], "--uri", "http://127.0.0.1:9")
     assert done.exit_code == 7
-    assert f"run: optexport upload {Path('build/load').resolve()} --uri http://127.0.0.1:9\n" in done.stderr
+    assert f"run: optexport upload {Path('build/halves').resolve()} --uri http://127.0.0.1:9\n" in done.stderr
 
 
 def test_data_junit_and_baseline_are_those_of_run(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_data_junit_and_baseline_are_those_of_run(tmp_path: Path) -> None:
     options = ["--data", "rows.jsonl", "--format", "pt2", "--no-tracking", "--baseline", "--dump", "graphs"]
     done = call("export", SOURCE, *options, "--junit", "parity.xml")
     assert done.exit_code == 0, done.stderr
-    assert settings("build/load")["inputs"] == {"data": "rows.jsonl"}
+    assert settings("build/halves")["inputs"] == {"data": "rows.jsonl"}
     assert (tmp_path / "build" / "load-baseline" / "model.pt2").is_file()
     assert 'failures="0"' in Path("parity.xml").read_text(encoding="utf-8")
     assert any((tmp_path / "graphs").iterdir())

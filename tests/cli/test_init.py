@@ -126,15 +126,22 @@ def test_hub_id_is_used_without_a_download(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias", "python:mine:load", ".", "package:click"])
+@pytest.mark.parametrize("source", ["python:mine:load", ".", "package:click"])
 def test_guessed_inputs_are_marked_as_a_guess(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
     output = CliRunner().invoke(cli, ["init", source]).output
-    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in output
+    assert "Its inputs are guessed: edit [inputs], then run: optexport run optexport.toml\n" in output
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESS
     assert ("has no config.json" in output) is (source in (".", "package:click"))
+
+
+@pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias"])
+def test_inputs_of_a_model_elsewhere_are_left_to_the_run(source: str, tmp_path: Path) -> None:
+    """They were guessed as images, also for a text model."""
+    inputs = started(source, tmp_path).inputs
+    assert (inputs.tensors, inputs.dynamic) == (None, None)
 
 
 @pytest.mark.slow
@@ -153,7 +160,7 @@ def test_guessed_image_size_is_marked_as_a_guess(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     ResNetConfig().save_pretrained(tmp_path)
     output = CliRunner().invoke(cli, ["init"]).output
-    assert "The inputs are guessed. Edit [inputs] in optexport.toml first.\n" in output
+    assert "Its inputs are guessed: edit [inputs], then run: optexport run optexport.toml\n" in output
     lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
     assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
 
@@ -368,7 +375,10 @@ def test_weights_file_gets_a_function_to_complete(tmp_path: Path, monkeypatch: p
     torch.save(torch.nn.Linear(4, 2).state_dict(), "net-1.pth")
     result = CliRunner().invoke(cli, ["init", "net-1.pth"])
     assert result.exit_code == 0, result.output
-    assert "Wrote net_1_model.py. Name the class of your model in it." in result.output
+    assert (
+        "Wrote net_1_model.py. Replace MODULE and MODEL in it by the module and the class of your model."
+        in result.output
+    )
     assert load_config(tmp_path / "optexport.toml").model.source == "python:net_1_model:build"
     text = Path("net_1_model.py").read_text(encoding="utf-8")
     Path("net_1_model.py").write_text(

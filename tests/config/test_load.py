@@ -389,7 +389,7 @@ def test_weights_file_is_refused_with_a_way_to_load_it(name: str, tmp_path: Path
     assert refusal(tmp_path / "mine.toml") == (
         f"{tmp_path / 'mine.toml'}: model.source: {name} is a weights file, not a model\n"
         "Hint: Write a function that builds the model and loads the weights, and set source = "
-        f'"python:my_model:build". A start of both: optexport init {name}'
+        f'"python:my_model:build". To get a draft of both: optexport init {name}'
     )
     (tmp_path / name).with_name("config.json").touch()
     assert "Set source to the folder of this file" in refusal(tmp_path / "mine.toml")

@@ -317,9 +317,7 @@ def test_model_on_the_meta_device_is_refused(factories: Path) -> None:
 def test_hub_id_not_found_offline_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"model\.source: no-such-org/no-such-model") as caught:
         load("no-such-org/no-such-model", tmp_path)
-    assert "Check the name and the network. no-such-org/no-such-model is not a folder next to the config" in str(
-        caught.value
-    )
+    assert "Check the name and the network. No folder no-such-org/no-such-model was found" in str(caught.value)
 
 
 @pytest.mark.slow
