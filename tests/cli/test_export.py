@@ -133,7 +133,7 @@ def test_data_junit_and_baseline_are_those_of_run(tmp_path: Path) -> None:
     done = call("export", SOURCE, *options, "--junit", "parity.xml")
     assert done.exit_code == 0, done.stderr
     assert settings("build/halves")["inputs"] == {"data": "rows.jsonl"}
-    assert (tmp_path / "build" / "load-baseline" / "model.pt2").is_file()
+    assert (tmp_path / "build" / "halves-baseline" / "model.pt2").is_file()
     assert 'failures="0"' in Path("parity.xml").read_text(encoding="utf-8")
     assert any((tmp_path / "graphs").iterdir())
 
