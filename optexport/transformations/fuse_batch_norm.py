@@ -86,6 +86,8 @@ class FuseBatchNorm(Rule):
         sources = function.all_input_nodes
         if len(sources) != 1 or not isinstance(modules.called_module(graph_module, norm), self.norms):
             return None
+        if isinstance(modules.called_module(graph_module, function), self.norms):
+            return None
         if not isinstance(modules.called_module(graph_module, sources[0]), self.layers):
             return None
         return Skip(f"{function.name} lies between {sources[0].target} and {norm.target}")

@@ -264,4 +264,5 @@ def test_other_operations_between_prevent_a_fold() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.norm(m.layer(x).relu())
 
-    check_refused(RULE, by_export(X, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)), X)
+    graph_module = by_export(X, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    check_refused(RULE, graph_module, X, "relu lies between layer and norm")

@@ -129,7 +129,8 @@ def test_two_consecutive_norms_are_folded() -> None:
 
 def test_other_pairs_are_ignored() -> None:
     conv, norm = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
-    check_refused(RULE, by_fx(lambda m, x: m.norm(m.conv(x).relu()), conv=conv, norm=norm), X)
+    relu = by_fx(lambda m, x: m.norm(m.conv(x).relu()), conv=conv, norm=norm)
+    check_refused(RULE, relu, X, "relu lies between conv and norm")
     check_refused(RULE, by_fx(lambda m, x: m.conv(m.norm(x)), conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(4)), X)
     check_refused(RULE, by_fx(_folded, conv=nn.ConvTranspose2d(4, 6, 3), norm=nn.BatchNorm2d(6)), X)
     check_refused(RULE, by_fx(lambda m, x: m.norm(x), norm=nn.BatchNorm2d(4)), X)
