@@ -131,6 +131,14 @@ def export(  # noqa: PLR0913 - options of the public API
         )
     else:
         loaded = Loaded(model)
+    for name, processor in (("tokenizer", tokenizer), ("image_processor", image_processor)):
+        if processor is not None and not hasattr(processor, "save_pretrained"):
+            auto = {"tokenizer": "AutoTokenizer", "image_processor": "AutoImageProcessor"}[name]
+            raise ConfigError(
+                f"{processor!r} is no {name.replace('_', ' ')} of transformers",
+                location=name,
+                hint=f"Pass an object, such as transformers.{auto}.from_pretrained(...).",
+            )
     if tokenizer is not None or image_processor is not None:
         # Copies, because saving them changes settings such as the padding.
         tokenizer, image_processor = copy.deepcopy((tokenizer, image_processor))

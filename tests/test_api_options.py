@@ -37,6 +37,7 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
         ({"transformations": "merge-linear"}, 'unknown rule "merge-linear".*Did you mean "merge-linears"'),
         ({"formats": "onx"}, 'found "onx"'),
         ({"bench": 3}, "bench: 3 is not a mapping"),
+        ({"tokenizer": "bert-base"}, "tokenizer: 'bert-base' is no tokenizer of transformers"),
         ({"tune": "soon"}, 'tune.budget: "soon" is not a duration'),
         ({"tracking": {"ur": "x"}}, 'tracking.ur: unknown key "ur".*Did you mean "uri"'),
     ],
@@ -62,6 +63,7 @@ def test_an_unreachable_store_does_not_lose_the_bundle(tmp_path: Path) -> None:
     assert result.passed
     assert result.files["onnx"].is_file()
     assert isinstance(result.tracking_failure, optexport.TrackingError)
+    assert f"optexport upload {result.output}" in result.summary()
     assert f"optexport upload {result.output} --uri http://127.0.0.1:1" in str(result.tracking_failure)
 
 

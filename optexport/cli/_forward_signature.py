@@ -19,19 +19,23 @@ def find_forward_parameters(spec: str, folder: Path) -> list[str]:
     """
     module, _, name = spec.partition(":")
     found = _find_class(name, folder / Path(*module.split(".")).with_suffix(".py"), folder)
-    if found is None:
-        return []
-    for node in found[0].body:
-        if isinstance(node, ast.FunctionDef) and node.name == "forward":
-            arguments = node.args
-            positional = [*arguments.posonlyargs, *arguments.args][1 : len(arguments.args) - len(arguments.defaults)]
-            keywords = [
-                argument
-                for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-                if default is None
-            ]
-            return [argument.arg for argument in [*positional, *keywords]]
+    for _ in range(_MOST_IMPORTS):
+        if found is None:
+            return []
+        definition, path = found
+        for node in definition.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "forward":
+                return _required_parameters(node.args)
+        bases = (_find_class(base.id, path, folder) for base in definition.bases if isinstance(base, ast.Name))
+        found = next(filter(None, bases), None)
     return []
+
+
+def _required_parameters(arguments: ast.arguments) -> list[str]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = positional[1 : len(positional) - len(arguments.defaults)]  # without self
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [argument.arg for argument in [*required, *(argument for argument, default in keywords if default is None)]]
 
 
 def _find_class(name: str, path: Path, folder: Path, imports: int = 0) -> _Class | None:

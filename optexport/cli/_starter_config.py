@@ -25,6 +25,8 @@ from optexport.transformations.registry import PRESET, RULES, canonical_name
 _TASKS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
 _ENDINGS = {**_TASKS, "ForConditionalGeneration": "text2text-generation", "LMHeadModel": "text-generation"}
 _SENTENCES = "modules of sentence-transformers"
+# Names of functions that say nothing about the model.
+_USUAL_FACTORIES = ("build", "load", "make", "create")
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -110,7 +112,7 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         "[tracking]",
         *([] if choices.is_tracked else ["enabled = false"]),
         f"uri = {quoted(choices.uri)}",
-        f"experiment = {quoted(choices.experiment or name)}",
+        f"experiment = {quoted(name if choices.experiment is None else choices.experiment)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -124,8 +126,9 @@ def model_name(source: str, folder: Path) -> str:
     kind = source_kind(source, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
-    if kind is SourceKind.PYTHON:  # many functions are called build
-        name = source.removeprefix("python:").partition(":")[0].rpartition(".")[2] or name
+    if kind is SourceKind.PYTHON:
+        module = source.removeprefix("python:").partition(":")[0].rpartition(".")[2]
+        name = module if name in _USUAL_FACTORIES else f"{module}-{name}"
     if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
         name = source.partition(":/")[2].strip("/").replace("/", "-") or name
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):

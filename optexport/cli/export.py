@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ _OPTIONS = {
     r"inputs: (?=\w+$)": "--input ",
     r"inputs$": "SOURCE",
     r"transformations\[\d+\](?:\.use)?": "--transform",
+    r"export\.formats(?:\[\d+\])?": "--format",
     r"export\.output": "--output",
     r"tracking\.uri": "--uri",
     r"tracking\.experiment": "--experiment",
@@ -60,7 +62,9 @@ def _ranges(context: click.Context, option: click.Parameter, values: tuple[str, 
     ranges: dict[str, tuple[int, int]] = {}
     for text in values:
         parts = re.fullmatch(r"(\w+)=(\d{1,10}):(\d{1,10})", text, re.ASCII)
-        if parts is None or parts[1] in ranges or not 1 <= int(parts[2]) <= int(parts[3]) < 2**31:
+        if parts is not None and parts[1] in ranges:
+            raise click.BadParameter(f"the axis {parts[1]} is given twice.")
+        if parts is None or not 1 <= int(parts[2]) <= int(parts[3]) < 2**31:
             raise click.BadParameter(f'"{text}" does not have the form NAME=MIN:MAX, such as batch=1:64.')
         ranges[parts[1]] = int(parts[2]), int(parts[3])
     return ranges
@@ -72,8 +76,10 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
 
     tensors: dict[str, Tensor] = {}
     for text in values:
-        parts = re.fullmatch(rf"([\w.]+)=(\w+(?:,\w+)*)(?::({'|'.join(_DTYPES)}))?", text, re.ASCII)
-        if parts is None or parts[1] in tensors:
+        parts = re.fullmatch(rf"([\w.]+)=(\w{{1,64}}(?:,\w{{1,64}})*)(?::({'|'.join(_DTYPES)}))?", text, re.ASCII)
+        if parts is not None and parts[1] in tensors:
+            raise click.BadParameter(f"the input {parts[1]} is given twice.")
+        if parts is None:
             raise click.BadParameter(
                 f'"{text}" does not have the form NAME=SIZE,...[:DTYPE], such as x=batch,3,224,224'
                 " or ids=batch,sequence:int64."
@@ -192,14 +198,16 @@ def export(
             formats=formats or _FORMATS,
             dynamic=dynamic,
             tensors=tensors,
-            data=None if data is None else _relative(data, path),
+            data=None if data is None else _relative(data.expanduser(), path),
             rules=_choose_rules(rules, without),
             is_tuned=tune,
-            uri=uri or f"sqlite:///{_relative(Path('mlflow.db'), path)}",
-            experiment=experiment or name,
+            uri=_relative_uri("sqlite:///mlflow.db" if uri is None else uri, path),
+            experiment=name if experiment is None else experiment,
             is_tracked=not no_tracking,
             guesses=False,
         )
+        if save_config is not None:
+            _check_module(source, save_config)
         if path.parent != Path() and os.path.exists(source):
             source = _relative(Path(source), path)
         text = starter_config(source, path.parent, choices)
@@ -210,27 +218,55 @@ def export(
             report_junit.start(junit, [])
             with publish_errors(name, junit):
                 raise
+    is_new = save_config is not None and not save_config.exists()
     if save_config is not None:
         _save(text, save_config)
     report_junit.start(junit, [*filter(None, (save_config, data)), *output_folders(config.output_path(path.parent))])
-    with contextlib.nullcontext() if save_config is not None else _naming_options(path):
-        run_config(
-            config,
-            path,
-            text,
-            title=name,
-            junit=junit,
-            quiet=quiet,
-            verbose=verbose,
-            as_json=as_json,
-            baseline=baseline,
-            dump=dump,
-        )
+    try:
+        with _naming_options(path):
+            run_config(
+                config,
+                path,
+                text,
+                title=name,
+                junit=junit,
+                quiet=quiet,
+                verbose=verbose,
+                as_json=as_json,
+                baseline=baseline,
+                dump=dump,
+            )
+    except ConfigError:
+        if save_config is not None and is_new:  # so that the corrected command can write it
+            save_config.unlink(missing_ok=True)
+        raise
+    finally:
+        if save_config is not None and save_config.exists():
+            echo(f"Wrote {save_config}. To repeat this export: optexport run {shlex.quote(str(save_config))}", err=True)
 
 
 def _relative(path: Path, config: Path) -> str:
     """Returns a path of the command line as it is written in a config."""
     return str(path) if config.parent == Path() or path.is_absolute() else os.path.relpath(path, config.parent)
+
+
+def _relative_uri(uri: str, config: Path) -> str:
+    """Returns a tracking URI as it is written in a config; only that of a local database has a path."""
+    scheme = "sqlite:///"
+    if not uri.startswith(scheme) or uri == scheme:
+        return uri
+    return f"{scheme}{_relative(Path(uri.removeprefix(scheme)), config)}"
+
+
+def _check_module(source: str, config: Path) -> None:
+    """Checks that a module in the working directory is next to the config too."""
+    file = Path(*source.removeprefix("python:").partition(":")[0].split(".")).with_suffix(".py")
+    if source.startswith("python:") and file.is_file() and not (config.parent / file).is_file():
+        raise ConfigError(
+            "modules are found from the folder of the config",
+            location=f"--save-config {config}",
+            hint=f"Write the config next to {file}.",
+        )
 
 
 def _choose_rules(rules: Sequence[str], without: Sequence[str]) -> list[str]:
@@ -258,7 +294,6 @@ def _save(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot write the file: {error}", location=f"--save-config {path}") from error
-    echo(f"Wrote {path}. To repeat this export: optexport run {path}", err=True)
 
 
 @contextlib.contextmanager

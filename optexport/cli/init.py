@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -62,7 +63,7 @@ def init(source: str, output: Path, force: bool) -> None:
         raise ConfigError(f"cannot write the file: {error}", location=str(output)) from error
     is_guessed = any(guess in text for guess in (GUESS, GUESSED_SHAPES, GUESSED_SIZE))
     advice = "Its inputs are guessed: edit [inputs]" if is_guessed else "Edit it if needed"
-    echo(f"Wrote {output}. {advice}, then run: optexport run {output}")
+    echo(f"Wrote {output}. {advice}, then run: optexport run {shlex.quote(str(output))}")
     folder = find_source_folder(source, output.parent)
     if folder is not None and (problem := find_model_problem(folder, source)) is not None:
         echo(f"model.source: {problem[0]}. {problem[1]}")
@@ -87,13 +88,13 @@ def _write_factory(weights: str, folder: Path) -> str:
     location = f"Path(__file__).parent / {weights!r}"
     template = resources.files("optexport.cli").joinpath("templates", "weights.py.txt").read_text(encoding="utf-8")
     text = Template(template).substitute(
-        weights=weights,
+        weights=ascii(weights),
         imports="from safetensors.torch import load_file\n" if safetensors else "",
         load=f"load_file({location})" if safetensors else f'torch.load({location}, map_location="cpu")',
     )
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
+        path.write_bytes(text.encode("utf-8"))
+    except (OSError, UnicodeEncodeError) as error:
         raise ConfigError(f"cannot write the file: {error}", location=str(path)) from error
     echo(f"Wrote {path}. Replace MODULE and MODEL in it by the module and the class of your model.")
     return f"python:{path.stem}:build"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,40 +44,63 @@ class LayerComparison:
 
     Attributes:
         rows: The values that a layer with a weight computes, and the outputs: name in A, operator, weight, name in B,
-            and difference relative to the largest value of A.
+            and difference relative to the largest value of A. Without a counterpart, the last two are None.
         matches: The number of all values of A with a counterpart in B.
         values: The number of all floating-point values of A.
     """
 
-    rows: tuple[tuple[str, str, str, str, float], ...]
+    rows: tuple[tuple[str, str, str, str | None, float | None], ...]
     matches: int
     values: int
 
 
 def compare_layers(folder_a: Path, a: Manifest, folder_b: Path, b: Manifest) -> LayerComparison:
-    """Compares the values inside the ONNX files of two bundles on the traced inputs of A.
+    """Compares the values inside the ONNX files of two bundles on the traced inputs of A, or of B if only these fit.
 
     Names of values change with the rules and format passes, so values belong together if each is the closest one to the
-    other.
+    other. Outputs belong together by name.
 
     Raises:
-        ConfigError: A bundle has no ONNX file, or the files take different inputs.
+        ConfigError: A bundle has no ONNX file, or no traced inputs fit both files.
         BundleError: The stored inputs are damaged.
     """
     path_a, path_b = _find_onnx(folder_a, a), _find_onnx(folder_b, b)
-    names_a, names_b = ([spec.name for spec in manifest.inputs] for manifest in (a, b))
-    if sorted(names_a) != sorted(names_b):
+    inputs_a, inputs_b = ({spec.name: (spec.dtype, len(spec.shape)) for spec in m.inputs} for m in (a, b))
+    if inputs_a != inputs_b:
         raise ConfigError(
-            f"the ONNX files take different inputs ({', '.join(names_a)} and {', '.join(names_b)})",
+            f"the ONNX files take different inputs ({', '.join(inputs_a)} and {', '.join(inputs_b)})"
+            if inputs_a.keys() != inputs_b.keys()
+            else "the ONNX files take inputs of different dtypes or ranks",
             location="--layers",
             hint="Compare bundles of models with the same inputs.",
         )
-    batch = read_traced_inputs(folder_a / REFERENCE, names_a)
+    batches = (read_traced_inputs(folder / REFERENCE, list(inputs_a)) for folder in (folder_a, folder_b))
+    batch = next((batch for batch in batches if _fits(batch, a) and _fits(batch, b)), None)
+    if batch is None:
+        raise ConfigError(
+            "the ONNX files take inputs of different sizes",
+            location="--layers",
+            hint="Compare bundles with the same sizes, or with dynamic axes.",
+        )
     values_a, values_b = (list(_read_values(path, batch)) for path in (path_a, path_b))
-    pairs, outputs = _match(values_a, values_b), {output.name for output in a.outputs}
-    shown = [(x, y) for x, y in pairs if x.weight or x.name in outputs]
-    rows = [(x.name, x.operator, x.weight, y.name, _difference(x, y)) for x, y in shown]
+    outputs = {output.name for output in a.outputs} & {output.name for output in b.outputs}
+    pairs = _match(values_a, values_b, outputs)
+    rows = []
+    for value in values_a:
+        if value.weight or value.name in outputs:
+            other = pairs.get(value.name)
+            counterpart = (None, None) if other is None else (other.name, _difference(value, other))
+            rows.append((value.name, value.operator, value.weight, *counterpart))
     return LayerComparison(tuple(rows), len(pairs), len(values_a))
+
+
+def _fits(batch: Batch, manifest: Manifest) -> bool:
+    """Returns True if a file takes inputs of these sizes."""
+    return all(
+        isinstance(size, str) or size == actual
+        for spec in manifest.inputs
+        for size, actual in zip(spec.shape, batch[spec.name].shape, strict=True)
+    )
 
 
 def _find_onnx(folder: Path, manifest: Manifest) -> Path:
@@ -112,8 +135,8 @@ def _read_values(path: Path, batch: Batch) -> Iterator[_Value]:
                     yield _Value(name, node.op_type, weight, result.shape, elements)
 
 
-def _match(values_a: Sequence[_Value], values_b: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
-    """Pairs the values that are closest to each other, in the order of A."""
+def _match(values_a: Sequence[_Value], values_b: Sequence[_Value], outputs: Collection[str]) -> dict[str, _Value]:
+    """Returns the counterpart in B of values of A: outputs by name, and other values that are closest to each other."""
     by_shape: dict[tuple[int, ...], list[_Value]] = {}
     for value in values_b:
         by_shape.setdefault(value.shape, []).append(value)
@@ -129,7 +152,8 @@ def _match(values_a: Sequence[_Value], values_b: Sequence[_Value]) -> list[tuple
             other = theirs[column]
             if distances[row, column] <= distances[:, column].min() and _difference(value, other) <= _FARTHEST:
                 pairs[value.name] = other
-    return [(value, pairs[value.name]) for value in values_a if value.name in pairs]
+    shapes = {value.name: value.shape for value in values_a}
+    return pairs | {v.name: v for v in values_b if v.name in outputs and shapes.get(v.name) == v.shape}
 
 
 def _difference(a: _Value, b: _Value) -> float:

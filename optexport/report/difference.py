@@ -131,18 +131,25 @@ def with_layers(difference: Difference, rows: Sequence[tuple[Cell, ...]], matche
         f"{matches} of {values} floating-point values of A have a counterpart in B. The table shows those of layers"
         " with weights, and the outputs. A difference is relative to the largest value."
     )
-    unequal = tuple(row for row in rows if row[-1] != 0)
+    unequal = tuple(row for row in rows if row[-1] != 0)  # also those without a counterpart
     section = Section("Layers", columns, unequal, len(rows) - len(unequal), note)
     return replace(difference, sections=(*difference.sections, section))
 
 
+_CLASS = "the model's class"
+
+
 def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]:
     a, b = side_a.manifest, side_b.manifest
-    if reasons := _certain_differences(a, b):
-        return "different", f"They do not compute the same: {', '.join(reasons)} differ.", reasons
     digests_a, digests_b = ({x.format: _digests(m, x.path) for x in m.artifacts} for m in (a, b))
     common = digests_a.keys() & digests_b.keys()
     unequal = sorted(name for name in common if digests_a[name] != digests_b[name])
+    reasons = _certain_differences(a, b)
+    if common and not unequal:  # a class may have been renamed
+        reasons = tuple(reason for reason in reasons if reason != _CLASS)
+    if reasons:
+        verb = "differs" if len(reasons) == 1 and not reasons[0].endswith("s") else "differ"
+        return "different", f"They do not compute the same: {', '.join(reasons)} {verb}.", reasons
     if common and not unequal:
         only_one = sorted(digests_a.keys() ^ digests_b.keys())
         if not only_one:
@@ -166,7 +173,7 @@ def _certain_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
     """Returns what differs of the things that must be equal if both compute the same."""
     unequal = {
         "the weights": a.model.weights_sha256 != b.model.weights_sha256,
-        "the model's class": a.model.class_name != b.model.class_name,
+        _CLASS: a.model.class_name != b.model.class_name,
         "the inputs": _without_sizes(a.inputs) != _without_sizes(b.inputs),
         "the outputs": _without_sizes(a.outputs) != _without_sizes(b.outputs),
         "the constants": a.constants != b.constants,

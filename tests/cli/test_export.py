@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
     "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),
     "code": ([SOURCE, "--no-custom-code"], "SOURCE", "OPTEXPORT_NO_CUSTOM_CODE"),
     "saved config": ([*HALVES, "--save-config", "halves.py"], "--save-config halves.py", "has other content"),
-    "folder of a config": ([*HALVES, "--save-config", "a/b.toml"], "SOURCE", "put halves.py in the folder of"),
+    "folder of a config": ([*HALVES, "--save-config", "a/b.toml"], "--save-config a/b.toml", "next to halves.py"),
     "output": ([*HALVES, "-o", "."], "--output", "the path exists and is not a bundle"),
     "two": ([SOURCE, "--task", "x", "--uri", "a://b"], "optexport export", "\n  --uri: MLflow has no tracking"),
 }
@@ -168,7 +168,7 @@ def test_errors_name_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     error = message(call("export", *arguments), 2)
     assert error.startswith(f"{location}: "), error
     assert part in error
-    assert not Path("build", "load").exists()
+    assert not Path("build", "halves").exists()
 
 
 @pytest.mark.parametrize(
@@ -205,3 +205,41 @@ def test_missing_config_is_no_source(tmp_path: Path) -> None:
     assert "the config file does not exist" in message(call("run", "nowhere.toml"), 2)
     (tmp_path / "config").write_text(config("halves:laod"), encoding="utf-8")
     assert 'Did you mean "load"?' in message(call("run", "config"), 2)
+
+
+def test_saved_config_of_a_mistake_is_removed_so_that_the_corrected_command_works() -> None:
+    wrong = call(
+        "export", SOURCE, "--input", "y=batch,4", "--format", "pt2", "--no-tracking", "--save-config", "a.toml"
+    )
+    assert wrong.exit_code == 2
+    assert "--input y" in wrong.stderr
+    assert not Path("a.toml").exists()
+    assert call("export", *HALVES, "--save-config", "a.toml").exit_code == 0
+    assert Path("a.toml").is_file()
+
+
+def test_saved_config_in_another_folder_keeps_the_store_and_needs_its_module() -> None:
+    Path("sub").mkdir()
+    refused = call("export", *HALVES, "--save-config", "sub/a.toml")
+    assert refused.exit_code == 2
+    assert "--save-config sub/a.toml: modules are found from the folder of the config" in refused.stderr
+    Path("sub/halves.py").write_text(MODULE, encoding="utf-8")
+    options = ["--input", "x=batch,4", "--format", "pt2", "--uri", "sqlite:///my.db"]
+    assert call("export", SOURCE, *options, "--save-config", "sub/a.toml").exit_code == 0
+    assert Path("my.db").is_file()
+    assert not Path("sub/my.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", f"x=batch,{'9' * 5000}"], "does not have the form"),
+        (["--input", "x=batch,4", "--input", "x=batch,4"], "the input x is given twice"),
+        (["--input", "x=batch,4", "--uri", ""], "--uri"),
+        (["--input", "x=batch,4", "--experiment", ""], "--experiment"),
+    ],
+)
+def test_wrong_values_of_options_are_named(options: list[str], message: str) -> None:
+    done = call("export", SOURCE, *options)
+    assert done.exit_code == 2
+    assert message in done.stderr

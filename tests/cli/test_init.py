@@ -413,6 +413,27 @@ def test_arguments_of_forward_are_read_without_running_the_file(name: str, tmp_p
     }
 
 
+@pytest.mark.parametrize(
+    ("definition", "names"),
+    [
+        ("class Net:\n    def forward(self, x, /, y, z=1): ...\n", ["x", "y"]),
+        ("class Net:\n    def forward(self, x, y, /): ...\n", ["x", "y"]),
+        ("class Net:\n    def forward(self, a, b=1, /, c=2): ...\n", ["a"]),
+        ("class Base:\n    def forward(self, tokens): ...\nclass Net(Base): ...\n", ["tokens"]),
+    ],
+)
+def test_kinds_of_arguments_and_base_classes_are_read(definition: str, names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(definition)
+    assert list(started("python:mine:Net", tmp_path).inputs.tensors or {}) == names
+
+
+def test_name_of_a_weights_file_is_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('t"""x.pth').touch()
+    assert CliRunner().invoke(cli, ["init", 't"""x.pth']).exit_code == 0
+    compile(Path("t_x_model.py").read_text(encoding="utf-8"), "t_x_model.py", "exec")
+
+
 def test_factory_that_cannot_be_read_gets_the_usual_guess(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def build(:\n")
     assert GUESS in starter_config("python:mine:build", tmp_path)

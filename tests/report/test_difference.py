@@ -14,6 +14,7 @@ from torch import nn
 
 from optexport.cli.main import cli
 from tests._helpers import exports
+from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 from tests.report.html import bundles
 from tests.report.html.reading import Page
@@ -233,7 +234,9 @@ def test_layers_compares_values_inside_the_onnx_files(one: Path, tmp_path: Path)
     plain_onnx = exports.quick(exports.block(), exports.batch(), tmp_path / "plain", **LAYERS).output
     section = document(plain_onnx, one, "--layers")["sections"]["Layers"]
     assert len(section["rows"]) + section["equal"] >= 10
-    assert all(0 < row["difference"] < 1e-5 for row in section["rows"])
+    assert all(0 < row["difference"] < 1e-5 for row in section["rows"] if row["value in B"] is not None)
+    alone = {row["weight"].partition(".")[0] for row in section["rows"] if row["value in B"] is None}
+    assert alone <= {"query", "key", "value"}  # merged in B
     assert layers(one, one) == {}
 
 
@@ -248,6 +251,31 @@ def test_layers_show_where_another_model_begins_to_differ(one: Path, tmp_path: P
     assert all(differences.get(weight, 0.0) < 1e-5 for weight in ("out.bias", "norm.weight"))
     assert "floating-point values of A have a counterpart in B" in diff(one, changed, "--layers", "--html", page).stdout
     assert "Values inside the ONNX files" in page.read_text(encoding="utf-8")
+
+
+def test_layers_show_an_output_that_is_far_off(tmp_path: Path) -> None:
+    """Values that differed by more than a tenth were left out, and the rest was called equal."""
+    bundles = []
+    for factor in (1.0, -2.0):
+        model = nn.Linear(8, 8)
+        nn.init.constant_(model.weight, factor)
+        nn.init.zeros_(model.bias)
+        options = {"formats": ["onnx"], "effort": "quick"}
+        bundles.append(exports.quick(model, torch.ones(2, 8), tmp_path / f"{factor}", **options).output)
+    assert max(layers(*bundles).values()) == pytest.approx(3.0)
+
+
+def test_layers_of_inputs_with_other_dtypes_or_sizes_are_refused(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2.0)
+    options: dict[str, Any] = {"formats": ["onnx"], "effort": "quick", "dynamic": {}}
+    made = {
+        name: exports.quick(model, {"x": x}, tmp_path / name, **options).output
+        for name, x in {"two": torch.ones(2, 8), "five": torch.ones(5, 8), "double": torch.ones(2, 8).double()}.items()
+    }
+    done = diff(made["two"], made["five"], "--layers")
+    assert (done.exit_code, "take inputs of different sizes" in done.output) == (2, True)
+    done = diff(made["two"], made["double"], "--layers")
+    assert (done.exit_code, "take inputs of different dtypes or ranks" in done.output) == (2, True)
 
 
 def test_layers_need_onnx_files_with_the_same_inputs(one: Path, plain: Path, tmp_path: Path) -> None:
