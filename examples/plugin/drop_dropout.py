@@ -30,6 +30,6 @@ class DropDropout(Rule):
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         (dropout,) = match.nodes
-        dropout.replace_all_uses_with(dropout.args[0])
+        dropout.replace_all_uses_with(dropout.all_input_nodes[0])
         graph_module.graph.erase_node(dropout)
         return []
