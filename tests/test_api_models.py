@@ -20,7 +20,7 @@ from optexport.parity.verify import verify
 from optexport.report import json_document
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
-from optexport.tracking import payload
+from optexport.tracking import tables
 from optexport.transformations import (
     MergeLinears,
     RemoveNoOps,
@@ -84,7 +84,7 @@ def test_rule_that_only_removes_nodes_names_them(tmp_path: Path) -> None:
     document = json_document.as_json(result)
     assert document["transformed_nodes"] == {"remove-no-ops": []}
     assert document["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
-    _, rows = payload._change_table(result.manifest)
+    _, rows = tables._change_table(result.manifest)
     assert rows == [["remove-no-ops", "", "", ", ".join(change.replaced), ""]]
 
 
