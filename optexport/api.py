@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,10 +25,18 @@ from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values
 from optexport.job import Job
-from optexport.loading.loader import Loaded, Pretrained
+from optexport.loading.loader import Loaded
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
-from optexport.pipeline.api_arguments import Rules, as_enabled_table, as_list, as_table, check_arguments, name_rules
+from optexport.pipeline.api_arguments import (
+    Rules,
+    as_enabled_table,
+    as_list,
+    as_pretrained,
+    as_table,
+    check_arguments,
+    name_rules,
+)
 from optexport.report.result import Result
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
@@ -131,19 +138,7 @@ def export(  # noqa: PLR0913 - options of the public API
         )
     else:
         loaded = Loaded(model)
-    for name, processor in (("tokenizer", tokenizer), ("image_processor", image_processor)):
-        if processor is not None and not hasattr(processor, "save_pretrained"):
-            auto = {"tokenizer": "AutoTokenizer", "image_processor": "AutoImageProcessor"}[name]
-            raise ConfigError(
-                f"{processor!r} is no {name.replace('_', ' ')} of transformers",
-                location=name,
-                hint=f"Pass an object, such as transformers.{auto}.from_pretrained(...).",
-            )
-    if tokenizer is not None or image_processor is not None:
-        # Copies, because saving them changes settings such as the padding.
-        tokenizer, image_processor = copy.deepcopy((tokenizer, image_processor))
-        processors = Pretrained("", {}, tokenizer=tokenizer, image_processor=image_processor)
-        loaded = replace(loaded, pretrained=processors)
+    loaded = replace(loaded, pretrained=as_pretrained(tokenizer=tokenizer, image_processor=image_processor))
     batches_of_arguments = inputs if isinstance(inputs, list) else [inputs]
     if not batches_of_arguments:
         raise ConfigError("the list of batches is empty", location="inputs")

@@ -18,22 +18,7 @@ from optexport.tracking.registry.registration import Registered
 
 @dataclass(frozen=True)
 class RunData:
-    """Data of a successful run; see `optexport.Result`.
-
-    Attributes:
-        output: The bundle's folder.
-        parity: The parity of every target, in the order of the pipeline.
-        manifest: The bundle's manifest.
-        run_id: The MLflow run, if the run was tracked.
-        run_page: The address of the run in MLflow's web page, after the command that serves it if necessary.
-        tracking_failure: The error of tracking, if it failed.
-        registered: The result of the registration, if the config names a registered model.
-        baseline: The folder of the untransformed export, if requested.
-        gain: The times of the ONNX and TorchScript files, and of the original model in PyTorch.
-        bench: The benchmarks of the files, if any.
-        tuned: The results of tuning, by format.
-        cache_hits: The steps whose results are from the cache.
-    """
+    """Data of a successful run; `optexport.Result` describes the fields."""
 
     output: Path
     parity: tuple[TargetParity, ...] = field(repr=False)  # too long for a repr, as are the other fields without one

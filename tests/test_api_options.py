@@ -37,7 +37,7 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
         ({"transformations": "merge-linear"}, 'unknown rule "merge-linear".*Did you mean "merge-linears"'),
         ({"formats": "onx"}, 'found "onx"'),
         ({"bench": 3}, "bench: 3 is not a mapping"),
-        ({"tokenizer": "bert-base"}, "tokenizer: 'bert-base' is no tokenizer of transformers"),
+        ({"tokenizer": "bert-base"}, "tokenizer: 'bert-base' is not a tokenizer of transformers"),
         ({"tune": "soon"}, 'tune.budget: "soon" is not a duration'),
         ({"tracking": {"ur": "x"}}, 'tracking.ur: unknown key "ur".*Did you mean "uri"'),
     ],

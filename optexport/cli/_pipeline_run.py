@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport.cli._console import console, show_progress, stdout_to_stderr
-from optexport.cli._group import print_json
+from optexport.cli._group import json_option, junit_option, no_custom_code_option, print_json
 from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
@@ -32,6 +32,16 @@ verbose_option = click.option(
     "--verbose", "-v", is_flag=True, help="Also list the rules that matched nothing, and the names of the cases."
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Do not show the steps.")
+
+
+def pipeline_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that change what a run does."""
+    return without_option(tune_option(baseline_option(dump_option(command))))
+
+
+def output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options for safety and for what a run prints and writes besides its bundle."""
+    return no_custom_code_option(junit_option(quiet_option(verbose_option(json_option(command)))))
 
 
 @contextlib.contextmanager

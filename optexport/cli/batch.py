@@ -11,7 +11,6 @@ import click
 
 from optexport.cli._console import console, echo, stdout_to_stderr
 from optexport.cli._group import Command, json_option, print_json
-from optexport.config.benchmarks import parse_duration
 from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ _GIB = (0.1, 2**20)
 
 
 def _seconds(context: click.Context, option: click.Parameter, value: str) -> int:  # noqa: ARG001 - click's
+    from optexport.config.benchmarks import parse_duration  # keeps --help fast
+
     try:
         return parse_duration(value)
     except ValueError as error:

@@ -14,17 +14,8 @@ import click
 from rich_click import RichOptionPanel
 
 from optexport.cli._console import echo
-from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option
-from optexport.cli._pipeline_run import (
-    baseline_option,
-    dump_option,
-    publish_errors,
-    quiet_option,
-    run_config,
-    tune_option,
-    verbose_option,
-    without_option,
-)
+from optexport.cli._group import Command
+from optexport.cli._pipeline_run import output_options, pipeline_options, publish_errors, run_config
 from optexport.errors import ConfigError, OptexportError, did_you_mean
 
 if TYPE_CHECKING:
@@ -131,10 +122,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     metavar="RULE",
     help="A rule of optexport transformations, instead of the default rules. May be repeated.",
 )
-@without_option
-@tune_option
-@baseline_option
-@dump_option
+@pipeline_options
 @click.option("--uri", help="The MLflow store, such as http://127.0.0.1:5000 (default: sqlite:///mlflow.db).")
 @click.option("--experiment", help="The MLflow experiment (default: the name of the model).")
 @click.option("--no-tracking", is_flag=True, help="Do not track the run in MLflow.")
@@ -143,11 +131,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write the config of this export to a file, for optexport run.",
 )
-@no_custom_code_option
-@junit_option
-@quiet_option
-@verbose_option
-@json_option
+@output_options
 def export(
     source: str,
     output: Path | None,
@@ -185,6 +169,7 @@ def export(
     from optexport.cli._starter_config import Choices, model_name, starter_config
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_machine
+    from optexport.config.source import check_module
     from optexport.report import junit as report_junit
 
     if tensors and data is not None:
@@ -206,8 +191,8 @@ def export(
             is_tracked=not no_tracking,
             guesses=False,
         )
-        if save_config is not None:
-            _check_module(source, save_config)
+        if save_config is not None and source.startswith("python:"):
+            check_module(source.removeprefix("python:"), path.parent, f"--save-config {path}")
         if path.parent != Path() and os.path.exists(source):
             source = _relative(Path(source), path)
         text = starter_config(source, path.parent, choices)
@@ -256,17 +241,6 @@ def _relative_uri(uri: str, config: Path) -> str:
     if not uri.startswith(scheme) or uri == scheme:
         return uri
     return f"{scheme}{_relative(Path(uri.removeprefix(scheme)), config)}"
-
-
-def _check_module(source: str, config: Path) -> None:
-    """Checks that a module in the working directory is next to the config too."""
-    file = Path(*source.removeprefix("python:").partition(":")[0].split(".")).with_suffix(".py")
-    if source.startswith("python:") and file.is_file() and not (config.parent / file).is_file():
-        raise ConfigError(
-            "modules are found from the folder of the config",
-            location=f"--save-config {config}",
-            hint=f"Write the config next to {file}.",
-        )
 
 
 def _choose_rules(rules: Sequence[str], without: Sequence[str]) -> list[str]:

@@ -8,17 +8,8 @@ from pathlib import Path
 import click
 
 from optexport.cli._console import console, show_progress, stdout_to_stderr
-from optexport.cli._group import Command, json_option, junit_option, no_custom_code_option, print_json
-from optexport.cli._pipeline_run import (
-    baseline_option,
-    dump_option,
-    publish_errors,
-    quiet_option,
-    run_config,
-    tune_option,
-    verbose_option,
-    without_option,
-)
+from optexport.cli._group import Command, print_json
+from optexport.cli._pipeline_run import output_options, pipeline_options, publish_errors, run_config
 from optexport.errors import ConfigError
 
 
@@ -30,16 +21,9 @@ from optexport.errors import ConfigError
     ],
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@without_option
-@tune_option
-@baseline_option
-@dump_option
+@pipeline_options
 @click.option("--locked", is_flag=True, help="Refuse to run if anything differs from CONFIG.lock (optexport lock).")
-@no_custom_code_option
-@junit_option
-@quiet_option
-@verbose_option
-@json_option
+@output_options
 def run(
     config: Path,
     without: tuple[str, ...],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport.errors import ConfigError
+from optexport.loading.loader import Pretrained
 from optexport.pipeline.rules import load_preset, load_rule
 from optexport.transformations import Transformation, registry
 from optexport.transformations.apply import NamedRule
@@ -23,6 +25,12 @@ _EXAMPLES = {
     "bench": '{"rounds": 50}, or True',
 }
 
+
+# What each argument is, and the class of transformers that loads it.
+_PROCESSORS = {
+    "tokenizer": ("a tokenizer", "AutoTokenizer"),
+    "image_processor": ("an image processor", "AutoImageProcessor"),
+}
 
 Rules = Transformation | str | Iterable[Transformation | str]
 
@@ -76,6 +84,27 @@ def as_enabled_table(value: Any, key: str) -> dict[str, Any]:
     """Returns `as_table` for a table that has a key ``enabled``."""
     table = as_table(value, key)
     return {"enabled": table is not None, **(table or {})}
+
+
+def as_pretrained(**processors: Any) -> Pretrained | None:
+    """Returns copies of a tokenizer and an image processor, or None without both.
+
+    Saving them changes settings such as the padding, so the caller's objects are copied.
+
+    Raises:
+        ConfigError: One of them cannot be saved, such as a name.
+    """
+    for name, processor in processors.items():
+        noun, auto_class = _PROCESSORS[name]
+        if processor is not None and not hasattr(processor, "save_pretrained"):
+            raise ConfigError(
+                f"{processor!r} is not {noun} of transformers",
+                location=name,
+                hint=f"Pass the object that transformers.{auto_class}.from_pretrained(...) returns.",
+            )
+    if all(processor is None for processor in processors.values()):
+        return None
+    return Pretrained("", {}, **copy.deepcopy(processors))
 
 
 def check_arguments(model: Any, **mappings: Any) -> None:

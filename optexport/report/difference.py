@@ -136,7 +136,7 @@ def with_layers(difference: Difference, rows: Sequence[tuple[Cell, ...]], matche
     return replace(difference, sections=(*difference.sections, section))
 
 
-_CLASS = "the model's class"
+_CLASS, _PRECISION = _SINGULAR = ("the model's class", "the precision of a file")
 
 
 def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]:
@@ -148,7 +148,7 @@ def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]
     if common and not unequal:  # a class may have been renamed
         reasons = tuple(reason for reason in reasons if reason != _CLASS)
     if reasons:
-        verb = "differs" if len(reasons) == 1 and not reasons[0].endswith("s") else "differ"
+        verb = "differs" if len(reasons) == 1 and reasons[0] in _SINGULAR else "differ"
         return "different", f"They do not compute the same: {', '.join(reasons)} {verb}.", reasons
     if common and not unequal:
         only_one = sorted(digests_a.keys() ^ digests_b.keys())
@@ -178,7 +178,7 @@ def _certain_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
         "the outputs": _without_sizes(a.outputs) != _without_sizes(b.outputs),
         "the constants": a.constants != b.constants,
         "rules that do not preserve the computation": _not_preserving(a) != _not_preserving(b),
-        "the precision of a file": _lowered_layers(a) != _lowered_layers(b),
+        _PRECISION: _lowered_layers(a) != _lowered_layers(b),
     }
     return tuple(name for name, differs in unequal.items() if differs)
 

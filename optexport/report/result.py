@@ -27,7 +27,7 @@ class Result(RunData):
         run_page: The address of the run in MLflow's web page, after the command that serves it if necessary.
         tracking_failure: The error of tracking, if it failed.
         registered: The result of the registration, if the config names a registered model.
-        baseline: The folder of the untransformed export, if requested.
+        baseline: The folder of the plain export, if requested.
         gain: The times of the ONNX and TorchScript files, and of the original model in PyTorch.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
@@ -39,20 +39,25 @@ class Result(RunData):
         return f"Result({verdict}, {check_text(self.manifest.parity)}, {', '.join(self.files)} in {self.output})"
 
     def summary(self, *, verbose: bool = False) -> str:
-        """Returns the text that ``optexport run`` prints at its end.
+        """Returns the text that ``optexport run`` prints at its end, with the error of tracking if it failed.
 
         Args:
             verbose: Whether to list rules that found nothing, and the cases.
         """
         text = io.StringIO()
-        terminal.show(self, Console(file=text, width=_WIDTH, emoji=False, no_color=True), verbose=verbose)
+        self._show(Console(file=text, width=_WIDTH, emoji=False, no_color=True), verbose=verbose)
         return text.getvalue()
 
     def _repr_html_(self) -> str:
         """Returns `summary` with colors, for notebooks."""
         console = Console(file=io.StringIO(), width=_WIDTH, emoji=False, record=True)
-        terminal.show(self, console)
+        self._show(console, verbose=False)
         return console.export_html(inline_styles=True, theme=DEFAULT_TERMINAL_THEME, code_format=_HTML)
+
+    def _show(self, console: Console, *, verbose: bool) -> None:
+        terminal.show(self, console, verbose=verbose)
+        if self.failure is not None:  # a command prints it as its error
+            console.print(str(self.failure), soft_wrap=True, highlight=False, markup=False)
 
 
 _HTML = '<pre style="line-height: normal">{code}</pre>'

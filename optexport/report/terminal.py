@@ -273,9 +273,6 @@ def _show_locations(result: RunData, console: Console) -> None:
         locations.append(("report", str(result.output / REPORT)))
     if result.baseline is not None:
         locations.append(("baseline", str(result.baseline)))
-    if result.failure is not None:
-        lines = [result.failure.message, *(result.failure.hint or "").splitlines()]
-        locations += [("failed" if index == 0 else "", line) for index, line in enumerate(lines)]
     if result.run_page is not None:
         locations.append(("mlflow", f"run {result.run_id}"))
         locations += [("", line) for line in result.run_page.splitlines()]

@@ -46,12 +46,13 @@ class FuseBatchNorm(Rule):
     For linears, convolutions and transposed convolutions in one to three dimensions. ``nn.Identity``, inactive dropouts
     and changes of the shape that keep the axis of the channels whole may lie between, and a flatten before a linear.
 
-    Skips:   a first module whose result has other users, except for its shape; a norm in train mode or without running
-             statistics; a module that is shared, tied, hooked, parametrized, of a subclass or called more than once;
-             mixed dtypes, devices or requires_grad; an input of unknown rank, or where the channels of the norm are not
-             the features of the linear; a norm with a shift before a transposed convolution, or one that pads with
-             zeros; a norm with a mean of more than 16 standard deviations before a layer; an input that is changed in
-             place between them; weights that would overflow or become subnormal.
+    Skips:   an activation or another function between a layer and a norm after it; a first module whose result has
+             other users, except for its shape; a norm in train mode or without running statistics; a module that is
+             shared, tied, hooked, parametrized, of a subclass or called more than once; mixed dtypes, devices or
+             requires_grad; an input of unknown rank, or where the channels of the norm are not the features of the
+             linear; a norm with a shift before a transposed convolution, or one that pads with zeros; a norm with a
+             mean of more than 16 standard deviations before a layer; an input that is changed in place between them;
+             weights that would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the statistics of the norm are not kept.
     """

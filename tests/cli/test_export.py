@@ -154,7 +154,11 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
     "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),
     "code": ([SOURCE, "--no-custom-code"], "SOURCE", "OPTEXPORT_NO_CUSTOM_CODE"),
     "saved config": ([*HALVES, "--save-config", "halves.py"], "--save-config halves.py", "has other content"),
-    "folder of a config": ([*HALVES, "--save-config", "a/b.toml"], "--save-config a/b.toml", "next to halves.py"),
+    "folder of a config": (
+        [*HALVES, "--save-config", "a/b.toml"],
+        "--save-config a/b.toml",
+        "put halves.py in the folder of",
+    ),
     "output": ([*HALVES, "-o", "."], "--output", "the path exists and is not a bundle"),
     "two": ([SOURCE, "--task", "x", "--uri", "a://b"], "optexport export", "\n  --uri: MLflow has no tracking"),
 }
@@ -222,7 +226,7 @@ def test_saved_config_in_another_folder_keeps_the_store_and_needs_its_module() -
     Path("sub").mkdir()
     refused = call("export", *HALVES, "--save-config", "sub/a.toml")
     assert refused.exit_code == 2
-    assert "--save-config sub/a.toml: modules are found from the folder of the config" in refused.stderr
+    assert "--save-config sub/a.toml: the module halves does not exist" in refused.stderr
     Path("sub/halves.py").write_text(MODULE, encoding="utf-8")
     options = ["--input", "x=batch,4", "--format", "pt2", "--uri", "sqlite:///my.db"]
     assert call("export", SOURCE, *options, "--save-config", "sub/a.toml").exit_code == 0

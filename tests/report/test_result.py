@@ -1,4 +1,4 @@
-"""How a result shows itself in Python: on one line, as a summary, and in a notebook."""
+"""Texts of a result in Python: its repr, its summary, and its page in a notebook."""
 
 from __future__ import annotations
 
