@@ -90,6 +90,7 @@ def test_reductions_by_index_are_written(tmp_path: Path) -> None:
 
 
 def _rounded(m: nn.Module, x: torch.Tensor) -> Any:
+    # Half of x: near the ends of its range, erfinv turns one rounding of erf into 2,000, and processors round it apart.
     y, whole = x * 3, (x * 9).round().long()
     y[:, 0].floor_()
     y[:, 1].remainder_(0.7)
@@ -97,7 +98,7 @@ def _rounded(m: nn.Module, x: torch.Tensor) -> Any:
     y[:, 3] //= 0.7
     whole[:, 0] %= 4
     whole[:, 1].floor_divide_(3)
-    return y, whole.floor_(), x.clone().fmod_(0.3), torch.erf(x).erfinv_()
+    return y, whole.floor_(), x.clone().fmod_(0.3), torch.erf(x / 2).erfinv_()
 
 
 @pytest.mark.slow
