@@ -37,6 +37,7 @@ from optexport.pipeline.api_arguments import (
     check_arguments,
     name_rules,
 )
+from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
@@ -73,7 +74,7 @@ def export(  # noqa: PLR0913 - options of the public API
     tune: bool | str = False,
     bench: bool | Mapping[str, Any] = False,
     tracking: bool | str | Mapping[str, Any] = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = False,
 ) -> Result:
     """Traces, transforms, exports and checks a model, like ``optexport run``, but does not track it by default.
 
@@ -110,7 +111,7 @@ def export(  # noqa: PLR0913 - options of the public API
         bench: Whether to measure the files; a mapping has keys of ``[bench]``.
         tracking: Whether to track the run in MLflow; a string is the tracking URI, and a mapping has keys of
             ``[tracking]``. If tracking fails, the bundle is complete and `Result.tracking_failure` is set.
-        progress: Receives every step.
+        progress: Whether to print every step, with its time, on standard error.
 
     Returns:
         The result: the files by format, what each rule changed, and every comparison.
@@ -181,7 +182,8 @@ def export(  # noqa: PLR0913 - options of the public API
     example = batches[0] if dynamic is None else resizing.make_traceable(batches[0], dynamic, indexes)
     axes = None if dynamic is None else {name: _without_fixed(dims) for name, dims in dynamic.items()}
     job = Job(config, loaded, example, batches, axes, rules, output, metrics=custom_metrics)
-    return run.export_in_memory(job, progress or Progress())
+    with show_progress(progress) as shown:
+        return run.export_in_memory(job, shown)
 
 
 def _name_batches(loaded: Loaded, batches: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:

@@ -67,6 +67,17 @@ def test_an_unreachable_store_does_not_lose_the_bundle(tmp_path: Path) -> None:
     assert f"optexport upload {result.output} --uri http://127.0.0.1:1" in str(result.tracking_failure)
 
 
+def test_steps_are_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _export(tmp_path)
+    assert capsys.readouterr().err == ""
+    _export(tmp_path, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    numbers = [line.split(" s")[0].strip().split("/")[0] for line in lines]
+    assert [int(number) for number in numbers] == list(range(1, len(lines) + 1))
+    assert any("export onnx" in line for line in lines)
+
+
+@pytest.mark.slow
 def test_files_are_measured_on_request(tmp_path: Path) -> None:
     report = _export(tmp_path, bench={"rounds": 2}).bench
     assert report is not None
@@ -81,6 +92,7 @@ def test_rules_and_passes_are_searched_on_request(tmp_path: Path) -> None:
     assert outcome.trials
 
 
+@pytest.mark.slow
 def test_a_tokenizer_goes_into_the_bundle_unchanged(tmp_path: Path) -> None:
     inputs.save_processors(tmp_path)
     tokenizer = BertTokenizerFast.from_pretrained(tmp_path)

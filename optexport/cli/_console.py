@@ -1,4 +1,4 @@
-"""Console output of the commands: tables on stdout, progress and warnings on stderr."""
+"""Console output of the commands: tables on stdout, warnings on stderr."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport.errors import printable
+from optexport.report.console import printable_console
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from optexport._utils.progress import Progress
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -72,73 +70,3 @@ def console() -> Console:
     """Returns a console for tables on standard output."""
     # Outside a terminal, rich would cut tables to 80 columns.
     return printable_console(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
-
-
-def printable_console(**options: Any) -> Console:
-    """Returns a console that escapes control characters in everything except its own styles.
-
-    Emoji codes are off, because a rule name such as ``python:fire:Mine`` contains one.
-
-    Args:
-        options: Options of `rich.console.Console`.
-    """
-    from rich.console import Console  # keeps --help fast
-    from rich.segment import Segment
-
-    class PrintableConsole(Console):
-        def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
-            for text, style, control in super().render(*arguments, **options):
-                yield Segment(text if control else printable(text), style, control)
-
-        def on_broken_pipe(self) -> None:
-            """Raises the BrokenPipeError; rich itself would exit the program."""
-            raise
-
-    return PrintableConsole(emoji=False, **options)
-
-
-@contextlib.contextmanager
-def show_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows the steps on standard error: also the running one on a terminal, plain lines elsewhere.
-
-    Args:
-        quiet: Show nothing.
-    """
-    from optexport._utils.progress import Progress
-
-    progress = Progress()
-    if quiet:
-        yield progress
-    elif sys.stderr is None or not sys.stderr.isatty():
-        progress.note = partial(echo, err=True)
-        progress.announce = partial(_print_step, progress, progress.note)
-        yield progress
-    else:
-        with _show_running_step(progress):
-            yield progress
-
-
-def _print_step(progress: Progress, print_line: Callable[[str], None], name: str, seconds: float | None) -> None:
-    if seconds is not None:
-        print_line(f"{progress.count} {name:<26} {seconds:7.1f} s")
-
-
-@contextlib.contextmanager
-def _show_running_step(progress: Progress) -> Iterator[None]:
-    """Shows the running step with its elapsed time below the lines of the finished ones."""
-    from rich.progress import Progress as Display
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    terminal = printable_console(file=sys.stderr)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Display(*columns, console=terminal, transient=True) as display:
-        task = display.add_task("starting", total=None)
-        progress.note = partial(terminal.print, highlight=False, markup=False)
-
-        def announce(name: str, seconds: float | None) -> None:
-            if seconds is None:
-                display.reset(task, description=f"{progress.count} {name}")
-            _print_step(progress, progress.note, name, seconds)
-
-        progress.announce = announce
-        yield

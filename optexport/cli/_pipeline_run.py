@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli._console import console, show_progress, stdout_to_stderr
+from optexport.cli._console import console, stdout_to_stderr
 from optexport.cli._group import json_option, junit_option, no_custom_code_option, print_json
 from optexport.errors import OptexportError
+from optexport.report.progress import show_progress
 
 if TYPE_CHECKING:
     from optexport.config.schema import Config
@@ -94,7 +95,7 @@ def run_config(
 
     without, baseline = options.get("without", ()), bool(options.get("baseline"))
     steps = None if options.get("tune") else list_run_steps(config, without, baseline=baseline)
-    with publish_errors(title, junit), show_progress(quiet=as_json or quiet) as progress:
+    with publish_errors(title, junit), show_progress(not (as_json or quiet)) as progress:
         if steps is not None:
             progress.count.expect(["import libraries", *steps])
         with progress.step("import libraries"):

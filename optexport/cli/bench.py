@@ -10,9 +10,10 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import console, show_progress
+from optexport.cli._console import console
 from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
+from optexport.report.progress import show_progress
 
 
 def _sizes(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
@@ -113,7 +114,7 @@ def bench(
         raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
     if output is not None:
         run.check_output(output, [*paths, *against])
-    with show_progress(quiet=as_json) as progress, contextlib.ExitStack() as stack:
+    with show_progress(not as_json) as progress, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:
             stack.close()

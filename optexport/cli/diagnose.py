@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, show_progress, stdout_to_stderr
+from optexport.cli._console import echo, stdout_to_stderr
 from optexport.cli._group import Command, no_custom_code_option
+from optexport.report.progress import show_progress
 
 
 @click.command(cls=Command, examples=["optexport diagnose optexport.toml", "optexport diagnose build/my-model"])
@@ -30,7 +31,7 @@ def diagnose(path: Path) -> None:
     from optexport.config.load import load_config
 
     load_config(path)
-    with show_progress(quiet=False) as progress:
+    with show_progress(True) as progress:
         from optexport.diagnosis import failure
         from optexport.pipeline import run as pipeline_run
 

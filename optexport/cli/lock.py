@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, show_progress, stdout_to_stderr
+from optexport.cli._console import echo, stdout_to_stderr
 from optexport.cli._group import Command
+from optexport.report.progress import show_progress
 
 
 @click.command(cls=Command, examples=["optexport lock optexport.toml"])
@@ -24,7 +25,7 @@ def lock(config: Path) -> None:
 
     loaded_config, folder = load_config(config), config.parent
     packages.check()
-    with show_progress(quiet=False) as progress:
+    with show_progress(True) as progress:
         from optexport._utils import signals
         from optexport.pipeline import lockfile, run
         from optexport.pipeline.plan import RunPlan

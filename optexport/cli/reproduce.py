@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, show_progress, stdout_to_stderr
+from optexport.cli._console import echo, stdout_to_stderr
 from optexport.cli._group import Command, key_option, no_custom_code_option
 from optexport.errors import ParityError
+from optexport.report.progress import show_progress
 
 
 @click.command(cls=Command, examples=["optexport reproduce build/my-model --folder ."])
@@ -30,7 +31,7 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
 
     It runs the code that the manifest names. Check a bundle of somebody else with --key, or use --no-custom-code.
     """
-    with show_progress(quiet=False) as progress:
+    with show_progress(True) as progress:
         from optexport._utils import packages
         from optexport.bundle import digests
 

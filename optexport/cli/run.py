@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import console, show_progress, stdout_to_stderr
+from optexport.cli._console import console, stdout_to_stderr
 from optexport.cli._group import Command, print_json
 from optexport.cli._pipeline_run import output_options, pipeline_options, publish_errors, run_config
 from optexport.errors import ConfigError
+from optexport.report.progress import show_progress
 
 
 @click.command(
@@ -92,7 +93,7 @@ def _check_generation_options(options: Iterable[str]) -> None:
 
 def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, verbose: bool, as_json: bool) -> None:
     """Exports the parts of a generative model, and prints their results."""
-    with show_progress(quiet=as_json or quiet) as progress:
+    with show_progress(not (as_json or quiet)) as progress:
         from optexport.generation import run, summary
 
         with stdout_to_stderr():

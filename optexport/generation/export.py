@@ -29,6 +29,7 @@ from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
+from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.runtime.runners import Run
 from optexport.signature.token_limit import find_token_limit
@@ -65,7 +66,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     noise_multiple: float = 4.0,
     effort: Effort = "standard",
     opset: int | None = None,
-    progress: Progress | None = None,
+    progress: bool | Progress = False,
 ) -> GenerationResult:
     """Traces, transforms, exports and checks a generative model with its key/value cache.
 
@@ -90,7 +91,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         noise_multiple: As for `optexport.export`.
         effort: As for `optexport.export`.
         opset: As for `optexport.export`.
-        progress: Receives every step.
+        progress: Whether to print every step, with its time, on standard error.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -113,7 +114,8 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, location)
 
     batches = [prompts] if isinstance(prompts, Mapping) else prompts
-    return produce(model, batches, output, make_job, new_tokens, progress or Progress())
+    with show_progress(progress) as shown:
+        return produce(model, batches, output, make_job, new_tokens, shown)
 
 
 def produce(

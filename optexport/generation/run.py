@@ -32,13 +32,14 @@ from optexport.loading.loader import Loaded
 from optexport.pipeline import steps
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
+from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.tracking import run_params
 
 
 @torch_settings.preserved()
 def run_generation(
-    path: str | Path, *, without: Sequence[str] = (), progress: Progress | None = None
+    path: str | Path, *, without: Sequence[str] = (), progress: bool | Progress = False
 ) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
@@ -46,12 +47,12 @@ def run_generation(
 
     Args:
         without: Names of rules to omit.
-        progress: Receives every step.
+        progress: Whether to print every step, with its time, on standard error.
 
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    progress, path = progress or Progress(), as_path(path, "path")
+    path = as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")
@@ -64,10 +65,15 @@ def run_generation(
         export.check_output(output)
     git = checkout(folder)
     text = read_redacted(path)
-    with naming_config(path), signals.temporary_folder() as downloads, contextlib.ExitStack() as output_lock:
-        with progress.step("load"):
+    with (
+        naming_config(path),
+        signals.temporary_folder() as downloads,
+        contextlib.ExitStack() as output_lock,
+        show_progress(progress) as shown,
+    ):
+        with shown.step("load"):
             loaded = steps.load_model(config, folder, downloads)
-        with progress.step("inputs"):
+        with shown.step("inputs"):
             prepared = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in prepared.user_batches or (prepared.example,)]
 
@@ -82,15 +88,15 @@ def run_generation(
             )
 
         is_tracked = config.tracking.enabled
-        progress.count.after_bundle = int(is_tracked)
+        shown.count.after_bundle = int(is_tracked)
         try:
-            result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, output_lock)
+            result = export.produce(loaded.model, prompts, output, make_job, new_tokens, shown, output_lock)
         except CheckError:
             settings = portable_config(config)
             tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), Origin(git=git))
             with tracking.tracking(config.tracking, path, output, settings, tags):
                 raise
-        with progress.step("track") if is_tracked else contextlib.nullcontext():
+        with shown.step("track") if is_tracked else contextlib.nullcontext():
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)
 

@@ -28,6 +28,7 @@ from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_trackin
 from optexport.pipeline.variant import VariantExporter, transform_variant
 from optexport.quantization.sensitivity import LayerChoices
 from optexport.report.html import page
+from optexport.report.progress import show_progress
 from optexport.report.result import Result
 
 
@@ -40,7 +41,7 @@ def run(  # noqa: PLR0913 - options of the public API
     baseline: bool = False,
     dump: str | Path | None = None,
     locked: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = False,
     keep: bool = True,
 ) -> Result:
     """Runs a config file.
@@ -51,14 +52,15 @@ def run(  # noqa: PLR0913 - options of the public API
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder for the graph before and after every transformation.
         locked: Whether to reject packages, models or files that differ from the config's lock.
-        progress: Receives every step.
+        progress: Whether to print every step, with its time, on standard error.
         keep: Whether to write the bundle and track the run; otherwise the run only checks parity.
 
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
     options = RunOptions(without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
-    return run_plan(plan_run(path, options), progress or Progress())
+    with show_progress(progress) as shown:
+        return run_plan(plan_run(path, options), shown)
 
 
 @torch_settings.preserved()

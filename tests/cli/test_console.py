@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from optexport.cli._console import printable_console
 from optexport.errors import printable
+from optexport.report.console import printable_console
 from tests._helpers.cli import CliRunner, cli, config
 
 # Clears the screen, sets its title, deletes preceding text, and reverses the order of letters.
