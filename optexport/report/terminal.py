@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -33,6 +35,7 @@ from optexport.report.parity_text import (
 from optexport.result import RunData
 
 _SHOWN_NEAR_MISSES = 3
+_MAX_OPERATORS, _MAX_OPERATOR_NAME = 2, 16
 
 
 def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
@@ -88,7 +91,8 @@ def _tensor_text(tensor: TensorRecord) -> str:
 
 
 def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool) -> None:
-    console.print(f"\n[bold]Transformations[/] ({manifest.nodes_before} nodes -> {manifest.nodes_after})")
+    graph = f" (graph of {manifest.nodes_before} nodes -> {manifest.nodes_after})" if verbose else ""
+    console.print(f"\n[bold]Transformations[/]{graph}", highlight=False)
     if not manifest.transformations:
         console.print("  none")
     formats: list[str] = []
@@ -97,12 +101,10 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
         if rule.formats != formats:
             formats = rule.formats
             console.print(f"  for {', '.join(formats)}:")
-        before = sum(len(change.replaced) for change in rule.changes)
-        after = sum(len(change.nodes) for change in rule.changes)
         text = "no match"
         if rule.changes:
-            location = _change_location(rule.changes[0])
-            text = f"{before} {'node' if before == 1 else 'nodes'} -> {after}, first at {location}"
+            added = sum(len(change.nodes) for change in rule.changes)
+            text = f"{_replaced_text(rule.changes)} -> {added}, first at {_change_location(rule.changes[0])}"
         _print(console, f"  {rule.rule:38} {text}")
         for miss in rule.near_misses[:_SHOWN_NEAR_MISSES]:
             _print(console, f"    skipped at {miss.node}: {miss.reason}")
@@ -115,6 +117,14 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
             _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
     if manifest.undone:
         _print(console, f"  undo verified, bit-exact: {', '.join(manifest.undone)}")
+
+
+def _replaced_text(changes: Sequence[ChangeRecord]) -> str:
+    """Returns how many nodes were replaced, by operator if they have the names that torch gives: linear, linear_1."""
+    operators = Counter(re.sub(r"_\d+$", "", name) for change in changes for name in change.replaced)
+    if len(operators) <= _MAX_OPERATORS and all(len(name) <= _MAX_OPERATOR_NAME for name in operators):
+        return " and ".join(f"{count} {name}" for name, count in operators.items())
+    return f"{operators.total()} {'node' if operators.total() == 1 else 'nodes'}"
 
 
 def _change_location(change: ChangeRecord) -> str:

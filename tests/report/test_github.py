@@ -118,6 +118,7 @@ def test_unwritable_summary_does_not_fail_the_run(
     assert "Cannot write the job summary" in result.stderr
 
 
+@pytest.mark.slow
 def test_summary_names_the_reference_of_a_fixed_tolerance() -> None:
     record = exports.exported().manifest.parity
     assert "Compared with the original in float64 on" in github.markdown(record, "x")

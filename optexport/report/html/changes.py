@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,18 +79,9 @@ class RuleChanges:
 
 def read_changes(folder: Path, manifest: Manifest) -> list[RuleChanges]:
     """Returns the changes of each rule of a bundle, in the order of application."""
-    files = {file.path for file in manifest.files}
-
-    def graph(name: str) -> Graph:
-        return read_graph(folder / name) if name in files else Graph("")
-
-    before = graph("graph_before.txt")
-    variants: dict[tuple[str, ...], list[TransformationRecord]] = {}
-    for rule in manifest.transformations:
-        variants.setdefault(tuple(rule.formats), []).append(rule)
+    before = _read_graph(folder, manifest, "graph_before.txt")
     changes, drawn = [], 0
-    for formats, rules in variants.items():
-        after = graph(f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt")
+    for _, after, rules in graphs_after(folder, manifest):
         history = _History(before, after, rules)
         for index, rule in enumerate(rules):
             groups = history.groups(index)
@@ -100,6 +91,22 @@ def read_changes(folder: Path, manifest: Manifest) -> list[RuleChanges]:
                        for position, group in enumerate(groups)]  # fmt: skip
             changes.append(RuleChanges(rule, tuple(limited), max(0, len(groups) - room)))
     return changes
+
+
+def graphs_after(
+    folder: Path, manifest: Manifest
+) -> Iterator[tuple[tuple[str, ...], Graph, list[TransformationRecord]]]:
+    """Yields the exported graphs of a bundle: their formats, none if all formats share one, and their rules."""
+    variants: dict[tuple[str, ...], list[TransformationRecord]] = {}
+    for rule in manifest.transformations:
+        variants.setdefault(tuple(rule.formats), []).append(rule)
+    for formats, rules in (variants or {(): []}).items():
+        name = f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt"
+        yield formats, _read_graph(folder, manifest, name), rules
+
+
+def _read_graph(folder: Path, manifest: Manifest, name: str) -> Graph:
+    return read_graph(folder / name) if any(file.path == name for file in manifest.files) else Graph("")
 
 
 class _History:

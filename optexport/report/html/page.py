@@ -22,7 +22,7 @@ from optexport.bundle.measurements import read_measured
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line, printable
 from optexport.report.difference import Difference, cell_text
-from optexport.report.html import changes, contents, plots
+from optexport.report.html import changes, contents, plots, whole_graph
 from optexport.report.html.changes import View
 from optexport.report.html.graph_drawing import draw
 from optexport.report.parity_text import share_text
@@ -52,6 +52,7 @@ def render(folder: Path, manifest: Manifest) -> str:
         cases=contents.worst_of_cases(manifest.parity),
         case_names=contents.short_case_names(manifest.parity),
         changes=changes.read_changes(folder, manifest),
+        whole_graphs=whole_graph.read_whole_graphs(folder, manifest),
         skipped=contents.skipped(manifest, measured),
         sizes=contents.sizes(manifest),
         first_figures=contents.first_figures(measured),
@@ -122,6 +123,7 @@ def _environment() -> jinja2.Environment:
         "trial_result": contents.trial_result,
         "max_listed": changes.MAX_LISTED,
         "max_rows": contents.MAX_ROWS,
+        "max_nodes": whole_graph.MAX_NODES,
     }
     return environment
 
