@@ -107,6 +107,7 @@ def test_rule_that_works_in_place_keeps_the_callers_model(tmp_path: Path) -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_all_provided_batches_are_checked(tmp_path: Path) -> None:
     several = [exports.batch(2, 5), exports.batch(1, 9), exports.batch(3, 3)]
     result = quick(exports.block(), several, tmp_path / "bundle", dynamic=exports.DYNAMIC)

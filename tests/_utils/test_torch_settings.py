@@ -44,6 +44,7 @@ def exported(folder: Path, module: str, result: str, *, flushes: bool = False) -
     return run.run(folder / "config.toml")
 
 
+@pytest.mark.slow
 def test_default_dtype_of_a_module_is_baked_into_the_files(tmp_path: Path) -> None:
     before = Settings.now()
     result = exported(tmp_path, "table_of_float64", IN_FLOAT64)

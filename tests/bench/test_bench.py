@@ -52,6 +52,7 @@ def write_inputs(folder: Path) -> Path:
 # Measurements
 
 
+@pytest.mark.slow
 def test_file_with_far_more_work_is_slower(tmp_path: Path) -> None:
     few, many = chain(tmp_path / "few.onnx", 2), chain(tmp_path / "many.onnx", 200)
     report = bench([few, many], shapes=[{"batch": 4, "length": 32}], settings=Settings(rounds=12, seconds=0.01))

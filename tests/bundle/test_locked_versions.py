@@ -74,6 +74,7 @@ def extra(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return Installed(folder)
 
 
+@pytest.mark.slow
 def test_version_of_the_model_package_is_locked(tmp_path: Path, extra: Installed) -> None:
     """Another version of the package can compute other results with the same weights."""
     config = tmp_path / "mine.toml"

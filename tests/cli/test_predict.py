@@ -73,6 +73,7 @@ def test_fill_mask_matches_the_transformers_pipeline() -> None:
     assert "the text has no [MASK] to fill" in called(bundles.bundle("fill-mask"), "the cat").stdout
 
 
+@pytest.mark.slow
 def test_token_classification_matches_the_transformers_pipeline() -> None:
     labeller: TokenClassificationPipeline = reference("token-classification", ignore_labels=[])
     document = predicted(bundles.bundle("token-classification"), *TEXTS[:2])

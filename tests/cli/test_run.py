@@ -200,6 +200,7 @@ def test_json_output_of_a_failure_is_one_document(name: str, call: Caller) -> No
         assert read["parity"] is None
 
 
+@pytest.mark.slow
 def test_json_output_of_a_tracking_failure_is_one_document(call: Caller) -> None:
     result = call("run", config().replace("enabled = false", 'uri = "databricks://nowhere"'), "--json")
     read = json.loads(result.stdout)

@@ -77,6 +77,7 @@ def test_bundle_is_uploaded_to_the_specified_store(
     assert holder(uri) == "1"
 
 
+@pytest.mark.slow
 def test_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
     for _ in range(2):
         assert call("upload", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0

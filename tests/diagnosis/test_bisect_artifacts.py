@@ -80,6 +80,7 @@ def test_node_in_other_formats_is_named(
     assert reproduction._fails(tmp_path / "block-failure" / "reproduce.py", raises=False)
 
 
+@pytest.mark.slow
 def test_passes_of_a_failing_file_are_named(tmp_path: Path) -> None:
     spoil = weight_of("out.bias", lambda bias: 0 * bias)
     without, passes = failing_file(tmp_path / "a", "onnx", spoil), ["sum-residuals", "attention"]

@@ -70,6 +70,7 @@ def test_bisection_finds_the_first_failure_in_log_steps(numbers: tuple[int, int]
     assert len(calls) <= count.bit_length()
 
 
+@pytest.mark.slow
 def test_rule_and_node_are_named_and_reproduced(tmp_path: Path) -> None:
     text = failing(tmp_path / "block", MergeLinears(), Relu(), ChangeTrueDivToMulByInverse())
     assert "--without" not in text

@@ -59,7 +59,7 @@ def faults() -> Iterator[object]:
             mistakes.add(fault.mistake)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault", [*faults()])
 def test_fault_is_caught_with_the_right_cause(fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(ParityError) as caught:

@@ -283,6 +283,7 @@ def test_texts_of_several_lengths_are_refused_without_a_mask(tmp_path: Path) -> 
     assert caught.value.hint == "Pass one text at a time."
 
 
+@pytest.mark.slow
 def test_a_text_below_a_fixed_length_is_refused_without_a_padding_token(tmp_path: Path) -> None:
     shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
 

@@ -99,6 +99,7 @@ def test_file_with_scaling_and_ranking_agrees_with_the_pipeline(
         assert scores == pytest.approx([label["score"] for label in expected], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_file_with_scaling_takes_uint8_images(
     classified: Callable[[str], tuple[Path, Result]], images: list[Path]
 ) -> None:

@@ -253,6 +253,7 @@ def change_gate(bundle: Path, **values: Any) -> None:
     exports.edit_json(bundle / "manifest.json", lambda d: d["parity"]["gates"][0].update(values))
 
 
+@pytest.mark.slow
 def test_verify_checks_all_gates_except_user_metrics(bundle: Path) -> None:
     targets = verify(bundle).targets[1:]
     assert all(target.passed for target in targets)

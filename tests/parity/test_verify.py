@@ -131,6 +131,7 @@ def test_an_unreadable_file_is_one_clear_error(copied: Path, name: str) -> None:
         verify(copied)
 
 
+@pytest.mark.slow
 def test_the_model_of_another_bundle_fails_by_its_outputs(copied: Path, tmp_path: Path) -> None:
     model = exports.block()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from tests._helpers.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 from tests.pipeline.projects import at, config, nothing_is_left
 
 
+@pytest.mark.slow
 def test_model_with_a_hard_coded_size_is_caught_without_a_rule(project: Path) -> None:
     with pytest.raises(OptexportError) as caught:
         run.run(config(project, factory="baking"))

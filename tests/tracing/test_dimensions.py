@@ -198,6 +198,7 @@ class KnowsOneSize(nn.Module):
         return x * torch.ones(x.shape[1]).cumsum(0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "shape", "others"),
     [

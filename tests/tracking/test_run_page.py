@@ -153,6 +153,7 @@ def test_a_measured_run_with_gates_is_described(tmp_path: Path) -> None:
     assert {entry["path"] for entry in json.loads(run.data.tags["mlflow.loggedArtifacts"])} == tables
 
 
+@pytest.mark.slow
 def test_a_failed_check_uploads_its_folder_and_tables(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     with pytest.raises(ParityError) as caught:

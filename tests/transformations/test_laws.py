@@ -104,7 +104,7 @@ def _with_work_for_all() -> GraphModule:
     )
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: str) -> None:

@@ -380,7 +380,7 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
     check_laws(compose(MergeLinears(), MergeLinearChain()), graph_module, inputs)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_without_adapters_have_no_matches(name: str) -> None:
     _, report = run(MergeLinearChain(), copy_sharing_modules(models.traced(name)))

@@ -58,7 +58,7 @@ def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> Non
         assert shape(value)[0] == spec.shape[0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", files.NAMES)
 def test_file_is_valid_and_holds_no_paths_of_the_machine(name: str) -> None:
     path = files.onnx_file(name)

@@ -57,6 +57,7 @@ def test_maximum_and_minimum_of_two_are_exact(tmp_path: Path) -> None:
     assert not _check(_pairs, tmp_path / "model.onnx") & {"Max", "Min", "Clip", "Sign", "Relu"}
 
 
+@pytest.mark.slow
 def test_maximum_and_minimum_along_axes_are_exact(tmp_path: Path) -> None:
     """ONNX Runtime returns the earlier of two time stamps as the maximum."""
     assert not _check(_axes, tmp_path / "model.onnx") & {"Max", "Min", "ReduceMax", "ReduceMin"}

@@ -29,6 +29,7 @@ class Norms(nn.Module):
         return self.instance(x), self.running(x), self.group(x), nn.functional.instance_norm(x[:, :, 0]), vector
 
 
+@pytest.mark.slow
 def test_norms_of_other_sizes(tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
     other = ({"x": torch.randn(shape) + 3} for shape in ((1, 6, 3, 9), (4, 6, 2, 2)))

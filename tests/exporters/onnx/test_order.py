@@ -22,6 +22,7 @@ def _medians(m: nn.Module, x: torch.Tensor) -> Any:
     return x.median(), whole.median(), *along
 
 
+@pytest.mark.slow
 def test_median_is_the_lower_of_two_in_the_middle(tmp_path: Path) -> None:
     example = {"x": torch.randn(4, 5)}
     files.assert_onnx(Program(_medians), example, SIZES, tmp_path, {"x": torch.randn(7, 6)}, {"x": torch.randn(2, 3)})

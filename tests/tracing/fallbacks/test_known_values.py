@@ -80,6 +80,7 @@ def test_input_with_sizes_is_constant_and_text_stays_dynamic():
         assert torch.equal(got, want[name])
 
 
+@pytest.mark.slow
 def test_bundle_stores_constants_and_its_files_take_other_inputs(tmp_path):
     model = Grids().eval()
     result = optexport.export(model, _grids(), tmp_path / "bundle", formats=("torchscript",), effort="quick")

@@ -59,6 +59,7 @@ def test_functions_of_sizes_are_written(tmp_path: Path) -> None:
     files.assert_onnx(Scaled(logarithms), {"x": torch.randn(2, 10, 4)}, DYNAMIC, tmp_path, *others_)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_computed_is_refused_with_another_way_to_write_it() -> None:
     def attention(x: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(x, x, x, scale=math.log(x.shape[1]))

@@ -52,6 +52,7 @@ def test_size_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None
         assert torch.equal(traced.graph_module(batch), model(batch)), length
 
 
+@pytest.mark.slow
 def test_buffer_changed_by_the_model_is_not_a_constant() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

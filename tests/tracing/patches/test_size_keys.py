@@ -108,6 +108,7 @@ def is_equal(traced: Traced, model: nn.Module, height: int, width: int) -> bool:
     return torch.equal(traced.graph_module(x), model(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cls", [Cached, ByShape, ByWidth, ByFewSizes, ByClass, ByFile, ByObject])
 def test_results_kept_by_size_are_computed_for_every_size(cls: type[Cached]) -> None:
     model = cls().eval()

@@ -35,6 +35,7 @@ def model(function: Any) -> Program:
     return Program(function, layer=nn.Conv2d(6, 6, 3, padding=1)).eval()
 
 
+@pytest.mark.slow
 def test_condition_that_only_an_operator_asks_for_needs_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_probe, "_MAX_BRANCHES", 0)
     exchange = model(exchanged)

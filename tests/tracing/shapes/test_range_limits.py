@@ -183,6 +183,7 @@ class TwoGrids(nn.Module):
         return x.view(x.shape[0], -1, 6).amax((1, 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [24, 36])
 def test_multiples_that_are_found_one_after_the_other_are_combined(size: int) -> None:
     model = TwoGrids()

@@ -75,6 +75,7 @@ def test_a_champion_without_an_optexport_run_keeps_the_alias(store: Registry) ->
     assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
+@pytest.mark.slow
 def test_a_registration_is_decided_only_once(store: Registry) -> None:
     """A bundle that is uploaded again must not take the alias from a newer one."""
     target = bundle(store.folder)
@@ -101,6 +102,7 @@ def test_an_older_version_does_not_take_the_alias_of_a_newer_one(store: Registry
     assert late.failure.exit_code == 6
 
 
+@pytest.mark.slow
 def test_a_version_after_a_deleted_champion_gives_the_reason(store: Registry) -> None:
     store.log()
     store.client.delete_model_version("block", "1")
@@ -119,6 +121,7 @@ def test_a_version_after_a_removed_alias_gives_the_reason(store: Registry) -> No
     assert second.why == ("not compared: champion was removed from version 1, its last holder",)
 
 
+@pytest.mark.slow
 def test_a_champion_with_a_deleted_run_keeps_the_alias(store: Registry) -> None:
     """The MLflow page only marks a run as deleted, so it can be restored."""
     store.log()
@@ -163,6 +166,7 @@ def test_a_champion_with_unusable_figures_keeps_the_alias(store: Registry, monke
     assert registered.why == ("version 1 cannot be compared: int too large to convert to float",)
 
 
+@pytest.mark.slow
 def test_a_champion_promoted_during_comparison_is_compared_too(
     store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +277,7 @@ def test_an_alias_that_did_not_move_is_an_error(by: str, store: Registry, monkey
     assert store.holder == ("4" if by == "register" else "1")
 
 
+@pytest.mark.slow
 def test_a_champion_promoted_right_before_the_move_is_compared(
     store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
