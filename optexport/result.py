@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from optexport.bench.measure import Report
+from optexport.bench.report import Report
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import GainRecord
 from optexport.bundle.outcomes import Outcome

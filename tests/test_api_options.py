@@ -82,6 +82,9 @@ def test_files_are_measured_on_request(tmp_path: Path) -> None:
     report = _export(tmp_path, bench={"rounds": 2}).bench
     assert report is not None
     assert {figures.artifact.name for figures in report.figures} == {"onnx"}
+    assert repr(report) == "Report(onnx; no comparisons)"
+    assert "p50 ms" in report.summary()
+    assert "p50 ms" in report._repr_html_()
     assert _export(tmp_path).bench is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.measure import PairwiseComparison, Report
+from optexport.bench.report import PairwiseComparison, Report
 from optexport.bundle.parity_records import ParityRecord
 from optexport.config.benchmarks import FormatLimits, GateConfig
 from optexport.errors import GateError

@@ -5,64 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import compare, interval, percentiles
+from optexport.bench.report import Figures, PairwiseComparison, Report
 from optexport.bench.turns import Settings, Timing, race
 from optexport.bench.workload import Workload
-from optexport.bundle.outcomes import LEAST_ROUNDS, Comparison
+from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.errors import BenchError
 
 Pair = tuple[Artifact, Artifact]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of an artifact on one workload; times are in seconds, memory is in bytes.
-
-    Attributes:
-        low: Lower end of the 95 % interval of the median turn; None with too few rounds.
-        high: Upper end.
-        load: Seconds to load the file.
-    """
-
-    artifact: Artifact
-    workload: Workload
-    p50: float
-    p90: float
-    p99: float
-    low: float | None
-    high: float | None
-    rows_per_second: float
-    load: float
-    peak_memory: int | None
-
-
-@dataclass(frozen=True)
-class PairwiseComparison:
-    """Comparison of an artifact with its baseline on one workload."""
-
-    artifact: Artifact
-    baseline: Artifact
-    workload: Workload
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
-class Report:
-    """Results of a benchmark.
-
-    Attributes:
-        notes: Assumptions about the inputs, and what was not measured.
-    """
-
-    settings: Settings
-    figures: tuple[Figures, ...]
-    comparisons: tuple[PairwiseComparison, ...]
-    notes: tuple[str, ...] = ()
 
 
 def choose_pairs(artifacts: Sequence[Artifact], baselines: Sequence[Artifact]) -> list[Pair]:

@@ -1,7 +1,10 @@
-"""Prints the results of a benchmark, and returns them as a JSON document."""
+"""The results of a benchmark, as tables and as a JSON document."""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -9,10 +12,73 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from optexport._utils import notebook
 from optexport._utils.markup import size_in_words
-from optexport.bench.measure import Figures, Report
+from optexport.bench.artifact import Artifact
+from optexport.bench.turns import Settings
+from optexport.bench.workload import Workload
+from optexport.bundle.outcomes import Comparison
 
 _COLOURS = {"faster": "green", "slower": "red", "inconclusive": None}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of an artifact on one workload; times are in seconds, memory is in bytes.
+
+    Attributes:
+        low: Lower end of the 95 % interval of the median turn; None with too few rounds.
+        high: Upper end.
+        load: Seconds to load the file.
+    """
+
+    artifact: Artifact
+    workload: Workload
+    p50: float
+    p90: float
+    p99: float
+    low: float | None
+    high: float | None
+    rows_per_second: float
+    load: float
+    peak_memory: int | None
+
+
+@dataclass(frozen=True)
+class PairwiseComparison:
+    """Comparison of an artifact with its baseline on one workload."""
+
+    artifact: Artifact
+    baseline: Artifact
+    workload: Workload
+    comparison: Comparison
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """Results of a benchmark.
+
+    Attributes:
+        notes: Assumptions about the inputs, and what was not measured.
+    """
+
+    settings: Settings
+    figures: tuple[Figures, ...]
+    comparisons: tuple[PairwiseComparison, ...]
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        verdicts = Counter(pair.comparison.verdict for pair in self.comparisons)
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "no comparisons"
+        names = dict.fromkeys(figures.artifact.name for figures in self.figures)
+        return f"Report({', '.join(names)}; {counts})"
+
+    def summary(self) -> str:
+        """Returns the tables that ``optexport bench`` prints."""
+        return notebook.as_text(functools.partial(show, self))
+
+    def _repr_html_(self) -> str:
+        return notebook.as_html(functools.partial(show, self))
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from optexport._utils import signals
 from optexport.bench.artifact import Artifact, ArtifactSet, find_bundle, open_artifacts
-from optexport.bench.measure import Report, choose_pairs, measure
+from optexport.bench.measure import choose_pairs, measure
+from optexport.bench.report import Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
 from optexport.bundle.layout import check_outside

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from optexport._utils import notebook
 from optexport._utils.paths import as_path
 from optexport._utils.platform import is_of_memory
 from optexport._utils.size_ranges import round_up
 from optexport.bundle.digests import read_manifest
-from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest
+from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
 from optexport.errors import (
     BundleError,
     ConfigError,
@@ -29,6 +30,7 @@ from optexport.errors import (
     did_you_mean,
     first_line,
     panics_as_errors,
+    printable,
 )
 from optexport.inference import images, sounds
 from optexport.inference.arrays import as_input, constant_error, is_constant, numpy_dtype
@@ -88,6 +90,23 @@ class Bundle:
         names = [[spec.name for spec in specs] for specs in (self.manifest.inputs, self.manifest.outputs)]
         return f"Bundle({str(self._folder)!r}, format={self.format!r}, inputs={names[0]}, outputs={names[1]})"
 
+    def summary(self) -> str:
+        """Returns the file, inputs, outputs and dynamic axes, a line each."""
+        manifest = self.manifest
+        axes = "; ".join(f"{name} {dim.describe()}" for name, dim in manifest.dims.items())
+        lines = {
+            "Bundle": str(self._folder),
+            "Open file": f"{self._artifact.path} (the bundle has {', '.join(a.format for a in manifest.artifacts)})",
+            "Inputs": _tensor_texts(manifest.inputs),
+            "Outputs": _tensor_texts(manifest.outputs),
+            "Dynamic axes": axes or "none",
+            "Task": self.application.task or "none",
+        }
+        return "".join(f"{title:14}{printable(text)}\n" for title, text in lines.items())
+
+    def _repr_html_(self) -> str:
+        return notebook.preformatted(self.summary())
+
     @property
     def application(self) -> ApplicationRecord:
         """The use of the model; without a record, it has no task, labels or preprocessors."""
@@ -146,8 +165,7 @@ class Bundle:
 
     @property
     def _signature(self) -> str:
-        texts = (f"{s.name} [{', '.join(map(str, s.shape))}] {s.dtype}" for s in self.manifest.inputs)
-        return f"Pass {'; '.join(texts)}."
+        return f"Pass {_tensor_texts(self.manifest.inputs)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
         """Checks that fixed sizes match, and that each dynamic size is the same everywhere and a declared multiple.
@@ -310,6 +328,10 @@ class Bundle:
                 hint="Pass one sound at a time.",
             )
         return arrays
+
+
+def _tensor_texts(specs: Sequence[TensorRecord]) -> str:
+    return "; ".join(f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in specs)
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:

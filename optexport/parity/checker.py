@@ -87,7 +87,7 @@ class OutputParity:
         return self.failure is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TargetParity:
     """Comparison of one target, over all outputs.
 
@@ -104,6 +104,11 @@ class TargetParity:
     made_from: str
     gate_results: tuple[GateResult, ...] = ()
     precision: str | None = None
+
+    def __repr__(self) -> str:
+        verdict = "passed" if self.passed else "failed"
+        within = sum(output.passed for output in self.outputs)
+        return f"TargetParity({self.title}, {verdict}, {within} of {len(self.outputs)} outputs within tolerance)"
 
     @property
     def title(self) -> str:

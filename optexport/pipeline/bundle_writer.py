@@ -16,7 +16,7 @@ from torch import fx
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine, processor_flags
 from optexport._version import __version__
-from optexport.bench.measure import Report
+from optexport.bench.report import Report
 from optexport.bench.report import as_json as bench_as_json
 from optexport.bundle import contents, digests, layout
 from optexport.bundle.manifest import (

@@ -9,7 +9,8 @@ from pathlib import Path
 from optexport._utils.progress import Progress
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact, list_artifacts
-from optexport.bench.measure import PairwiseComparison, Report, measure
+from optexport.bench.measure import measure
+from optexport.bench.report import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature, other_sizes
 from optexport.bundle.outcomes import LEAST_ROUNDS

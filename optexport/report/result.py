@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
+import functools
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
+from optexport._utils import notebook
 from optexport.report import terminal
 from optexport.report.parity_text import check_text
 from optexport.result import RunData
-
-_WIDTH = 100  # characters
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,20 +42,12 @@ class Result(RunData):
         Args:
             verbose: Whether to list rules that found nothing, and the cases.
         """
-        text = io.StringIO()
-        self._show(Console(file=text, width=_WIDTH, emoji=False, no_color=True), verbose=verbose)
-        return text.getvalue()
+        return notebook.as_text(functools.partial(self._show, verbose=verbose))
 
     def _repr_html_(self) -> str:
-        """Returns `summary` with colors, for notebooks."""
-        console = Console(file=io.StringIO(), width=_WIDTH, emoji=False, record=True)
-        self._show(console, verbose=False)
-        return console.export_html(inline_styles=True, theme=DEFAULT_TERMINAL_THEME, code_format=_HTML)
+        return notebook.as_html(self._show)
 
-    def _show(self, console: Console, *, verbose: bool) -> None:
+    def _show(self, console: Console, *, verbose: bool = False) -> None:
         terminal.show(self, console, verbose=verbose)
         if self.failure is not None:  # a command prints it as its error
             console.print(str(self.failure), soft_wrap=True, highlight=False, markup=False)
-
-
-_HTML = '<pre style="line-height: normal">{code}</pre>'

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact
-from optexport.bench.measure import Figures, PairwiseComparison, Report
+from optexport.bench.report import Figures, PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import optexport
 from tests._helpers import exports
 
 
@@ -39,3 +40,21 @@ def test_rules_that_found_nothing_and_cases_are_listed_on_request() -> None:
     assert [rule for rule in idle if rule not in long] == []
     assert f"Parity on {len(result.manifest.parity.cases)} cases\n" in short
     assert f"{len(result.manifest.parity.cases)} cases: traced" in long
+
+
+def test_comparisons_have_one_line_each() -> None:
+    texts = [repr(target) for target in exports.exported().parity]
+    assert texts[1] == "TargetParity(graph, passed, 2 of 2 outputs within tolerance)"
+
+
+def test_a_bundle_describes_itself() -> None:
+    result = exports.exported()
+    bundle = optexport.Bundle.load(result.output)
+    lines = dict(re.findall(r"^(\S.*?)  +(.*)$", bundle.summary(), re.MULTILINE))
+    assert lines["Bundle"] == str(result.output)
+    assert lines["Open file"] == "model.onnx (the bundle has torchscript, onnx, pt2)"
+    assert lines["Dynamic axes"].startswith("batch ")
+    assert [spec.name in lines["Inputs"] for spec in result.manifest.inputs] == [True] * len(result.manifest.inputs)
+    html = bundle._repr_html_()
+    assert html.startswith("<pre")
+    assert "model.onnx" in html

@@ -20,7 +20,7 @@ from torch import fx, nn
 from optexport._utils.progress import Progress
 from optexport.bench.artifact import Artifact
 from optexport.bench.gates import check_never_slower
-from optexport.bench.measure import PairwiseComparison, Report
+from optexport.bench.report import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
