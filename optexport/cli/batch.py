@@ -47,7 +47,12 @@ def _bytes(context: click.Context, option: click.Parameter, value: float | None)
     ],
 )
 @click.argument("configs", nargs=-1, required=True, metavar="CONFIG...")
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Number of configs that run at the same time (default: 1).")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Number of configs that run at the same time (default: 1).",
+)
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
@@ -74,6 +79,7 @@ def _bytes(context: click.Context, option: click.Parameter, value: float | None)
 @click.option(
     "--retries",
     type=click.IntRange(0, 100),
+    metavar="N",
     default=1,
     show_default=True,
     help="Number of retries after a crash or a timeout.",

@@ -61,11 +61,16 @@ _PATH = click.Path(path_type=Path, exists=True)
     metavar="NAME=SIZE,...",
     help="Sizes of the dynamic axes, such as batch=8,sequence=128 (default for a bundle: as traced). May be repeated.",
 )
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of each file.")
-@click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each file.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True, help="Threads of each file."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 10000), metavar="N", default=20, show_default=True, help="Turns of each file."
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 3600),
+    metavar="S",
     default=0.1,
     show_default=True,
     callback=_finite,
