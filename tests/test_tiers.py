@@ -18,23 +18,32 @@ class Item(SimpleNamespace):
         return self.sample if name == "sample" else None
 
     def add_marker(self, mark: Any) -> None:
-        self.slow = mark.name == "slow"
+        setattr(self, mark.name, True)
 
 
-def items(name: str, sets: int, count: int | None) -> list[Any]:
-    sample = None if count is None else SimpleNamespace(args=(count,))
-    return [Item(nodeid=f"test_x.py::{name}[{index}]", sample=sample, slow=False) for index in range(sets)]
+def items(name: str, sets: int, *counts: int) -> list[Any]:
+    sample = SimpleNamespace(args=counts) if counts else None
+    nodes = [f"test_x.py::{name}[{index}]" for index in range(sets)]
+    return [Item(nodeid=node, sample=sample, slow=False, nightly=False) for node in nodes]
 
 
 @pytest.mark.parametrize(("sets", "count", "fast"), [(1, 1, 1), (5, 1, 1), (5, 2, 2), (7, 3, 3), (3, 3, 3), (3, 9, 3)])
 def test_a_sample_is_spread_over_the_parameter_sets(sets: int, count: int, fast: int) -> None:
-    test, second = items("test_a", sets, count), items("test_b", 2, None)
+    test, second = items("test_a", sets, count), items("test_b", 2)
     tiers.mark_samples([*test, *second])
     chosen = [index for index, item in enumerate(test) if not item.slow]
     assert len(chosen) == fast
     assert chosen[0] == 0
     assert all(b - a <= -(-sets // fast) for a, b in itertools.pairwise(chosen))
     assert not any(item.slow for item in second)
+
+
+def test_parameter_sets_beyond_both_tiers_are_nightly() -> None:
+    test = items("test_a", 20, 2, 5)
+    tiers.mark_samples(test)
+    assert sum(item.nightly for item in test) == 15
+    assert sum(item.slow for item in test if not item.nightly) == 3
+    assert not test[0].slow
 
 
 def test_quick_profile_tries_fewer_examples_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

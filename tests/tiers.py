@@ -1,4 +1,4 @@
-"""Splits the tests into two tiers: ``make test`` skips slow tests, ``make test-all`` runs everything."""
+"""Splits the tests: ``make test`` skips slow tests, ``make test-all`` adds them, nightly tests run if asked for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from hypothesis import settings
 
 
 def mark_samples(items: Sequence[pytest.Item]) -> None:
-    """Marks the parameter sets that ``sample(n)`` leaves out as slow: all but `n` of a test, evenly spread."""
+    """Marks parameter sets of a test as slow and nightly.
+
+    ``sample(n)`` leaves `n` sets in the first tier and marks the others as slow. ``sample(n, m)`` leaves `m` sets in
+    the two tiers, and marks the others as nightly. The chosen sets are evenly spread.
+    """
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         sets = [item for item in group if not any(map(item.get_closest_marker, ("nightly", "system")))]
-        if not sets:
+        marker = sets[0].get_closest_marker("sample") if sets else None
+        if marker is None:
             continue
-        marker = sets[0].get_closest_marker("sample")
-        count = marker.args[0] if marker else len(sets)
-        for index, item in enumerate(sets):
-            if index and index * count // len(sets) == (index - 1) * count // len(sets):
-                item.add_marker(pytest.mark.slow)
+        fast, *both = marker.args
+        for count, mark in [*((count, pytest.mark.nightly) for count in both), (fast, pytest.mark.slow)]:
+            chosen = _spread(sets, count)
+            for item in sets:
+                if item not in chosen:
+                    item.add_marker(mark)
+            sets = chosen
+
+
+def _spread(sets: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
+    share = [index * count // len(sets) for index in range(-1, len(sets))]
+    return [item for item, (before, after) in zip(sets, itertools.pairwise(share), strict=True) if before != after]
 
 
 def examples(count: int) -> int:

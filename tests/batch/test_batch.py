@@ -135,7 +135,7 @@ def test_processes_started_by_a_config_end_with_it(tmp_path: Path, monkeypatch: 
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_repeats_configs_with_outdated_bundles(tmp_path: Path) -> None:
     path, out = fleets.config(tmp_path, "a"), tmp_path / "out" / "a"
     first = path.read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ def test_closed_output_pipe_is_not_a_defect() -> None:
     assert "This is a bug" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(("makes", "code"), [("load()", 0), ("Forks()", 3)])
 def test_thread_of_model_code_does_not_block_the_exit(makes: str, code: int, tmp_path: Path) -> None:
     """Python waits for such a thread forever, which blocked the CI job."""

@@ -90,7 +90,7 @@ def test_config_in_another_folder_has_paths_from_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "resnet", "t5"])
+@pytest.mark.parametrize("name", ["bert", "resnet", pytest.param("t5", marks=pytest.mark.nightly)])
 def test_folder_of_a_model_needs_no_options(name: str, tmp_path: Path) -> None:
     """``resnet`` has no image size, so its inputs are those of a run without ``[inputs]``."""
     models.model(name).save_pretrained(tmp_path / "my-model")  # type: ignore[operator]
@@ -112,7 +112,7 @@ def test_factory_of_a_transformers_model_needs_no_inputs(tmp_path: Path) -> None
     assert "Dynamic axes batch" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tuned_export_has_the_search_in_its_config() -> None:
     done = call("export", *HALVES, "--tune", "--without", "merge-linears", "--quiet")
     assert done.exit_code == 0, done.stderr

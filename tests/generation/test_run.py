@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from mlflow import MlflowClient
 
-from optexport._utils.progress import Progress
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError
 from optexport.generation.export import check_output
-from optexport.generation.run import _prompt, run_generation
+from optexport.generation.run import _prompt
 from optexport.generation.runtime import Generator
 from optexport.loading.loader import Loaded
 from optexport.pipeline.run import run
@@ -70,25 +70,16 @@ def test_run_writes_the_parts_and_reports_the_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_all_parts_are_counted(tmp_path: Path) -> None:
-    _write(tmp_path).write_text(_CONFIG.replace('"gpt2"', '"t5"'))
-    shown: list[str] = []
-    progress = Progress()
-    progress.announce = lambda name, seconds: shown.append(f"{progress.count} {name}") if seconds is None else None
-    run_generation(tmp_path / "config.toml", progress=progress)
-    total = len(shown)
-    assert shown[:2] == ["1 load", "2 inputs"]
-    assert shown[2] == f" 3/{total} encoder: trace"
-    assert shown[-1] == f"{total}/{total} tokens"
-
-
-@pytest.mark.slow
-def test_each_part_has_its_own_mlflow_run(tmp_path: Path) -> None:
+def test_each_part_has_its_own_mlflow_run_and_all_steps_are_counted(tmp_path: Path) -> None:
     uri = store(tmp_path)
     text = _CONFIG.replace('"gpt2"', '"t5"').replace("enabled = false", f'uri = "{uri}"\nexperiment = "generation"')
     _write(tmp_path).write_text(text)
-    done = CliRunner().invoke(cli, ["run", "--json", str(tmp_path / "config.toml")])
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "config.toml")])
     assert done.exit_code == 0, done.output
+    steps = re.findall(r"^ *(\d+)(?:/\d+)? (\S.*?) +\d+\.\d s$", done.stderr, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    assert [steps[index][1] for index in (0, 2, -1)] == ["load", "encoder: trace", "track"]
+    assert f"{len(steps)}/{len(steps)} track" in done.stderr
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("generation")
     assert experiment is not None

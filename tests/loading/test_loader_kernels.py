@@ -56,7 +56,7 @@ def kernels(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_kernel_named_by_a_model_config_runs_only_if_trusted(tmp_path: Path, kernels: Path, key: str) -> None:
     folder = tmp_path / "bert"

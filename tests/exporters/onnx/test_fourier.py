@@ -37,7 +37,9 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transforms", [_complex, pytest.param(_half, marks=pytest.mark.nightly), _back])
+@pytest.mark.parametrize(
+    "transforms", [_complex, *(pytest.param(transforms, marks=pytest.mark.nightly) for transforms in (_half, _back))]
+)
 def test_transforms_of_any_length_are_as_exact_as_products(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
     example = {"x": torch.randn(2, 6, 9)}
