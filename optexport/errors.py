@@ -38,7 +38,9 @@ def first_line(error: BaseException) -> str:
         lines = []
     if lines and lines[0] == _TORCHSCRIPT:
         return redact_error(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
-    listed = [line for line in lines[1:_ANNOUNCED] if lines[0].endswith(":") and lines[1].startswith("(")]
+    is_announced = len(lines) > 1 and lines[0].endswith(":")
+    is_listed = is_announced and (lines[1].startswith("(") or lines[0].startswith("Error(s) in loading state_dict"))
+    listed = lines[1:_ANNOUNCED] if is_listed else []
     return redact_error(" ".join([lines[0], *listed])) if lines else type(error).__name__
 
 

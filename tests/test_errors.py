@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from optexport.bundle.parity_records import ParityRecord
-from optexport.errors import BundleError, ConfigError, GateError, OptexportError, ParityError, did_you_mean, unreadable
+from optexport.errors import (
+    BundleError,
+    ConfigError,
+    GateError,
+    OptexportError,
+    ParityError,
+    did_you_mean,
+    first_line,
+    unreadable,
+)
 
 PARITY = ParityRecord(cases=[], bounds={}, ways=[], fallback=None, unguided=[], left_out=[], gates=[], targets=[])
 
@@ -47,6 +57,14 @@ def test_details_that_are_added_later_are_printed() -> None:
     error = ConfigError("the run failed", hint="Run again.")
     error.details = "The earlier bundle is unchanged."
     assert str(error) == "the run failed\n  The earlier bundle is unchanged.\nHint: Run again."
+
+
+def test_first_weight_that_does_not_fit_is_named() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 3).load_state_dict(torch.nn.Linear(2, 4).state_dict())
+    assert first_line(caught.value).startswith(
+        "Error(s) in loading state_dict for Linear: size mismatch for weight: copying a param with shape"
+    )
 
 
 def test_similar_word_is_suggested_and_otherwise_all() -> None:

@@ -66,6 +66,8 @@ def importing_beside(folder: Path) -> Iterator[None]:
 def _import_hint(module_name: str, error: BaseException) -> str:
     top = module_name.partition(".")[0]
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing == "MODULE":  # as `optexport init` writes it
+        return f"Replace MODULE in {top}.py by the module of the model's class."
     if missing == top:
         return f"Install it, or put {top}.py into the folder of the config."
     if missing:

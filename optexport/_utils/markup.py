@@ -6,6 +6,13 @@ import re
 
 from optexport.errors import on_one_line
 
+_PRECISE = 10  # below this, a ratio has two decimals
+
+
+def times_as_fast(speedup: float) -> str:
+    """Returns a ratio of times in words: 1.42 times as fast, 174 times as fast."""
+    return f"{speedup:.{2 if speedup < _PRECISE else 0}f} times as fast"
+
 
 def size_in_words(size: int) -> str:
     """Returns a size with a unit, such as ``90.9 MB``."""

@@ -118,8 +118,9 @@ def _texts(config: dict[str, Any]) -> list[str]:
             *(decoder if config.get("is_encoder_decoder") is True else []),
         ]
     return [
+        "# Replace these texts by some that the model will get: the check is as good as its inputs.",
         'texts = ["A typical sentence for this model.", "Another sentence, which has another length."]',
-        '# data = "lines.jsonl"  # or real data: {"text": "..."} or {"input_ids": [...]} on each line',
+        '# data = "lines.jsonl"  # or from a file: {"text": "..."} or {"input_ids": [...]} on each line',
     ]
 
 

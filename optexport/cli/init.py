@@ -30,7 +30,8 @@ def init(source: str, output: Path, force: bool) -> None:
     """Write a commented config for the model at SOURCE.
 
     Use this to start with a new model, and edit the file before the first run. The model is not loaded: the inputs and
-    the task are read from its config.json, or from the Python file of a factory, and guessed otherwise.
+    the task are read from its config.json, or from the Python file of a factory, and guessed otherwise. For a file of
+    weights, it also writes the start of a function that builds the model and loads them.
 
     \b
     SOURCE is one of:
@@ -41,8 +42,6 @@ def init(source: str, output: Path, force: bool) -> None:
       mlflow:models:/NAME@ALIAS      a model in an MLflow registry
       a .pt2 or TorchScript file     (.pt, .ts, .jit)
       a file of weights              (.pth, .bin, .ckpt, .safetensors)
-
-    For a file of weights, it also writes the start of a function that builds the model and loads them.
     """  # noqa: D301 - click does not wrap the paragraph after this escape
     from optexport.cli._starter_config import starter_config
     from optexport.cli._starter_inputs import GUESS, GUESSED_SHAPES, GUESSED_SIZE

@@ -113,7 +113,7 @@ class RangeConfig(Table):
 
     Attributes:
         min: The smallest size.
-        max: The largest size.
+        max: The largest size that is checked.
         multiple_of: Every size is a multiple of this number.
     """
 

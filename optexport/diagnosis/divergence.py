@@ -132,6 +132,8 @@ def _divergence(
         description = "NaN or infinity instead of finite values"
     elif not value.tensor.is_floating_point():
         description = "integers or booleans differ"
+    elif exact is None:
+        description = f"{distance:.1e} in float64, which rounding does not explain"
     else:
         description = f"{distance:.1e} where rounding explains {limit:.1e}"
     in_target = (actual.name, actual.operation)

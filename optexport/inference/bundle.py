@@ -6,6 +6,7 @@ transformers to preprocess texts, images or sounds.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -37,6 +38,7 @@ from optexport.inference.arrays import as_input, constant_error, is_constant, nu
 from optexport.loading import preprocessors
 from optexport.runtime import onnx_session
 
+_logger = logging.getLogger(__name__)
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
@@ -268,6 +270,10 @@ class Bundle:
         texts = [self.application.prompt + text for text in texts]
         encoded = _encoded(tokenizer, texts, **truncation)
         lengths = [len(ids) for ids in encoded["input_ids"]]
+        if truncation and max(lengths) == limit:
+            whole = max(len(ids) for ids in _encoded(tokenizer, texts)["input_ids"])
+            if whole > limit:
+                _logger.warning("A text has %d tokens and is cut to %d, the longest that was checked.", whole, limit)
         width = round_up(max(shortest, *lengths), step)
         if min(lengths) < width:
             has_mask, pad_token = "attention_mask" in names, preprocessors.pad_token(tokenizer)

@@ -80,7 +80,11 @@ def _from_texts(
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
         if len(tokenizer) == len({*tokenizer.all_special_ids}):  # transformers creates an empty tokenizer without files
-            raise ConfigError("the model has no tokenizer", location=location, hint="Give token ids as data instead.")
+            raise ConfigError(
+                "the model has no tokenizer, or one that knows only special tokens",
+                location=location,
+                hint="Save the tokenizer with its vocabulary beside the model, or give token ids as data instead.",
+            )
         raise ConfigError(
             "the tokenizer knows none of the words: all tokens of the texts are unknown",
             location=location,

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,6 +149,8 @@ class Loaded:
 _import_settings: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
 
 # Options of a model that also apply to its tokenizer.
+# Heads whose weights have the same names and shapes in models of several tasks.
+_HEAD = re.compile(r"For(SequenceClassification|TokenClassification|MultipleChoice|QuestionAnswering)$")
 _SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
 
 
@@ -326,12 +329,24 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         raise SourceError(
             f"{len(missing)} weights are missing in the checkpoint, such as {missing[0]}, and would be random",
             location=f"model.source: {config.source} as {type(model).__name__}",
-            hint=f"Set model.task to the task that the model was trained for.{architectures}",
+            hint=f"Set model.task (--task) to the task that the model was trained for.{architectures}",
         )
+    _check_head(type(model).__name__, model_config, config)
     if adapter is not None:
         model = adapters.merge(model, adapter)
     pretrained = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
     return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=pretrained)
+
+
+def _check_head(loaded: str, model_config: Any, config: ModelConfig) -> None:
+    """Raises SourceError if a head would be used for another task: its weights fit, but its results mean nothing."""
+    trained = [name for name in model_config.architectures or [] if _HEAD.search(name)]
+    if _HEAD.search(loaded) and trained and loaded not in trained:
+        raise SourceError(
+            f"the head of {trained[0]} was trained for another task than that of {loaded}",
+            location=f"model.task: {config.task}",
+            hint="Leave model.task (--task) out: the config.json names the class of the model.",
+        )
 
 
 @contextlib.contextmanager

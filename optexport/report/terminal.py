@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport._utils.markup import size_in_words
+from optexport._utils.markup import size_in_words, times_as_fast
 from optexport.bench import report
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import (
@@ -72,6 +72,8 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
         console.print(f"[bold]{title}[/] {escape(on_one_line(text))}", soft_wrap=True, highlight=False)
     axes = "; ".join(f"{name} {dim.describe()}" for name, dim in manifest.dims.items())
     console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
+    for name, size in _unranged_axes(manifest).items():
+        _print(console, f"  {name} is fixed at {size}: it has no range in inputs.dynamic")
     for name, values in manifest.values.items():
         _print(
             console, f"  values of {name} {'add up to' if values.adds_up else 'index'} {' and '.join(values.indexes)}"
@@ -84,6 +86,19 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
         _print(console, f"Check left out of the files, which do not raise: {line}")
     for line in manifest.branches:
         _print(console, f"Branch on values, both ways in the files: {line}")
+
+
+def _unranged_axes(manifest: Manifest) -> dict[str, int]:
+    """Returns the axes that the config names but does not make dynamic, with their sizes."""
+    shapes = {
+        name: table.get("shape", []) for name, table in (manifest.config.get("inputs", {}).get("tensors") or {}).items()
+    }
+    return {
+        axis: size
+        for tensor in manifest.inputs
+        for axis, size in zip(shapes.get(tensor.name, []), tensor.shape, strict=False)
+        if isinstance(axis, str) and isinstance(size, int)
+    }
 
 
 def _tensor_text(tensor: TensorRecord) -> str:
@@ -272,7 +287,7 @@ def _latencies(result: RunData) -> dict[str, str]:
 def _gains(result: RunData) -> dict[str, str]:
     """Returns how fast the file of each format is, compared with the original model in PyTorch."""
     return {
-        record.format: f"{record.ms:.3g} ms per call, {record.speedup:.2f} times as fast as PyTorch"
+        record.format: f"{record.ms:.3g} ms per call, {times_as_fast(record.speedup)} as PyTorch"
         for record in result.gain
     }
 

@@ -186,6 +186,17 @@ def _dynamic_shape(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> 
     }
 
 
+def _range_hint(conditions: str) -> str:
+    """Returns how to change the declared ranges, from the conditions of torch.export."""
+    largest = re.fullmatch(r"(\w+) = Dim\('\w+', max=(\d+)\)", conditions)
+    if largest:
+        return f"Set the largest size of {largest[1]} to {largest[2]}: the model takes no larger one."
+    return (
+        "Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the dimension"
+        " to fix it."
+    )
+
+
 def _explain(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
@@ -206,11 +217,7 @@ def _explain(
             f"the trace at {shapes} is not valid for all declared sizes: it requires {conditions}"
             f"{describe_fixing_line(fixing_line)}",
             location="inputs.dynamic",
-            hint=choose_hint(
-                fixing_line,
-                "Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
-                " dimension to fix it.",
-            ),
+            hint=choose_hint(fixing_line, _range_hint(conditions)),
         )
     if "fake tensor in the exported program constant" in str(error):
         return UntraceableError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from optexport._utils.markup import escape_markdown, size_in_words, table_row
+from optexport._utils.markup import escape_markdown, size_in_words, table_row, times_as_fast
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
@@ -78,7 +78,7 @@ def _artifact_list(artifacts: Mapping[str, str]) -> str:
 
 def _file_rows(manifest: Manifest, measured: Measured) -> Iterator[str]:
     gains = {
-        record.format: f"{record.speedup:.2f} times as fast ({record.ms:.3g} ms per call)" for record in measured.gain
+        record.format: f"{times_as_fast(record.speedup)} ({record.ms:.3g} ms per call)" for record in measured.gain
     }
     for artifact in manifest.artifacts:
         precision = "" if artifact.precision is None else f" ({artifact.precision.precision})"

@@ -286,3 +286,10 @@ def test_tracking_failure_exits_with_7_and_a_valid_bundle(call: Caller, tmp_path
     assert "Error: tracking.uri: databricks://nowhere" in result.stderr
     assert "Traceback" not in result.stderr
     assert CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model")]).exit_code == 0
+
+
+def test_a_named_axis_without_a_range_is_mentioned(tmp_path: Path) -> None:
+    inputs = 'tensors.x.shape = ["batch", "columns", 4]\ndynamic.columns = [2, 9]'
+    done = Caller(tmp_path)("run", config(inputs=inputs))
+    assert done.exit_code == 0, done.stderr
+    assert "Dynamic axes columns 2 to 9\n  batch is fixed at 2: it has no range in inputs.dynamic\n" in done.stdout

@@ -61,6 +61,15 @@ def test_texts_give_the_logits_of_the_model_and_its_tokenizer(moved: Path, file_
     np.testing.assert_allclose(logits, expected.numpy(), atol=1e-6)
 
 
+def test_a_text_that_is_cut_is_reported(moved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bundle = Bundle.load(moved)
+    assert bundle.preprocess(TEXTS[0])["input_ids"].shape[1] < 16
+    assert caplog.messages == []
+    assert bundle.preprocess(" ".join([TEXTS[0]] * 20))["input_ids"].shape[1] == 16
+    (message,) = caplog.messages
+    assert message.endswith("tokens and is cut to 16, the longest that was checked.")
+
+
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_padding_changes_no_row(moved: Path, file_format: str) -> None:
     bundle = Bundle.load(moved, file_format)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import BertForMaskedLM
+from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from optexport.config.schema import Config, ModelConfig
 from optexport.errors import ConfigError, SourceError
@@ -123,6 +123,18 @@ def test_task_without_a_head_in_the_checkpoint_is_refused(tiny_bert: Path) -> No
 def test_error_about_a_wrong_task_names_the_class_of_the_config(tiny_bert: Path) -> None:
     with pytest.raises(SourceError, match="Check the folder and model.task. The config.json names BertModel."):
         load("tiny-bert", tiny_bert.parent, task="image-classification")
+
+
+def test_head_of_another_task_is_refused(tmp_path: Path) -> None:
+    """All weights fit a token classifier, whose results would mean nothing."""
+    models.model("bert").config.save_pretrained(tmp_path / "classifier")
+    classifier = BertForSequenceClassification(models.model("bert").config)
+    classifier.save_pretrained(tmp_path / "classifier")
+    assert type(load("classifier", tmp_path).model) is BertForSequenceClassification
+    assert load("classifier", tmp_path, task="feature-extraction").model is not None
+    message = "the head of BertForSequenceClassification was trained for another task than that of BertForToken"
+    with pytest.raises(SourceError, match=message):
+        load("classifier", tmp_path, task="token-classification")
 
 
 def test_checkpoint_with_a_missing_weight_is_refused(tiny_bert: Path, tmp_path: Path) -> None:

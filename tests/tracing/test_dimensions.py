@@ -56,7 +56,7 @@ def test_declared_range_refused_by_the_model_is_named() -> None:
     fits = {"x": {0: batch, 1: Dim("sequence", 2, 7)}}
     graph_module = symbolic_trace(model, example_inputs={"x": x}, dynamic=fits)
     assert outputs(graph_module, torch.randn(3, 7, 4))[0].shape == (3, 7, 4)
-    with pytest.raises(TraceError, match="sequence"):
+    with pytest.raises(TraceError, match="Set the largest size of sequence to 7: the model takes no larger one."):
         symbolic_trace(model, example_inputs={"x": x}, dynamic={"x": {0: batch, 1: Dim("sequence", 2, 512)}})
 
 

@@ -168,6 +168,13 @@ def test_an_unusable_plugin_is_explained(tmp_path: Path) -> None:
     assert message.endswith("Install it, or put not_there.py into the folder of the config.")
 
 
+def test_a_module_with_the_placeholder_of_init_is_explained(tmp_path: Path) -> None:
+    name = plugin(tmp_path, "from MODULE import Model")
+    assert refusal(f"{name}:Mine", tmp_path).endswith(
+        f"Replace MODULE in {name}.py by the module of the model's class."
+    )
+
+
 @pytest.mark.parametrize("value", ["number", "made"])
 def test_a_plugin_that_is_not_a_class_is_explained(value: str, tmp_path: Path) -> None:
     name = plugin(tmp_path, PLUGIN)

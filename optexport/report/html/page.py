@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from optexport._utils import atomic_dir, signals
-from optexport._utils.markup import size_in_words
+from optexport._utils.markup import size_in_words, times_as_fast
 from optexport.bundle import digest_json, parts
 from optexport.bundle.digests import sha256
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT
@@ -109,6 +109,7 @@ def _environment() -> jinja2.Environment:
         "number": _number,
         "percent": _percent,
         "bytes": size_in_words,
+        "times_as_fast": times_as_fast,
         "cell_text": cell_text,
         "beside_minimum": _beside_minimum,
     }
