@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ def test_equal_constants_of_different_types_are_distinct(first: Any, second: Any
 @pytest.mark.slow
 def test_infinite_constant_is_a_string_in_the_manifest(tmp_path: Path) -> None:
     result = quick(randomise(Asking()), {"x": X, "limit": math.inf}, tmp_path / "bundle")
-    assert result.manifest.constants == {"limit": "inf"}
+    assert result.manifest.constants == {"times": 1, "limit": "inf"}
 
 
 @pytest.mark.slow
@@ -100,3 +101,19 @@ def test_output_size_fixed_by_the_model_is_in_the_manifest(tmp_path: Path) -> No
 
     result = quick(randomise(Returning()), {"x": X}, tmp_path / "bundle")
     assert [output.shape for output in result.manifest.outputs] == [["batch", 3], ["batch", 4], ["batch", 8]]
+
+
+class Scales(nn.Module):
+    def forward(self, x: torch.Tensor, scale: float = 1.5, mode: str = "plain", *, twice: bool = False) -> torch.Tensor:
+        return x * scale
+
+
+def test_number_that_is_left_at_its_default_is_a_constant_of_the_files(tmp_path: Path) -> None:
+    result = quick(Scales().eval(), {"x": torch.randn(3, 4)}, tmp_path / "out", formats="onnx")
+    assert result.manifest.constants == {"scale": 1.5}
+    assert "\nConstants scale = 1.5\n" in result.summary()
+    bundle = Bundle.load(result.output)
+    x = np.ones((2, 4), np.float32)
+    assert (bundle(x=x, scale=1.5)["output"] == 1.5).all()
+    with pytest.raises(ConfigError, match="scale"):
+        bundle(x=x, scale=2.0)

@@ -41,7 +41,7 @@ from optexport.loading import (
 from optexport.runtime.untrusted import archives
 from optexport.signature import program_arguments
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
-from optexport.signature.signature import as_arguments
+from optexport.signature.signature import as_arguments, call_signature
 from optexport.tracing import dynamo_exporter, script_conversion
 from optexport.tracing.module_reconstruction import unlift
 
@@ -101,13 +101,14 @@ class Loaded:
         if isinstance(model, torch.jit.ScriptModule):
             args, kwargs = ((), dict(tensors)) if arguments is None else arguments.fill(as_arguments(tensors))
             converted = script_conversion.convert(model, args, kwargs)
+        constants = {} if isinstance(model, torch.jit.ScriptModule) else _numbers_left_out(model, tensors)
         if arguments is None:
-            return replace(self, converted=converted)
+            return replace(self, converted=converted, constants=constants)
         return replace(
             self,
             model=take_flat_tensors(model, arguments),
             converted=None if converted is None else take_flat_tensors(converted, arguments),
-            constants=arguments.constants,
+            constants={**constants, **arguments.constants},
         )
 
     def with_constants(self, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> Loaded:
@@ -228,6 +229,21 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
+
+
+def _numbers_left_out(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Constant]:
+    """Returns the arguments of ``forward`` that have a number as their default: the files compute with it.
+
+    A model of transformers has many such options, which its users do not pass.
+    """
+    if hasattr(model, "main_input_name"):
+        return {}
+    given = {name.partition(".")[0] for name in tensors}
+    return {
+        name: parameter.default
+        for name, parameter in call_signature(model).parameters.items()
+        if name not in given and type(parameter.default) in (int, float)
+    }
 
 
 def _depends_on_training(module: nn.Module) -> bool:

@@ -78,6 +78,9 @@ def _show_signature(manifest: Manifest, console: Console) -> None:
         _print(
             console, f"  values of {name} {'add up to' if values.adds_up else 'index'} {' and '.join(values.indexes)}"
         )
+    if manifest.constants:
+        constants = "; ".join(f"{name} = {on_one_line(str(value))}" for name, value in manifest.constants.items())
+        console.print(f"[bold]Constants[/] {escape(constants)}", soft_wrap=True, highlight=False)
     for axis in manifest.fixed_axes:
         _print(console, f"  fixed by the model: {axis}")
     if manifest.is_strict_trace:
