@@ -36,10 +36,10 @@ def check_extra(extra: str, location: str, alternative: str | None = None) -> No
     Raises:
         ConfigError: A package is missing.
     """
-    for module in _MODULES[extra]:
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f'the extra "{extra}" is not installed ({module} is missing)',
-                location=location,
-                hint="\n".join(filter(None, [how_to_install(extra), alternative])),
-            )
+    if missing := [module for module in _MODULES[extra] if importlib.util.find_spec(module) is None]:
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        raise ConfigError(
+            f'the extra "{extra}" is not installed ({names})',
+            location=location,
+            hint="\n".join(filter(None, [how_to_install(extra), alternative])),
+        )

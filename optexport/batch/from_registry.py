@@ -67,7 +67,7 @@ def write_configs(template: Path, filter_text: str) -> RegistryBatch:
         TrackingError: The store cannot be reached.
     """
     text = toml_file.read(template)
-    store = parse_config(_fill(text, Version("name", "1")), template).tracking.uri
+    store = parse_config(_fill(text, Version("name", "1")), template).tracking.store
     document = tomllib.loads(text)
     for table, key in (("model", "source"), ("export", "output")):
         if not all(word in document.get(table, {}).get(key, "") for word in (NAME, VERSION)):

@@ -301,7 +301,7 @@ def _track(result: TaskResult, output: Path, config: Config, folder: Path) -> Ta
     if not config.tracking.enabled or result.exit_code:
         return result
     try:
-        uri = resolved_uri(config.tracking.uri, folder)
+        uri = resolved_uri(config.tracking.store, folder)
         logged = [log_locked(bundle, uri, config.tracking.experiment, folder) for bundle in read_bundles(output)]
     except TrackingError as error:
         return replace(result, exit_code=error.exit_code, error=str(error))

@@ -95,8 +95,8 @@ class GainRecord(_Record):
 
     Attributes:
         format: The format of the file.
-        ms: The median time of a call of the file, in milliseconds.
-        original_ms: The median time of a call of the original model, in milliseconds.
+        ms: The time of the fastest call of the file, in milliseconds.
+        original_ms: The time of the fastest call of the original model, in milliseconds.
     """
 
     format: str

@@ -35,6 +35,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+_DEFAULT_URI = '# uri = "http://127.0.0.1:5000"  # by default MLFLOW_TRACKING_URI, or sqlite:///mlflow.db'
 _TUNE = ["# Searches for faster rules and format passes.", "[tune]", 'budget = "5m"', ""]
 
 
@@ -63,7 +64,7 @@ class Choices:
     data: str | None = None
     rules: Sequence[str] = PRESET
     is_tuned: bool = False
-    uri: str = "sqlite:///mlflow.db"
+    uri: str | None = None
     experiment: str | None = None
     is_tracked: bool = True
     guesses: bool = True
@@ -108,10 +109,10 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         '# layout = "triton"  # arranges the files as a model repository of Triton Inference Server',
         "",
         *(_TUNE if choices.is_tuned else []),
-        "# The MLflow store: this file, or the URL of an MLflow server.",
+        "# The MLflow store: the URL of a server, or a local database.",
         "[tracking]",
         *([] if choices.is_tracked else ["enabled = false"]),
-        f"uri = {quoted(choices.uri)}",
+        f"uri = {quoted(choices.uri)}" if choices.uri else _DEFAULT_URI,
         f"experiment = {quoted(name if choices.experiment is None else choices.experiment)}",
     ]
     return "\n".join(lines) + "\n"

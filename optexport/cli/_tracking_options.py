@@ -58,7 +58,7 @@ def choose_store(option: str | None, config_path: Path | None, config: Config | 
     if option is None and config_path is not None and config is not None:
         from optexport.tracking.store import resolved_uri
 
-        return resolved_uri(config.tracking.uri, config_path.parent)
+        return resolved_uri(config.tracking.store, config_path.parent)
     from optexport.config import tracking_uri
 
     try:

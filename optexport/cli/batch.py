@@ -201,7 +201,7 @@ def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
     from optexport.tracking.batch import batch_run
     from optexport.tracking.store import resolved_uri
 
-    stores = {resolved_uri(task.config.tracking.uri, task.path.parent) for task in tracked if task.config is not None}
+    stores = {resolved_uri(task.config.tracking.store, task.path.parent) for task in tracked if task.config is not None}
     first = tracked[0]
     assert first.config is not None
     if len(stores) > 1:

@@ -123,7 +123,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     help="A rule of optexport transformations, instead of the default rules. May be repeated.",
 )
 @pipeline_options
-@click.option("--uri", help="The MLflow store, such as http://127.0.0.1:5000 (default: sqlite:///mlflow.db).")
+@click.option("--uri", help="The MLflow store (default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db).")
 @click.option("--experiment", help="The MLflow experiment (default: the name of the model).")
 @click.option("--no-tracking", is_flag=True, help="Do not track the run in MLflow.")
 @click.option(
@@ -186,7 +186,7 @@ def export(
             data=None if data is None else _relative(data.expanduser(), path),
             rules=_choose_rules(rules, without),
             is_tuned=tune,
-            uri=_relative_uri("sqlite:///mlflow.db" if uri is None else uri, path),
+            uri=_choose_uri(uri, path),
             experiment=name if experiment is None else experiment,
             is_tracked=not no_tracking,
             guesses=False,
@@ -233,6 +233,15 @@ def export(
 def _relative(path: Path, config: Path) -> str:
     """Returns a path of the command line as it is written in a config."""
     return str(path) if config.parent == Path() or path.is_absolute() else os.path.relpath(path, config.parent)
+
+
+def _choose_uri(option: str | None, config: Path) -> str | None:
+    """Returns the URI for a config; None leaves the choice to the environment."""
+    from optexport.config.tracking_uri import find_environment_uri
+
+    if option is None and find_environment_uri() is not None:
+        return None
+    return _relative_uri(option or "sqlite:///mlflow.db", config)
 
 
 def _relative_uri(uri: str, config: Path) -> str:

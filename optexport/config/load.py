@@ -65,7 +65,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     for check in (check_source, check_source_keys):
         mistakes.collect(check, config, path)
     if config.tracking.enabled:
-        mistakes.collect(check_database_folder, config.tracking.uri, path)
+        mistakes.collect(check_database_folder, config.tracking.store, path)
     is_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     mistakes.collect(check_inputs, config.inputs, is_program=is_program, location=str(path))
     mistakes.collect(check_tolerance, config, without, str(path))

@@ -22,7 +22,7 @@ from optexport.config.inputs import InputsConfig
 from optexport.config.metrics import MetricGates
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
-from optexport.config.tracking_uri import check_uri
+from optexport.config.tracking_uri import check_uri, find_environment_uri
 from optexport.config.validation import InvalidValueError, Table, check_finite, show_value
 from optexport.errors import did_you_mean
 from optexport.runtime.devices import Device
@@ -243,13 +243,23 @@ class TrackingConfig(Table):
 
     Attributes:
         enabled: Whether the run is tracked.
-        uri: The tracking URI of MLflow; a relative path starts at the config.
+        uri: The tracking URI of MLflow; a relative path starts at the config. By default ``MLFLOW_TRACKING_URI``, or
+            ``sqlite:///mlflow.db`` if that is not set.
         experiment: The name of the experiment.
     """
 
     enabled: bool = True
-    uri: Annotated[str, AfterValidator(check_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
+    uri: Annotated[str, AfterValidator(check_uri), Field(min_length=1)] | None = None
     experiment: str = Field(default="optexport", min_length=1, max_length=500)
+
+    @property
+    def store(self) -> str:
+        """The URI of the config, of the environment, or of a database next to the config.
+
+        Raises:
+            ConfigError: The URI of the environment is invalid.
+        """
+        return self.uri or find_environment_uri() or "sqlite:///mlflow.db"
 
 
 class Config(Table):

@@ -173,7 +173,7 @@ def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
 def _raise_differences(differences: list[str], path: Path) -> None:
     if differences:
         raise ConfigError(
-            "the lock does not match this environment",
+            "the lock no longer matches",
             location=lock_path(path).name,
             details="\n".join(differences),
             hint=_HINT.format(path),

@@ -19,7 +19,7 @@ def portable_config(config: Config) -> dict[str, Any]:
         value = document[table].get(key)
         if value is not None and Path(value).is_absolute():
             document[table][key] = Path(value).name
-    if document["tracking"]["uri"].startswith("sqlite:////"):
+    if document["tracking"].get("uri", "").startswith("sqlite:////"):
         document["tracking"]["uri"] = f"sqlite:///{Path(document['tracking']['uri']).name}"
     return document
 

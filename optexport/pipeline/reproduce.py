@@ -87,7 +87,7 @@ def _set_tracking_uri(config: Config, bundle: Path, folder: Path) -> Config:
     raise ConfigError(
         f"the model is {config.model.source}, but the environment does not set an MLflow server for it",
         location=str(bundle),
-        hint=f"Set MLFLOW_TRACKING_URI. The config of the bundle has {config.tracking.uri}.",
+        hint=f"Set MLFLOW_TRACKING_URI. The config of the bundle has {config.tracking.uri or 'no tracking.uri'}.",
     )
 
 

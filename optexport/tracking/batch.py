@@ -49,12 +49,12 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
     run = BatchRun()
     client: Any = None
     try:
-        client = store.open_store(config.uri, path.parent)
+        client = store.open_store(config.store, path.parent)
         experiment = store.experiment_id(client, config.experiment, path.parent)
         run.run_id = new_run(client, experiment, "batch", {})
         client.log_param(run.run_id, "configs", size)
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
-        run.failure = store.failure(error, config.uri, "The runs of the bundles are tracked anyway.")
+        run.failure = store.failure(error, config.store, "The runs of the bundles are tracked anyway.")
     if run.run_id is not None:
         os.environ[PARENT_VARIABLE] = run.run_id
     try:
@@ -76,7 +76,7 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         else:
             end_failed(client, run.run_id, run.reason)
     except Exception as error:
-        run.failure = run.failure or store.failure(error, config.uri, "The runs of the bundles are complete.")
+        run.failure = run.failure or store.failure(error, config.store, "The runs of the bundles are complete.")
 
 
 def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:
@@ -91,7 +91,7 @@ def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str,
         TrackingError: The store cannot be reached.
     """
     try:
-        client = store.open_store(config.uri, path.parent)
+        client = store.open_store(config.store, path.parent)
         experiment = client.get_experiment_by_name(config.experiment)
         if experiment is None:
             return []
@@ -103,4 +103,4 @@ def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str,
             client.set_tag(run_id, DESCRIPTION_TAG, describe_failure(redact_error(reason), status))
         return run_ids
     except Exception as error:
-        raise store.failure(error, config.uri, "The MLflow run of the attempt may stay RUNNING.") from error
+        raise store.failure(error, config.store, "The MLflow run of the attempt may stay RUNNING.") from error

@@ -31,7 +31,7 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: P
         )
     mlflow = import_mlflow()
     try:
-        open_store(tracking.uri, folder)
+        open_store(tracking.store, folder)
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(location)))
         loaded = mlflow.models.Model.load(str(local)).flavors
         flavors = {str(name): dict(flavor or {}) for name, flavor in dict(loaded).items()}

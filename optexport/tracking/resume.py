@@ -18,7 +18,7 @@ from optexport.tracking.plausibility import check_plausible
 from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run import REASON_TAG, end_failed, new_run, reason_of, status_of
 from optexport.tracking.run_lookup import find_run
-from optexport.tracking.upload import register_model, send_bundle
+from optexport.tracking.upload import register_model, send_bundle, send_signature
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def log_locked(folder: Path, uri: str, experiment: str | None, location: Path) -
         experiment_id = store.experiment_id(client, experiment or bundle.settings.tracking.experiment, location)
         run = find_run(client, experiment_id, bundle)
         if run is not None and run.info.status == "FINISHED":
+            is_signed_later = send_signature(client, run.info.run_id, folder)
             registered = register_model(client, run.info.run_id, payload)
-            return _logged(client, run.info.run_id, True, registered)
+            return _logged(client, run.info.run_id, not is_signed_later, registered)
         if run is None:
             run_id = _start(client, experiment_id, bundle)
         else:

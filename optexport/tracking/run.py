@@ -68,7 +68,7 @@ class Tracker:
 
         def action() -> None:
             folder = Path.cwd() if self._path is None else self._path.parent
-            self._client = store.open_store(self._config.uri, folder)
+            self._client = store.open_store(self._config.store, folder)
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
             names = [self._bundle.parent.name] if "part" in tags else []
             self.run_id = new_run(self._client, experiment, " ".join([*names, self._bundle.name]), tags)
@@ -123,7 +123,7 @@ class Tracker:
             interrupt.add_note(str(error))  # otherwise the user never reads why the check failed
             raise
         except Exception as problem:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
-            cause = store.failure(problem, self._config.uri, "")
+            cause = store.failure(problem, self._config.store, "")
             error.add_detail(f"The MLflow run lacks files of this failure: {cause.message}")
 
     def _guarded(self, action: Callable[[], object]) -> None:
@@ -133,7 +133,7 @@ class Tracker:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
             hint = f"The bundle on disk is complete. {store.retry_condition(error)}, run: {self._upload_command()}"
-            self.failure = store.failure(error, self._config.uri, hint)
+            self.failure = store.failure(error, self._config.store, hint)
 
     @contextlib.contextmanager
     def _upload_note(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class Tracker:
 
     def _upload_command(self) -> str:
         has_config = self._path is not None and self._path.exists()
-        where = ["--config", str(self._path)] if has_config else ["--uri", redact(self._config.uri)]
+        where = ["--config", str(self._path)] if has_config else ["--uri", redact(self._config.store)]
         return shlex.join(["optexport", "upload", str(self._bundle), *where])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle import digests
-from optexport.bundle.layout import SCRIPT
+from optexport.bundle.layout import SCRIPT, SIGNED
 from optexport.errors import BundleError, CheckError
 from optexport.tracking import upload_check
 from optexport.tracking.bundle_record import BUNDLE, BundleRecord
@@ -89,6 +89,15 @@ def _send_folder(client: Any, run_id: str, folder: Path, target: str) -> None:
     """Sends the files of a folder, and checks that the store has them."""
     client.log_artifacts(run_id, str(folder), target or None)
     upload_check.check_upload(lambda path: client.list_artifacts(run_id, path), folder, target)
+
+
+def send_signature(client: Any, run_id: str, folder: Path) -> bool:
+    """Sends the files of a signature that was made after the upload; returns whether there were any."""
+    stored = {file.path for file in client.list_artifacts(run_id, BUNDLE)}
+    missing = [name for name in SIGNED if (folder / name).is_file() and f"{BUNDLE}/{name}" not in stored]
+    for name in missing:
+        client.log_artifact(run_id, str(folder / name), BUNDLE)
+    return bool(missing)
 
 
 def _check_unchanged(bundle: BundleRecord) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from optexport.config.schema import TrackingConfig
 from optexport.config.tracking_uri import check_uri
+from optexport.errors import ConfigError
 
 URIS = [
     "sqlite:///mlflow.db",
@@ -129,3 +131,15 @@ def test_store_of_a_package_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert check_uri("sqlites:///x") == "sqlites:///x"
     with pytest.raises(ValueError, match="no tracking store"):
         check_uri("sqlitez:///x")
+
+
+def test_environment_names_the_store_unless_the_config_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in CI logged into a database that was thrown away with the job."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert TrackingConfig().store == "sqlite:///mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5057")
+    assert TrackingConfig().store == "http://127.0.0.1:5057"
+    assert TrackingConfig(uri="sqlite:///mine.db").store == "sqlite:///mine.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "SQLite:///x.db")
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"):
+        _ = TrackingConfig().store

@@ -48,7 +48,7 @@ def test_a_slow_model_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_measured(tmp_path / "bundle").gain == []
 
 
-def test_medians_are_of_equal_numbers_of_turns() -> None:
+def test_every_call_has_as_many_turns() -> None:
     calls: list[str] = []
     seconds = gain._time_in_turns([lambda: calls.append("a"), lambda: calls.append("b")], end=float("inf"))
     assert seconds is not None

@@ -65,6 +65,19 @@ def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> 
     assert mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(batch)["hidden"].shape == (3, 7, 8)
 
 
+def test_a_signature_that_is_made_later_is_added(tmp_path: Path) -> None:
+    """The upload said "already uploaded", and MLflow had no signature."""
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    first = log_bundle(target, uri)
+    private, public = signed.pair(tmp_path)
+    sign(target, private)
+    second = log_bundle(target, uri)
+    assert (second.run_id, second.before) == (first.run_id, False)
+    assert log_bundle(target, uri).before
+    copy = mlflow.artifacts.download_artifacts(run_id=first.run_id, artifact_path="bundle", tracking_uri=uri)
+    assert check(Path(copy), public)
+
+
 @pytest.mark.slow
 def test_a_signed_bundle_is_uploaded_with_its_signature(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
