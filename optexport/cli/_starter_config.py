@@ -112,7 +112,7 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         "# The MLflow store: the URL of a server, or a local database.",
         "[tracking]",
         *([] if choices.is_tracked else ["enabled = false"]),
-        f"uri = {quoted(choices.uri)}" if choices.uri else _DEFAULT_URI,
+        f"uri = {quoted(choices.uri)}" if choices.uri is not None else _DEFAULT_URI,
         f"experiment = {quoted(name if choices.experiment is None else choices.experiment)}",
     ]
     return "\n".join(lines) + "\n"

@@ -239,9 +239,9 @@ def _choose_uri(option: str | None, config: Path) -> str | None:
     """Returns the URI for a config; None leaves the choice to the environment."""
     from optexport.config.tracking_uri import find_environment_uri
 
-    if option is None and find_environment_uri() is not None:
-        return None
-    return _relative_uri(option or "sqlite:///mlflow.db", config)
+    if option is not None:
+        return _relative_uri(option, config)
+    return None if find_environment_uri() else _relative_uri("sqlite:///mlflow.db", config)
 
 
 def _relative_uri(uri: str, config: Path) -> str:
