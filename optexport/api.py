@@ -84,8 +84,8 @@ def export(  # noqa: PLR0913 - options of the public API
             of tensors. Constants become part of the exported model. The first tensor of ``states=(h, c)`` is named
             ``states.0``. A list has several batches: the first is traced, and all are checked.
         output: The bundle's folder; an existing bundle is replaced.
-        transformations: One or more transformations or names of rules, in the order of application; by default the
-            preset.
+        transformations: One or more transformations or names of rules, in the order of application; by default
+            "preset". ``["preset", MyRule()]`` adds a rule to the preset.
         formats: Any of "torchscript", "onnx" and "pt2".
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.

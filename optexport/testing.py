@@ -245,7 +245,7 @@ def check_applied(
         scale: See `check_laws`.
     """
     _, report = run(rule, copy_sharing_modules(graph_module))
-    assert len(report.changes) == count, report
+    assert len(report.changes) == count, f"expected {count} matches, found {len(report.changes)}: {report}"
     check_laws(rule, graph_module, inputs, exact=exact, scale=scale)
     return report
 

@@ -12,6 +12,8 @@ import pytest
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 import optexport
+from optexport.pipeline.api_arguments import name_rules
+from optexport.transformations.registry import PRESET
 from tests._helpers import exports, inputs, models, stores
 
 
@@ -119,3 +121,8 @@ def test_names_are_listed_for_completion_and_help_without_torch() -> None:
     assert {*optexport.__all__, "errors", "testing", "transformations"} == set(names.split())
     assert ">>> result = optexport.export(" in "\n".join(document)
     assert imports_torch == "False"
+
+
+def test_a_rule_may_be_added_to_the_preset() -> None:
+    names = [rule.name for rule in name_rules(["preset", optexport.transformations.FuseAttention()])]
+    assert names == [*PRESET, "fuse-attention"]

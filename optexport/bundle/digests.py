@@ -56,7 +56,8 @@ def read_structure(folder: Path) -> Manifest:
     """
     atomic_dir.recover(folder)
     if not folder.is_dir():
-        raise ConfigError("the folder does not exist", location=str(folder), hint="Give the folder of a bundle.")
+        problem = "a file, not the folder of a bundle" if folder.is_file() else "the folder does not exist"
+        raise ConfigError(problem, location=str(folder), hint="Give the folder of a bundle.")
     check_utf8(folder)
     if not (folder / MANIFEST).is_file():
         manifests = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()

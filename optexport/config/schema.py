@@ -115,11 +115,14 @@ class ProcessingConfig(Table):
         return self
 
 
+_PRESET = "preset"
+
+
 class TransformationConfig(BaseModel):
     """``[[transformations]]``: a rule or a plugin; other keys are its options.
 
     Attributes:
-        use: A rule of ``optexport transformations``, or ``python:module:Class``.
+        use: A rule of ``optexport transformations``, ``python:module:Class``, or ``preset`` for the default rules.
         min_matches: The smallest number of matches of the rule; the run fails if there are fewer.
         formats: The formats that the rule is applied for; by default all.
     """
@@ -281,10 +284,13 @@ class Config(Table):
     registering: RegisterConfig | None = Field(default=None, alias="register")
 
     def rules(self) -> list[TransformationConfig]:
-        """Returns the transformations to apply: the configured ones, or the preset."""
-        if self.transformations is None:
-            return [TransformationConfig(use=name) for name in registry.PRESET]
-        return list(self.transformations)
+        """Returns the transformations to apply; by default, and in place of ``use = "preset"``, those of the preset."""
+        listed = [TransformationConfig(use=_PRESET)] if self.transformations is None else self.transformations
+        return [
+            rule.model_copy(update={"use": name})
+            for rule in listed
+            for name in (registry.PRESET if rule.use == _PRESET else [rule.use])
+        ]
 
     def output_path(self, folder: Path) -> Path:
         """Returns the bundle's folder, for a config file in ``folder``."""

@@ -66,7 +66,11 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     array, dtype = np.asarray(value), numpy_dtype(spec)
     are_integers = array.dtype.kind in "iub" and dtype.kind in "iu"
     if not (array.dtype.kind == dtype.kind or are_integers) or not np.can_cast(array.dtype, dtype, "safe"):
-        raise ConfigError(f"expected dtype {spec.dtype}, found {array.dtype}", location=spec.name)
+        raise ConfigError(
+            f"expected dtype {spec.dtype}, found {array.dtype}",
+            location=spec.name,
+            hint=f'Convert it, for example with numpy: {spec.name}.astype("{dtype}").',
+        )
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
         raise ConfigError(f"expected shape [{shape}], found {list(array.shape)}", location=spec.name)

@@ -39,7 +39,7 @@ def name_rules(transformations: Rules | None) -> tuple[NamedRule, ...]:
     """Returns transformations with the names that reports use; by default the preset.
 
     Args:
-        transformations: Transformations, or names of rules as in a config.
+        transformations: Transformations, or names of rules as in a config; "preset" stands for the rules of the preset.
 
     Raises:
         ConfigError: A value is not a transformation, or there is no rule with a name.
@@ -48,20 +48,22 @@ def name_rules(transformations: Rules | None) -> tuple[NamedRule, ...]:
         return load_preset()
     value: Any = transformations  # a common mistake is a class without parentheses
     instances = [*value] if isinstance(value, Iterable) and not isinstance(value, str | type) else [value]
-    return tuple(_name_rule(instance) for instance in instances)
+    return tuple(rule for instance in instances for rule in _name_rule(instance))
 
 
-def _name_rule(value: Any) -> NamedRule:
+def _name_rule(value: Any) -> tuple[NamedRule, ...]:
     if isinstance(value, str):
+        if value == "preset":
+            return load_preset()
         registry.check(value, {}, "transformations")
-        return load_rule(registry.canonical_name(value) or value)
+        return (load_rule(registry.canonical_name(value) or value),)
     if not isinstance(value, Transformation):
         raise ConfigError(
             f"{value!r} is not a transformation",
             location="transformations",
             hint='Pass instances, such as optexport.transformations.MergeLinears(), or names, such as "merge-linears".',
         )
-    return NamedRule.of(value)[0]
+    return NamedRule.of(value)[:1]
 
 
 def as_list(formats: Any) -> Any:

@@ -30,7 +30,8 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         for trial in outcome.trials:
             speedup = "" if trial.comparison is None else _speedup_text(trial.comparison)
             table.add_row(outcome.format, escape(trial.change), speedup, escape(_result_text(outcome, trial)))
-    console.print(table)
+    if table.rows:
+        console.print(table)
     for outcome in outcomes:
         if outcome.measure != AS_CONFIGURED:
             text = f"[bold red]{outcome.format}: the configured candidate was rejected; speedups are over"

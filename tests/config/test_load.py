@@ -183,6 +183,14 @@ def test_config_with_only_a_source_uses_defaults(tmp_path: Path) -> None:
     assert config.tracking.enabled
 
 
+def test_preset_may_stand_among_other_rules(tmp_path: Path) -> None:
+    rules_text = 'transformations = [{ use = "preset", formats = ["onnx"] }, { use = "fuse-attention" }]'
+    text = f"{rules_text}\n{MODEL}"
+    rules = parse_config(text, tmp_path / "config.toml").rules()
+    assert [rule.use for rule in rules] == [*PRESET, "fuse-attention"]
+    assert [rule.formats for rule in rules] == [*([["onnx"]] * len(PRESET)), None]
+
+
 def test_empty_rule_list_disables_the_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("transformations = []\n" + MODEL, encoding="utf-8")
     assert load_config(tmp_path / "mine.toml").rules() == []

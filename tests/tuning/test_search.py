@@ -177,6 +177,12 @@ def test_few_faster_candidates_are_combined(world: Callable[..., World]) -> None
     assert outcome.chosen.passes == _PASSES[:2]
 
 
+def test_small_gain_that_is_certain_is_taken(world: Callable[..., World]) -> None:
+    speed = {_PASSES[0]: 1.3, _PASSES[1]: 1.008}
+    outcome = world(speed, rules=0, noise=1e-4, broken=frozenset(_PASSES[2:])).search()
+    assert outcome.chosen.passes == _PASSES[:2]
+
+
 def test_noisy_machine_keeps_the_configured_candidate(world: Callable[..., World]) -> None:
     outcome = world({0: 1.02, 1: 0.98}, noise=0.5).search()
     assert outcome.chosen.change == "as configured"
