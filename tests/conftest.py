@@ -61,6 +61,11 @@ def _folder_of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_store_of_another_test() -> None:
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # mlflow sets it when a test names a store
+
+
+@pytest.fixture(autouse=True)
 def _same_random_numbers() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

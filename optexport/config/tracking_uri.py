@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from optexport.config.validation import InvalidValueError
 from optexport.errors import ConfigError, did_you_mean
 
-_VARIABLE = "MLFLOW_TRACKING_URI"
+ENVIRONMENT_URI = "MLFLOW_TRACKING_URI"
 # Stores of MLflow itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 _FILES = ("sqlite", "file")
@@ -79,11 +79,11 @@ def find_environment_uri() -> str | None:
     Raises:
         ConfigError: `check_uri` refuses the URI.
     """
-    uri = os.environ.get(_VARIABLE)
+    uri = os.environ.get(ENVIRONMENT_URI)
     try:
         return check_uri(uri) if uri else None
     except InvalidValueError as error:
-        raise ConfigError(error.message, location=_VARIABLE, hint=error.hint) from error
+        raise ConfigError(error.message, location=ENVIRONMENT_URI, hint=error.hint) from error
 
 
 def check_database_folder(uri: str, path: Path) -> None:

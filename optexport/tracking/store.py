@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from optexport._utils import telemetry
 from optexport._utils.atomic_dir import locked
+from optexport.config.tracking_uri import ENVIRONMENT_URI
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.redaction import keep_secret, redact
 
@@ -153,12 +154,22 @@ def open_store(uri: str, folder: Path) -> Any:
     if uri.startswith("postgresql"):
         _limit_postgresql()
     _check_database(uri)
-    mlflow.set_tracking_uri(uri)
+    _set_default_store(mlflow, uri)
     if not uri.startswith(_SQLITE):
         return mlflow.MlflowClient(uri)
     with locked(_database(uri), wait=True):  # if two processes make the tables at the same time, one fails
         _make_tables(mlflow, uri)
         return mlflow.MlflowClient(uri)
+
+
+def _set_default_store(mlflow: Any, uri: str) -> None:
+    """Sets the default store, but not the environment: the next run in this process would take that for its user's."""
+    before = os.environ.get(ENVIRONMENT_URI)
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop(ENVIRONMENT_URI, None)
+    else:
+        os.environ[ENVIRONMENT_URI] = before
 
 
 def check_not_new(uri: str, folder: Path) -> None:

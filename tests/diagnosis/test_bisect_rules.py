@@ -130,7 +130,7 @@ def test_fold_is_compared_with_all_nodes_that_it_replaces(tmp_path: Path) -> Non
         )  # fmt: skip
     text = str(caught.value)
     assert "SpoiltFold caused the difference. It changed conv2d." in text
-    distance = float(re.search(r"First difference: batch_norm \(module norm\), ([\d.e-]+) where", text)[1])  # type: ignore[index]
+    distance = float(re.search(r"First difference: batch_norm \(module norm\), ([\d.e-]+) in float64", text)[1])  # type: ignore[index]
     assert distance < 0.2  # and not the full effect of the norm
     shown = reproduce(tmp_path / "bundle-failure")
     assert shown.returncode == 1, shown.stdout + shown.stderr

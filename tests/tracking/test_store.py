@@ -31,6 +31,19 @@ def test_a_relative_store_path_refers_to_the_config_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("before", [None, "http://127.0.0.1:9"])
+def test_opening_a_store_leaves_the_environment(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run in the process logged into the store of the run before it."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if before is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", before)
+    stores.store(tmp_path)
+    store.open_store("sqlite:///mlflow.db", tmp_path)
+    assert os.environ.get("MLFLOW_TRACKING_URI") == before
+
+
 def test_the_command_to_serve_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/other folder/mlflow.db"
     command, address = store.page(uri, "1", "abc").splitlines()
