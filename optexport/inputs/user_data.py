@@ -107,7 +107,7 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
         raise ConfigError(
             "the model has no image processor",
             location="inputs.images",
-            hint="Give its inputs with inputs.data, such as an .npz file with an array for each, or inputs.tensors instead.",
+            hint="Give its inputs with inputs.data, such as an .npz file of arrays by name, or with inputs.tensors.",
         )
     loaded = [_image(path) for path in paths]
     try:
