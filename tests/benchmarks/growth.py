@@ -40,6 +40,8 @@ def count(folder: Path, by: str) -> int:
 
 def measure(size: Size, by: str, threads: int, parent: Path | None) -> tuple[int, Watch]:
     """Exports a model; returns its parameters or nodes, and what was sampled."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         run(MAKE.format(size=size, dtype="float32"), str(folder / "model"))
