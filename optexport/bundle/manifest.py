@@ -64,6 +64,10 @@ class TensorRecord(_Record):
     dtype: str
     shape: list[Count | str]
 
+    def describe(self) -> str:
+        """Returns name, shape and dtype, such as ``x [batch, 4] float32``."""
+        return f"{self.name} [{', '.join(map(str, self.shape))}] {self.dtype}"
+
 
 class ValuesRecord(_Record):
     """Values of an input that index dynamic dimensions, from `low` to the smallest size plus `high`.

@@ -21,7 +21,7 @@ from optexport._utils.paths import as_path
 from optexport._utils.platform import is_of_memory
 from optexport._utils.size_ranges import round_up
 from optexport.bundle.digests import read_manifest
-from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
+from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest
 from optexport.errors import (
     BundleError,
     ConfigError,
@@ -99,8 +99,8 @@ class Bundle:
         lines = {
             "Bundle": str(self._folder),
             "Open file": f"{self._artifact.path} (the bundle has {', '.join(a.format for a in manifest.artifacts)})",
-            "Inputs": _tensor_texts(manifest.inputs),
-            "Outputs": _tensor_texts(manifest.outputs),
+            "Inputs": "; ".join(spec.describe() for spec in manifest.inputs),
+            "Outputs": "; ".join(spec.describe() for spec in manifest.outputs),
             "Dynamic axes": axes or "none",
             "Task": self.application.task or "none",
         }
@@ -167,7 +167,7 @@ class Bundle:
 
     @property
     def _signature(self) -> str:
-        return f"Pass {_tensor_texts(self.manifest.inputs)}."
+        return f"Pass {'; '.join(spec.describe() for spec in self.manifest.inputs)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
         """Checks that fixed sizes match, and that each dynamic size is the same everywhere and a declared multiple.
@@ -334,10 +334,6 @@ class Bundle:
                 hint="Pass one sound at a time.",
             )
         return arrays
-
-
-def _tensor_texts(specs: Sequence[TensorRecord]) -> str:
-    return "; ".join(f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in specs)
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:

@@ -149,9 +149,9 @@ class Loaded:
 # models apply them again.
 _import_settings: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
 
-# Options of a model that also apply to its tokenizer.
 # Heads whose weights have the same names and shapes in models of several tasks.
 _HEAD = re.compile(r"For(SequenceClassification|TokenClassification|MultipleChoice|QuestionAnswering)$")
+# Options of a model that also apply to its tokenizer.
 _SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
 
 

@@ -133,10 +133,6 @@ class ParityChecker:
         targets: Comparison of each target, in the order of the checks; the original comes first.
     """
 
-    def __repr__(self) -> str:
-        verdict = "passed" if all(target.passed for target in self.targets) else "failed"
-        return f"ParityChecker({verdict}, {', '.join(target.title for target in self.targets)})"
-
     def __init__(self, reference: Reference, tolerances: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
         self.reference = reference
         self.tolerances = tolerances
@@ -144,6 +140,10 @@ class ParityChecker:
         self.targets: list[TargetParity] = []
         self._results: dict[str, dict[str, Outputs | str]] = {}
         self._add(ORIGINAL, list(reference.outputs), reference)
+
+    def __repr__(self) -> str:
+        verdict = "passed" if self.passed else "failed"
+        return f"ParityChecker({verdict}, {', '.join(target.title for target in self.targets)})"
 
     @property
     def passed(self) -> bool:

@@ -63,7 +63,7 @@ def _name_rule(value: Any) -> tuple[NamedRule, ...]:
             location="transformations",
             hint='Pass instances, such as optexport.transformations.MergeLinears(), or names, such as "merge-linears".',
         )
-    return NamedRule.of(value)[:1]
+    return NamedRule.of(value)
 
 
 def as_list(formats: Any) -> Any:

@@ -17,7 +17,7 @@ SECONDS = 3.0
 ROUNDS = 9
 # A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
 # the runtime before it may still be spinning. The fastest call counts: on a busy machine the threads of a call wait for
-# each other, and a median of PyTorch's calls was a hundred times the time of an undisturbed one.
+# each other, so that a median of PyTorch's calls may be many times that of an undisturbed call.
 _TURN = 0.02
 
 _FORMATS = ("onnx", "torchscript")

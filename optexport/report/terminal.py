@@ -18,7 +18,6 @@ from optexport.bundle.manifest import (
     GateValueRecord,
     Manifest,
     PrecisionRecord,
-    TensorRecord,
 )
 from optexport.bundle.parity_records import ORIGINAL, TargetRecord
 from optexport.config.metrics import round_for_gate
@@ -68,7 +67,7 @@ def _print(console: Console, text: str) -> None:
 
 def _show_signature(manifest: Manifest, console: Console) -> None:
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
-        text = "; ".join(_tensor_text(tensor) for tensor in tensors)
+        text = "; ".join(tensor.describe() for tensor in tensors)
         console.print(f"[bold]{title}[/] {escape(on_one_line(text))}", soft_wrap=True, highlight=False)
     axes = "; ".join(f"{name} {dim.describe()}" for name, dim in manifest.dims.items())
     console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
@@ -102,10 +101,6 @@ def _unranged_axes(manifest: Manifest) -> dict[str, int]:
         for axis, size in zip(shapes.get(tensor.name, []), tensor.shape, strict=False)
         if isinstance(axis, str) and isinstance(size, int)
     }
-
-
-def _tensor_text(tensor: TensorRecord) -> str:
-    return f"{tensor.name} [{', '.join(map(str, tensor.shape))}] {tensor.dtype}"
 
 
 def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool) -> None:

@@ -16,7 +16,7 @@ from selenium.webdriver.chrome.service import Service
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "images" / "report.png"
 _WIDTH, _HEIGHT, _SCALE = 1180, 980, 1.25
-_COLORS = 128  # half the size of a picture in full color
+_COLORS = 128  # keeps the file small
 
 
 def take(report: Path, picture: Path) -> None:

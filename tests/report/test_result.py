@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 import optexport
 from tests._helpers import exports
 
@@ -47,6 +49,12 @@ def test_comparisons_have_one_line_each() -> None:
     assert texts[1] == "TargetParity(graph, passed, 2 of 2 outputs within tolerance)"
 
 
+def test_a_verification_has_one_line() -> None:
+    checked = optexport.verify(exports.exported().output)
+    assert repr(checked).startswith("ParityChecker(passed, ")
+    assert "onnx-optimized" in repr(checked)
+
+
 def test_a_bundle_describes_itself() -> None:
     result = exports.exported()
     bundle = optexport.Bundle.load(result.output)
@@ -55,6 +63,8 @@ def test_a_bundle_describes_itself() -> None:
     assert lines["Open file"] == "model.onnx (the bundle has torchscript, onnx, pt2)"
     assert lines["Dynamic axes"].startswith("batch ")
     assert [spec.name in lines["Inputs"] for spec in result.manifest.inputs] == [True] * len(result.manifest.inputs)
+    with pytest.raises(optexport.ConfigError, match="a file, not the folder of a bundle"):
+        optexport.Bundle.load(result.files["onnx"])
     html = bundle._repr_html_()
     assert html.startswith("<pre")
     assert "model.onnx" in html

@@ -118,10 +118,8 @@ def quarters(m: object, x: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [whole_axes, pytest.param(halves, marks=pytest.mark.slow), pytest.param(quarters, marks=pytest.mark.nightly)],
-)
+@pytest.mark.sample(1, 2)
+@pytest.mark.parametrize("pool", [whole_axes, halves, quarters])
 def test_windows_of_pooling_are_computed_from_sizes(pool: Function) -> None:
     model = Program(pool).eval()
     dynamic: Dynamic = {"x": {2: Dim("height", 4, 64), 3: Dim("width", 4, 64)}}
