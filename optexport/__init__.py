@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from optexport.generation.runtime import Generator as Generator
     from optexport.inference.bundle import Bundle as Bundle
     from optexport.parity.verify import verify as verify
+    from optexport.pipeline.diff import diff as diff
     from optexport.pipeline.run import run as run
     from optexport.report.result import Result as Result
     from optexport.signature.signature import Dim as Dim
+    from optexport.tracking.resume import upload as upload
 
 _ERRORS = (
     "BenchError",
@@ -66,11 +68,13 @@ _MODULES = {
     "GenerationResult": "generation.export",
     "Generator": "generation.runtime",
     "Result": "report.result",
+    "diff": "pipeline.diff",
     "export": "api",
     "export_generation": "generation.export",
     "run": "pipeline.run",
     "run_generation": "generation.run",
     "symbolic_trace": "api",
+    "upload": "tracking.resume",
     "verify": "parity.verify",
     **dict.fromkeys(_ERRORS, "errors"),
 }

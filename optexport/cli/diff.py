@@ -25,21 +25,15 @@ def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_jso
     The exit code is 0 whether or not the bundles differ, and 4 if one of them is damaged.
     """
     from optexport.cli import _html_file
-    from optexport.report import difference
+    from optexport.pipeline import diff as bundle_diff
     from optexport.report.html import page
 
     if html is not None:
         _html_file.check_target("--html", html, [bundle_a, bundle_b])
-    result = difference.compare(difference.read_side(bundle_a), difference.read_side(bundle_b))
-    if layers:
-        from optexport.diagnosis import onnx_layers
-
-        a, b = result.side_a, result.side_b
-        values = onnx_layers.compare_layers(a.folder, a.manifest, b.folder, b.manifest)
-        result = difference.with_layers(result, values.rows, values.matches, values.values)
+    result = bundle_diff.diff(bundle_a, bundle_b, layers=layers)
     if html is not None:
         _html_file.write(html, page.render_difference(result), "--html")
     if as_json:
-        print_json(difference.as_json(result))
+        print_json(result.as_json())
     else:
-        difference.show(result, console())
+        result.show(console())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +15,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from optexport.bundle.manifest import TensorRecord
-    from optexport.inference.answers import Answer
-    from optexport.inference.bundle import Arrays, Bundle
-
-# The batch size if the batch axis has no upper limit.
-_BATCH_SIZE = 16
-_MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
+    from optexport.inference.arrays import Arrays
+    from optexport.inference.bundle import Bundle
+    from optexport.inference.predictions import Query
 
 
 @click.command(
@@ -57,12 +52,12 @@ def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_forma
         raise click.UsageError(
             "no inputs: give texts or files, or --data." if data is None else "give either inputs or --data, not both."
         )
-    from optexport.inference import answers
+    from optexport.inference import answers, predictions
     from optexport.inference.bundle import Bundle
 
     loaded = Bundle.load(bundle, file_format)
-    queries = parse_arguments(loaded, inputs) if data is None else read_file(loaded, data)
-    results = predict_all(loaded, queries)
+    queries = predictions.as_queries(loaded.preprocessing, inputs) if data is None else read_file(loaded, data)
+    results = predictions.predict_all(loaded, loaded.preprocessing, queries)
     table = answers.similarities(results)
     if as_json:
         rows = [{"input": query.title, **answer} for query, answer in zip(queries, results, strict=True)]
@@ -77,55 +72,6 @@ def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_forma
         echo(line)
 
 
-@dataclass(frozen=True)
-class Query:
-    """One input of a prediction: a text, an image, a sound, or arrays.
-
-    Attributes:
-        title: The text or file for the output, or the number of the line.
-        location: The file and the line, for errors; None for an argument.
-    """
-
-    title: str
-    text: str | None = None
-    image: Path | None = None
-    sound: Path | None = None
-    arrays: Arrays | None = None
-    location: str | None = None
-
-
-def parse_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Query]:
-    """Reads arguments as texts, or as files if the model takes images or sounds.
-
-    Raises:
-        ConfigError: The model takes other inputs, or a file does not exist.
-    """
-    kinds, names = bundle.application.preprocessors, [spec.name for spec in bundle.manifest.inputs]
-    media = [medium for kind, medium in _MEDIA.items() if kind in kinds]
-    if len(media) + ("tokenizer" in kinds and "input_ids" in names) > 1:
-        raise ConfigError(
-            f"the model needs several inputs for one prediction: {', '.join(names)}",
-            location="predict",
-            hint="Use the Python API: bundle(**bundle.preprocess(texts, images, sounds)).",
-        )
-    if not media and "tokenizer" not in kinds and "input_ids" not in names:
-        reasons = "; ".join(bundle.application.missing)
-        raise ConfigError(
-            f"the bundle has no tokenizer or processor that makes {', '.join(names)} from texts or files"
-            + (f" ({reasons})" if reasons else ", because its source has none or it is a part of a generative model"),
-            location="predict",
-            hint="Give the inputs by name, with --data FILE.jsonl.",
-        )
-    if not media:
-        return [Query(text, text=text) for text in arguments]
-    for path in arguments:
-        if not Path(path).is_file():
-            raise ConfigError(f"the file does not exist (the model takes {media[0]} files)", location=path)
-    if media[0] == "image":
-        return [Query(path, image=Path(path)) for path in arguments]
-    return [Query(path, sound=Path(path)) for path in arguments]
-
-
 def read_file(bundle: Bundle, path: Path) -> list[Query]:
     """Reads a ``.jsonl`` file with a text, or one row of each input, per line.
 
@@ -134,6 +80,7 @@ def read_file(bundle: Bundle, path: Path) -> list[Query]:
     Raises:
         ConfigError: The file cannot be read, is empty, or contains an invalid line.
     """
+    from optexport.inference.predictions import Query
     from optexport.inputs.data_lines import find_texts, read_lines
 
     try:
@@ -210,51 +157,3 @@ def _as_array(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the value is not a list of {spec.dtype} numbers", location=location) from error
     raise ConfigError(f"the value is not a list of {spec.dtype} numbers", location=location)
-
-
-def predict_all(bundle: Bundle, queries: Sequence[Query]) -> list[Answer]:
-    """Returns an answer for each query, in order.
-
-    Texts and sounds run one at a time, because padding changes the results of some models despite the mask.
-
-    Raises:
-        ConfigError: An input cannot be converted, or the model does not accept it.
-    """
-    from optexport.inference.answers import answers
-
-    results: list[Answer] = []
-    for batch in _batches(bundle, queries):
-        try:
-            inputs = _preprocess(bundle, batch)
-            results += answers(bundle, inputs, bundle(**inputs))
-        except ConfigError as error:
-            if batch[0].location is None:
-                raise
-            location = f"{batch[0].location}, {error.location}"
-            raise ConfigError(error.message, location=location, hint=error.hint) from error
-    return results
-
-
-def _preprocess(bundle: Bundle, batch: Sequence[Query]) -> Arrays:
-    if batch[0].arrays is not None:
-        return batch[0].arrays
-    if batch[0].image is not None:
-        return bundle.preprocess(images=[query.image for query in batch])
-    if batch[0].sound is not None:
-        return bundle.preprocess(sounds=[query.sound for query in batch])
-    return bundle.preprocess([query.text or "" for query in batch])
-
-
-def _batches(bundle: Bundle, queries: Sequence[Query]) -> Iterator[Sequence[Query]]:
-    axis = next((spec.shape[0] for spec in bundle.manifest.inputs if spec.shape), 1)
-    dim = bundle.manifest.dims.get(str(axis))
-    if dim is not None:
-        minimum, maximum = dim.min, dim.max or _BATCH_SIZE
-    else:
-        minimum = maximum = axis if isinstance(axis, int) else 1
-    if queries[0].arrays is not None:
-        rows = 1
-    else:
-        rows = minimum if queries[0].image is None else min(_BATCH_SIZE, maximum)
-    for start in range(0, len(queries), rows):
-        yield queries[start : start + rows]

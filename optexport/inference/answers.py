@@ -11,7 +11,8 @@ import numpy.typing as npt
 from optexport.bundle.manifest import ApplicationRecord
 from optexport.config.schema import LABELS, PROBABILITIES
 from optexport.config.tasks import SPEECH
-from optexport.inference.bundle import Arrays, Bundle
+from optexport.inference.arrays import Arrays
+from optexport.inference.preprocessing import Preprocessing
 
 Answer = dict[str, Any]
 Array = npt.NDArray[Any]
@@ -21,14 +22,14 @@ _SHOWN = 5
 _FIRST_NUMBERS = 4
 
 
-def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
+def answers(preprocessing: Preprocessing, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     """Returns one answer for each row of a batch, as JSON.
 
     An answer holds the raw outputs if the task is unknown, its tokenizer is missing, or its output is missing, contains
     NaN or has another number of rows.
     """
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
-    application = bundle.application
+    application = preprocessing.application
     answer = _ANSWERS.get(application.task or "")
     output = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
     token_inputs = inputs.keys() & {"input_ids", "decoder_input_ids"}
@@ -40,7 +41,9 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
         return [_outputs(outputs, row, rows) for row in range(rows)]
     if application.outputs == LABELS:
         return [_ranked(application, outputs[LABELS][row], output[row]) for row in range(rows)]
-    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, output[row]) for row in range(rows)]
+    return [
+        answer(preprocessing, {name: array[row] for name, array in inputs.items()}, output[row]) for row in range(rows)
+    ]
 
 
 def similarities(results: Sequence[Answer]) -> list[list[float]] | None:
@@ -90,10 +93,10 @@ def _best(scores: Array, count: int = _SHOWN) -> list[int]:
     return [int(index) for index in np.argsort(-scores, kind="stable")[:count]]
 
 
-def _classes(bundle: Bundle, _: Arrays, output: Array) -> Answer:
-    scores = _scores(bundle.application, output.reshape(-1), bundle.application.scores)
+def _classes(preprocessing: Preprocessing, _: Arrays, output: Array) -> Answer:
+    scores = _scores(preprocessing.application, output.reshape(-1), preprocessing.application.scores)
     best = np.asarray(_best(scores, len(scores)))
-    return _ranked(bundle.application, best, scores[best])
+    return _ranked(preprocessing.application, best, scores[best])
 
 
 def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Answer:
@@ -102,24 +105,24 @@ def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Ans
     return {"labels": [{"label": _label(application, index), "score": score} for index, score in pairs]}
 
 
-def _tokens(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
+def _tokens(preprocessing: Preprocessing, inputs: Arrays, output: Array) -> Answer:
     """Returns a label for every token that is not special."""
-    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
-    scores = _scores(bundle.application, output, bundle.application.scores)
+    ids, tokenizer = inputs["input_ids"], preprocessing.tokenizer
+    scores = _scores(preprocessing.application, output, preprocessing.application.scores)
     labelled = [
-        {"token": token, "label": _label(bundle.application, int(row.argmax())), "score": float(row.max())}
+        {"token": token, "label": _label(preprocessing.application, int(row.argmax())), "score": float(row.max())}
         for token, identity, row in zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids, scores, strict=True)
         if identity not in tokenizer.all_special_ids
     ]
     return {"tokens": labelled}
 
 
-def _fills(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
+def _fills(preprocessing: Preprocessing, inputs: Arrays, output: Array) -> Answer:
     """Returns the best tokens for each mask, and the text with each of them."""
-    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
+    ids, tokenizer = inputs["input_ids"], preprocessing.tokenizer
     masks = []
     for location in np.flatnonzero(ids == tokenizer.mask_token_id):
-        scores = _scores(bundle.application, output[location], "softmax")
+        scores = _scores(preprocessing.application, output[location], "softmax")
         fills = []
         for index in _best(scores):
             filled = ids.copy()
@@ -130,19 +133,19 @@ def _fills(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
     return {"mask_token": tokenizer.mask_token, "masks": masks}
 
 
-def _next_tokens(bundle: Bundle, inputs: Arrays, output: Array) -> Answer:
+def _next_tokens(preprocessing: Preprocessing, inputs: Arrays, output: Array) -> Answer:
     """Returns the most likely tokens after the text."""
     positions = np.flatnonzero(inputs.get("attention_mask", np.ones(len(output), np.int64)))
-    scores = _scores(bundle.application, output[positions[-1] if len(positions) else -1], "softmax")
-    return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
+    scores = _scores(preprocessing.application, output[positions[-1] if len(positions) else -1], "softmax")
+    return {"next": [{"token": preprocessing.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
 
 
-def _transcript(bundle: Bundle, _: Arrays, output: Array) -> Answer:
+def _transcript(preprocessing: Preprocessing, _: Arrays, output: Array) -> Answer:
     """Returns the text of a CTC output: the tokenizer merges repetitions and drops blanks."""
-    return {"transcript": bundle.tokenizer.decode(output.argmax(-1))}
+    return {"transcript": preprocessing.tokenizer.decode(output.argmax(-1))}
 
 
-_ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
+_ANSWERS: dict[str, Callable[[Preprocessing, Arrays, Array], Answer]] = {
     **dict.fromkeys(
         ("text-classification", "image-classification", "audio-classification", "video-classification"), _classes
     ),

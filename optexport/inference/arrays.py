@@ -7,13 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from optexport.bundle.manifest import TensorRecord
+from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.errors import ConfigError
+
+Arrays = dict[str, npt.NDArray[Any]]
 
 
 def numpy_dtype(spec: TensorRecord) -> np.dtype[Any]:
     """Returns the numpy dtype of an input; float32 for bfloat16, which numpy lacks and float32 represents exactly."""
     return np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+
+
+def describe_inputs(manifest: Manifest) -> str:
+    """Returns a hint that lists the inputs."""
+    return f"Pass {'; '.join(spec.describe() for spec in manifest.inputs)}."
 
 
 def is_constant(constant: Any, value: Any) -> bool:

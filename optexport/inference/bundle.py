@@ -6,10 +6,8 @@ transformers to preprocess texts, images or sounds.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import numpy.typing as npt
 from optexport._utils import notebook
 from optexport._utils.paths import as_path
 from optexport._utils.platform import is_of_memory
-from optexport._utils.size_ranges import round_up
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest
 from optexport.errors import (
@@ -30,20 +27,15 @@ from optexport.errors import (
     OptexportError,
     did_you_mean,
     first_line,
-    panics_as_errors,
     printable,
 )
-from optexport.inference import images, sounds
-from optexport.inference.arrays import as_input, constant_error, is_constant, numpy_dtype
-from optexport.loading import preprocessors
+from optexport.inference import predictions
+from optexport.inference.answers import Answer
+from optexport.inference.arrays import Arrays, as_input, constant_error, describe_inputs, is_constant
+from optexport.inference.preprocessing import Preprocessing
 from optexport.runtime import onnx_session
 
-_logger = logging.getLogger(__name__)
-Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
-
-# Tokenizers without a maximum length report 1e30.
-_UNLIMITED = 10**9
 
 
 class Bundle:
@@ -58,6 +50,7 @@ class Bundle:
         self.manifest = manifest
         self.format: str = artifact.format
         self._folder, self._artifact, self._run = folder, artifact, run
+        self.preprocessing = Preprocessing(folder, manifest)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
@@ -112,9 +105,27 @@ class Bundle:
     @property
     def application(self) -> ApplicationRecord:
         """The use of the model; without a record, it has no task, labels or preprocessors."""
-        return self.manifest.application or ApplicationRecord(
-            task=None, labels=None, scores=None, preprocessors=[], prompt="", missing=[]
-        )
+        return self.preprocessing.application
+
+    @property
+    def tokenizer(self) -> Any:
+        """The bundle's tokenizer, loaded by transformers.
+
+        Raises:
+            ConfigError: The bundle has no tokenizer.
+            BundleError: The tokenizer cannot be loaded.
+        """
+        return self.preprocessing.tokenizer
+
+    @property
+    def image_processor(self) -> Any:
+        """The bundle's image processor, loaded by transformers; raises like `tokenizer`."""
+        return self.preprocessing.image_processor
+
+    @property
+    def feature_extractor(self) -> Any:
+        """The bundle's feature extractor, loaded by transformers; raises like `tokenizer`."""
+        return self.preprocessing.feature_extractor
 
     def __call__(self, /, **inputs: Any) -> Arrays:
         """Runs the file.
@@ -137,7 +148,7 @@ class Bundle:
             if name not in specs:
                 raise ConfigError("unknown input", location=name, hint=did_you_mean(name, specs))
         if missing := [name for name in specs if name not in inputs]:
-            raise ConfigError(f"missing {', '.join(missing)}", location="inputs", hint=self._signature)
+            raise ConfigError(f"missing {', '.join(missing)}", location="inputs", hint=describe_inputs(self.manifest))
         arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
         self._check_sizes(arrays)
         try:
@@ -153,7 +164,7 @@ class Bundle:
             raise ConfigError(
                 f"the file cannot run on these inputs: {first_line(error)}",
                 location=self._artifact.path,
-                hint=self._signature
+                hint=describe_inputs(self.manifest)
                 if fixed is None
                 else f"Pass inputs of the traced sizes; the file takes no others, because {fixed}.",
             ) from error
@@ -164,10 +175,6 @@ class Bundle:
             if name in inputs and not is_constant(constant, inputs[name]):
                 raise constant_error(name, constant)
         return {name: value for name, value in inputs.items() if name not in self.manifest.constants}
-
-    @property
-    def _signature(self) -> str:
-        return f"Pass {'; '.join(spec.describe() for spec in self.manifest.inputs)}."
 
     def _check_sizes(self, arrays: Arrays) -> None:
         """Checks that fixed sizes match, and that each dynamic size is the same everywhere and a declared multiple.
@@ -187,7 +194,7 @@ class Bundle:
                     raise ConfigError(
                         f"{dimension}: expected size {expectation}, found {size}",
                         location=spec.name,
-                        hint=self._signature,
+                        hint=describe_inputs(self.manifest),
                     )
                 dim = self.manifest.dims.get(str(expected))
                 if dim is not None and size % dim.multiple_of:
@@ -196,6 +203,22 @@ class Bundle:
                         location=spec.name,
                         hint=f"Resize or pad the input to a size of {dim.describe()}.",
                     )
+
+    def predict(self, inputs: Any) -> list[Answer]:
+        """Returns the answers of the model's task, like ``optexport predict``.
+
+        Args:
+            inputs: A text, or an image or a sound as for `preprocess`; or a list of them.
+
+        Returns:
+            One dict for each input, for example ``{"labels": [{"label": "cat", "score": 0.98}, ...]}``; the outputs
+            under ``"outputs"`` if the task is unknown.
+
+        Raises:
+            ConfigError: The bundle has no tokenizer or processor for them, or an input cannot be read.
+        """
+        items = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+        return predictions.predict_all(self, self.preprocessing, predictions.as_queries(self.preprocessing, items))
 
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
         """Converts texts, images or sounds, or several of them, to inputs.
@@ -214,134 +237,7 @@ class Bundle:
         Raises:
             ConfigError: The bundle has no tokenizer or processor for them, or they cannot be read or padded.
         """
-        arrays: Arrays = {}
-        if texts is not None:
-            arrays |= self._from_texts(
-                list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
-            )
-        if images is not None:
-            arrays |= self._from_images(list(images) if isinstance(images, list | tuple) else [images])
-        if sounds is not None:
-            arrays |= self._from_sounds(list(sounds) if isinstance(sounds, list | tuple) else [sounds])
-        specs = {spec.name: spec for spec in self.manifest.inputs}
-        return {name: array.astype(numpy_dtype(specs[name])) for name, array in arrays.items() if name in specs}
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The bundle's tokenizer, loaded by transformers.
-
-        Raises:
-            ConfigError: The bundle has no tokenizer.
-            BundleError: The tokenizer cannot be loaded.
-        """
-        self._check_preprocessor("tokenizer")
-        return preprocessors.load(self._folder, "tokenizer")
-
-    @cached_property
-    def image_processor(self) -> Any:
-        """The bundle's image processor, loaded by transformers; raises like `tokenizer`."""
-        self._check_preprocessor("image_processor")
-        return preprocessors.load(self._folder, "image_processor")
-
-    @cached_property
-    def feature_extractor(self) -> Any:
-        """The bundle's feature extractor, loaded by transformers; raises like `tokenizer`."""
-        self._check_preprocessor("feature_extractor")
-        return preprocessors.load(self._folder, "feature_extractor")
-
-    def _check_preprocessor(self, kind: preprocessors.Kind) -> None:
-        if kind not in self.application.preprocessors:
-            title = kind.replace("_", " ")
-            reasons = [reason for reason in self.application.missing if reason.startswith(title)]
-            reason = reasons[0] if reasons else "the source had none, or the bundle is a part of a generative model"
-            raise ConfigError(
-                f"the bundle has no {title} ({reason})",
-                location=str(self._folder),
-                hint=f"Pass the inputs themselves, on the command line with --data. {self._signature}",
-            )
-
-    def _from_texts(self, texts: Sequence[str]) -> Arrays:
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise ConfigError("expected one or more texts", location="texts")
-        tokenizer, names = self.tokenizer, {spec.name for spec in self.manifest.inputs}
-        shortest, longest, step = self._lengths()
-        limit = min(longest, tokenizer.model_max_length)
-        truncation = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
-        texts = [self.application.prompt + text for text in texts]
-        encoded = _encoded(tokenizer, texts, **truncation)
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        if truncation and max(lengths) == limit:
-            whole = max(len(ids) for ids in _encoded(tokenizer, texts)["input_ids"])
-            if whole > limit:
-                _logger.warning("A text has %d tokens and is cut to %d, the longest that was checked.", whole, limit)
-        width = round_up(max(shortest, *lengths), step)
-        if min(lengths) < width:
-            has_mask, pad_token = "attention_mask" in names, preprocessors.pad_token(tokenizer)
-            if not has_mask or pad_token is None:
-                missing = "the tokenizer has no padding token" if has_mask else "the model has no attention mask"
-                can_run_alone = all(length == round_up(max(shortest, length), step) for length in lengths)
-                raise ConfigError(
-                    f"the texts have {', '.join(map(str, lengths))} tokens and need padding to {width}, but {missing}",
-                    location="texts",
-                    hint="Pass one text at a time." if can_run_alone else None,
-                )
-            # Always on the right: padding before a text would change its positions.
-            pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
-            encoded = _encoded(tokenizer, texts, **pad)
-        arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
-        return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
-
-    def _lengths(self) -> tuple[int, int, int]:
-        """Returns the smallest and the largest verified number of tokens, and ``multiple_of``."""
-        shape = next((spec.shape for spec in self.manifest.inputs if spec.name == "input_ids"), [])
-        size = shape[-1] if shape else ""
-        if isinstance(size, int):
-            return size, size, 1
-        dim = self.manifest.dims.get(size)
-        return (1, _UNLIMITED, 1) if dim is None else (dim.min, dim.max or _UNLIMITED, dim.multiple_of)
-
-    def _from_images(self, sources: Sequence[Any]) -> Arrays:
-        if not sources:
-            raise ConfigError("expected one or more images", location="images")
-        processor = self.image_processor
-        try:
-            return dict(processor(images=[images.read(image) for image in sources], return_tensors="np"))
-        except ConfigError:
-            raise
-        except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"the images cannot be processed: {first_line(error)}", location="images") from error
-
-    def _from_sounds(self, sources: Sequence[Any]) -> Arrays:
-        if not sources:
-            raise ConfigError("expected one or more sounds", location="sounds")
-        extractor = self.feature_extractor
-        rate = int(extractor.sampling_rate)
-        waves = [sounds.read(sound, rate) for sound in sources]
-        has_mask = any(spec.name == "attention_mask" for spec in self.manifest.inputs)
-        options = {"return_attention_mask": True} if has_mask else {}
-        try:
-            arrays = {
-                name: np.asarray(rows)
-                for name, rows in extractor(waves, sampling_rate=rate, return_tensors="np", **options).items()
-            }
-        except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"the sounds cannot be processed: {first_line(error)}", location="sounds") from error
-        if any(array.dtype == object for array in arrays.values()):  # rows of different lengths
-            lengths = ", ".join(str(len(wave)) for wave in waves)
-            raise ConfigError(
-                f"the sounds have different lengths ({lengths} samples)",
-                location="sounds",
-                hint="Pass one sound at a time.",
-            )
-        return arrays
-
-
-def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
-    try:
-        with panics_as_errors():
-            return tokenizer(texts, **options)
-    except Exception as error:  # for example half a surrogate pair, from a wrong encoding
-        raise ConfigError(f"the tokenizer rejects the texts: {first_line(error)}", location="texts") from error
+        return self.preprocessing(texts, images, sounds)
 
 
 def _open_onnx(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> Run:

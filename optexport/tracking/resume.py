@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optexport._utils import atomic_dir
+from optexport._utils.paths import as_path
 from optexport.bundle import digests, parts
-from optexport.errors import OptexportError, TrackingError
+from optexport.config import tracking_uri
+from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
@@ -29,13 +32,35 @@ class Logged:
         run_id: The id of the run.
         page: The URL of the run. Without a server, the command that starts MLflow's UI comes first.
         before: True if the run was complete already, so that nothing was sent.
-        registered: The registration of the model, if the config names one.
+        registered: The registration of the model, if the config names one; its ``failure`` is an error or None.
     """
 
     run_id: str
     page: str
     before: bool
     registered: Registered | None
+
+
+def upload(bundle: str | os.PathLike[str], uri: str | None = None, *, experiment: str | None = None) -> Logged:
+    """Uploads a bundle to MLflow unless it was uploaded before, like ``optexport upload``.
+
+    Args:
+        bundle: The folder.
+        uri: The MLflow store; by default that of ``MLFLOW_TRACKING_URI``.
+        experiment: The experiment; by default the one in the bundle's config.
+
+    Raises:
+        ConfigError: The folder is not a bundle, the URI is invalid, or nothing sets one.
+        BundleError: The bundle was changed or did not pass its checks.
+        TrackingError: The store cannot be reached or rejects the request.
+    """
+    try:
+        store_uri = tracking_uri.find_environment_uri() if uri is None else tracking_uri.check_uri(uri)
+    except ValueError as error:
+        raise ConfigError(str(error), location="uri") from error
+    if store_uri is None:
+        raise ConfigError("no MLflow store is set", location="uri", hint="Pass uri=..., or set MLFLOW_TRACKING_URI.")
+    return log_bundle(as_path(bundle, "bundle"), store_uri, experiment)
 
 
 def log_bundle(folder: Path, uri: str, experiment: str | None = None, location: Path = Path()) -> Logged:

@@ -94,6 +94,26 @@ def test_next_token_matches_greedy_search() -> None:
 
 
 @pytest.mark.slow
+def test_python_gives_the_answers_of_the_command(tmp_path: Path) -> None:
+    output = bundles.bundle("text-classification")
+    expected = [
+        {name: answer[name] for name in answer if name != "input"} for answer in predicted(output, *TEXTS)["results"]
+    ]
+    bundle = Bundle.load(output)
+    assert bundle.predict(list(TEXTS)) == expected
+    assert bundle.predict(TEXTS[0]) == expected[:1]
+    with pytest.raises(ConfigError, match="expected a text, found int"):
+        bundle.predict([TEXTS[0], 3])
+
+    pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+    image, path = Image.fromarray(pixels), tmp_path / "image.png"
+    image.save(path)
+    first, *others = Bundle.load(bundles.bundle("image-classification")).predict([path, str(path), image, pixels])
+    assert {label["label"] for label in first["labels"]} == {"cat", "dog"}
+    assert others == [first] * 3
+
+
+@pytest.mark.slow
 def test_image_is_classified(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")

@@ -24,7 +24,6 @@ from transformers import (
 )
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from optexport.cli import predict
 from optexport.config.load import load_config
 from optexport.config.schema import ProcessingConfig
 from optexport.errors import ConfigError, OptexportError, ParityError
@@ -59,7 +58,7 @@ def export(source: Path, *lines: str, **options: Any) -> Result:
 
 def answers(output: Path, inputs: list[str], file_format: str | None = None) -> list[dict[str, Any]]:
     bundle = Bundle.load(output, file_format)
-    return predict.predict_all(bundle, predict.parse_arguments(bundle, inputs))
+    return bundle.predict(inputs)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+import optexport
 from optexport.cli.main import cli
+from optexport.errors import ConfigError
 from tests._helpers import exports
 from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
@@ -90,7 +92,17 @@ def test_other_model_is_different(one: Path, other_model: Path) -> None:
     differences = document(one, other_model)
     assert differences["computes"] == "different"
     assert differences["reasons"] == ["the weights"]
-    assert differences["told"] == "They do not compute the same: the weights differ."
+    assert differences["verdict"] == "They do not compute the same: the weights differ."
+
+
+def test_python_gives_what_the_command_prints(one: Path, other_model: Path) -> None:
+    difference = optexport.diff(one, str(other_model))
+    assert repr(difference) == "Difference(different: They do not compute the same: the weights differ.)"
+    assert difference.as_json() == document(one, other_model)
+    assert "They do not compute the same: the weights differ." in difference.summary()
+    assert "They do not compute the same: the weights differ." in difference._repr_html_()
+    with pytest.raises(ConfigError, match="not a bundle"):
+        optexport.diff(one, one.parent)
 
 
 class Scaled(nn.Module):
@@ -120,13 +132,13 @@ def test_models_with_equal_weights_differ_by_their_results(tmp_path: Path, facto
     assert differences["computes"] == computes
     if computes == "different":
         assert differences["reasons"] == ["the originals' results"]
-        assert "the originals' output differ by 0." in differences["told"]
+        assert "the originals' output differ by 0." in differences["verdict"]
 
 
 def test_graphs_without_a_shared_input_are_not_known(tmp_path: Path) -> None:
     differences = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", 200.0, size=3))
     assert differences["computes"] == "not known"
-    assert "their traced graphs differ, and they share no inputs" in differences["told"]
+    assert "their traced graphs differ, and they share no inputs" in differences["verdict"]
 
 
 def test_other_layers_in_lower_precision_are_different(one: Path, tmp_path: Path) -> None:

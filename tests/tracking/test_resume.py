@@ -12,11 +12,12 @@ from typing import Any
 import mlflow
 import pytest
 
+import optexport
 from optexport.bundle import digests as bundle_files
 from optexport.bundle.digests import read_manifest_only
 from optexport.bundle.measurements import read_measured
 from optexport.bundle.signing.folder_signature import check, sign
-from optexport.errors import BundleError, TrackingError
+from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.pipeline import run as pipeline_run
 from optexport.report.html import page
 from optexport.tracking.resume import log_bundle
@@ -312,3 +313,16 @@ def test_malformed_documents_are_a_bundle_error(tmp_path: Path, changes: dict[st
     with pytest.raises(BundleError, match=problem):
         log_bundle(target, uri)
     assert runs(uri) == []
+
+
+def test_python_uploads_like_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, target = stores.store(tmp_path), bundle(tmp_path)
+    with pytest.raises(ConfigError, match="no MLflow store is set"):
+        optexport.upload(target)
+    with pytest.raises(ConfigError, match="uri"):
+        optexport.upload(target, "ftp://host")
+    first = optexport.upload(target, uri, experiment="mine")
+    assert not first.before
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    again = optexport.upload(str(target), experiment="mine")
+    assert (again.run_id, again.before) == (first.run_id, True)

@@ -16,7 +16,9 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from optexport.report import difference
+from optexport.bundle.measurements import read_measured
+from optexport.report import bundle_comparison
+from optexport.report.difference import Side
 from optexport.report.html import page
 from tests._helpers import stores
 from tests._helpers.servers import Server
@@ -45,8 +47,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("pages")
     clean = bundles.copied(place / "clean")
     hostile = bundles.hostile(bundles.copied(place / "hostile"), HOSTILE)
-    both = difference.compare(*(difference.Side(f, bundles.manifest_of(f), difference.read_measured(f))
-                                for f in (clean, hostile)))  # fmt: skip
+    sides = (Side(folder, bundles.manifest_of(folder), read_measured(folder)) for folder in (clean, hostile))
+    both = bundle_comparison.compare(*sides)
     (place / "diff.html").write_text(page.render_difference(both), encoding="utf-8")
     return {"report": clean / "report.html", "hostile": hostile / "report.html", "diff": place / "diff.html"}
 

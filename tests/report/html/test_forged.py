@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.errors import OptexportError
-from optexport.report import difference
+from optexport.report import bundle_comparison
 from optexport.report.html import page
 from tests._helpers import exports
 from tests.bundle.test_hostile_manifests import ANYTHING, every_place, put
@@ -37,8 +37,8 @@ def test_changed_document_gives_a_page_or_an_error(small: Path, data: st.DataObj
         exports.edit_json(small / name, lambda document: put(document, target, value))
         html = page.render(small, digests.read_manifest(small))
         assert Page(html).wrong == []
-        side = difference.read_side(small)
-        assert Page(page.render_difference(difference.compare(side, side))).wrong == []
+        side = bundle_comparison.read_side(small)
+        assert Page(page.render_difference(bundle_comparison.compare(side, side))).wrong == []
     except OptexportError:
         pass
     finally:
