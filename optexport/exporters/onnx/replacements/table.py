@@ -17,6 +17,7 @@ from optexport.exporters.onnx.replacements import (
     linear_algebra,
     normalization,
     order,
+    reductions,
     scatter,
     special_functions,
     upsampling,
@@ -111,6 +112,10 @@ _FUNCTIONS: Mapping[Any, Function] = {
     aten.digamma.default: special_functions.digamma,
     aten.instance_norm.default: normalization.instance_norm,
     aten.group_norm.default: normalization.group_norm,
+    aten.mean.default: reductions.mean,
+    aten.mean.dim: reductions.mean,
+    aten.sum.default: reductions.sum_,
+    aten.sum.dim_IntList: reductions.sum_,
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
