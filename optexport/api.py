@@ -74,7 +74,7 @@ def export(  # noqa: PLR0913 - options of the public API
     tune: bool | str = False,
     bench: bool | Mapping[str, Any] = False,
     tracking: bool | str | Mapping[str, Any] = False,
-    progress: bool | Progress = False,
+    progress: bool | Progress | None = None,
 ) -> Result:
     """Traces, transforms, exports and checks a model, like ``optexport run``, but does not track it by default.
 
@@ -111,7 +111,7 @@ def export(  # noqa: PLR0913 - options of the public API
         bench: Whether to measure the files; a mapping has keys of ``[bench]``.
         tracking: Whether to track the run in MLflow; a string is the tracking URI, and a mapping has keys of
             ``[tracking]``. If tracking fails, the bundle is complete and `Result.tracking_failure` is set.
-        progress: Whether to print every step, with its time, on standard error.
+        progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Returns:
         The result: the files by format, what each rule changed, and every comparison.

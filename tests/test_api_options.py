@@ -69,10 +69,17 @@ def test_an_unreachable_store_does_not_lose_the_bundle(tmp_path: Path) -> None:
     assert f"optexport upload {result.output} --uri http://127.0.0.1:1" in str(result.tracking_failure)
 
 
-def test_steps_are_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("progress", [True, None])
+def test_steps_are_printed_on_request_and_in_notebooks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, progress: bool | None
+) -> None:
     _export(tmp_path)
     assert capsys.readouterr().err == ""
-    _export(tmp_path, progress=True)
+    if progress is None:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+        _export(tmp_path, progress=False)
+        assert capsys.readouterr().err == ""
+    _export(tmp_path, progress=progress)
     lines = capsys.readouterr().err.splitlines()
     numbers = [line.split(" s")[0].strip().split("/")[0] for line in lines]
     assert [int(number) for number in numbers] == list(range(1, len(lines) + 1))

@@ -95,7 +95,7 @@ def run_config(
 
     without, baseline = options.get("without", ()), bool(options.get("baseline"))
     steps = None if options.get("tune") else list_run_steps(config, without, baseline=baseline)
-    with publish_errors(title, junit), show_progress(not (as_json or quiet)) as progress:
+    with publish_errors(title, junit), show_progress(not quiet) as progress:
         if steps is not None:
             progress.count.expect(["import libraries", *steps])
         with progress.step("import libraries"):

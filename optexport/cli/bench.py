@@ -119,7 +119,7 @@ def bench(
         raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
     if output is not None:
         run.check_output(output, [*paths, *against])
-    with show_progress(not as_json) as progress, contextlib.ExitStack() as stack:
+    with show_progress(True) as progress, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:
             stack.close()

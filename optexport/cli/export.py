@@ -55,6 +55,8 @@ def _ranges(context: click.Context, option: click.Parameter, values: tuple[str, 
         parts = re.fullmatch(r"(\w+)=(\d{1,10}):(\d{1,10})", text, re.ASCII)
         if parts is not None and parts[1] in ranges:
             raise click.BadParameter(f"the axis {parts[1]} is given twice.")
+        if parts is not None and int(parts[2]) > int(parts[3]):
+            raise click.BadParameter(f"the smallest size of {parts[1]}, {parts[2]}, exceeds the largest, {parts[3]}.")
         if parts is None or not 1 <= int(parts[2]) <= int(parts[3]) < 2**31:
             raise click.BadParameter(f'"{text}" does not have the form NAME=MIN:MAX, such as batch=1:64.')
         ranges[parts[1]] = int(parts[2]), int(parts[3])

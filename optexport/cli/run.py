@@ -93,7 +93,7 @@ def _check_generation_options(options: Iterable[str]) -> None:
 
 def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, verbose: bool, as_json: bool) -> None:
     """Exports the parts of a generative model, and prints their results."""
-    with show_progress(not (as_json or quiet)) as progress:
+    with show_progress(not quiet) as progress:
         from optexport.generation import run, summary
 
         with stdout_to_stderr():

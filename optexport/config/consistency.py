@@ -60,7 +60,7 @@ def check_inputs(inputs: InputsConfig, *, is_program: bool, location: str) -> No
         named = _TEXT_AXES | {name for names in inputs.axes.values() for name in names}
         # A tokenizer may return inputs that this package does not know; their axes are numbered.
         axes = named | {name for name, _ in _named_dimensions(inputs) if name.rpartition("_")[2].isdecimal()}
-        hint = "Name the axes of an input with [inputs.axes]."
+        hint = 'Name the axes of an input in [inputs.axes], such as x = ["batch", "time"].'
     else:
         return  # only the data or the model defines the inputs
     for name, key in _named_dimensions(inputs):

@@ -66,7 +66,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     noise_multiple: float = 4.0,
     effort: Effort = "standard",
     opset: int | None = None,
-    progress: bool | Progress = False,
+    progress: bool | Progress | None = None,
 ) -> GenerationResult:
     """Traces, transforms, exports and checks a generative model with its key/value cache.
 
@@ -91,7 +91,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         noise_multiple: As for `optexport.export`.
         effort: As for `optexport.export`.
         opset: As for `optexport.export`.
-        progress: Whether to print every step, with its time, on standard error.
+        progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Raises:
         ConfigError: An argument is invalid.

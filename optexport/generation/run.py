@@ -39,7 +39,7 @@ from optexport.tracking import run_params
 
 @torch_settings.preserved()
 def run_generation(
-    path: str | Path, *, without: Sequence[str] = (), progress: bool | Progress = False
+    path: str | Path, *, without: Sequence[str] = (), progress: bool | Progress | None = None
 ) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
@@ -47,7 +47,7 @@ def run_generation(
 
     Args:
         without: Names of rules to omit.
-        progress: Whether to print every step, with its time, on standard error.
+        progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Raises:
         OptexportError: The run fails; the subclass has the exit code.

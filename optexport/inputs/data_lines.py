@@ -27,7 +27,8 @@ def read_lines(text: str, location: str) -> dict[int, Any]:
                 records[number] = json.loads(line)
             except json.JSONDecodeError as error:
                 message = f"line {number} is not JSON: {error.msg} at column {error.colno}"
-                raise ConfigError(message, location=location) from error
+                hint = 'Give a file with one JSON object per line, such as {"text": "A text."} or {"x": [1.0, 2.0]}.'
+                raise ConfigError(message, location=location, hint=None if records else hint) from error
             except (ValueError, RecursionError) as error:  # numbers with too many digits, too deep nesting
                 raise ConfigError(f"line {number} cannot be read: {error}", location=location) from error
     return records

@@ -25,6 +25,8 @@ from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, c
 from optexport.tracing.model_run import run_or_error
 from optexport.tracing.shapes.index_search import MAX_WEIGHT_BYTES
 
+_NAME_AXES = 'Name the axes of an input in [inputs.axes], such as x = ["batch", "time"].'
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -70,7 +72,13 @@ def prepare(
     _check_example(example, config, model, program)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     names = {axis for names in axes.values() for axis in names}
-    check_values(values, example, names, "inputs.values.", "Name the axes of an input with [inputs.axes].")
+    check_values(
+        values,
+        example,
+        names,
+        "inputs.values.",
+        _NAME_AXES,
+    )
     user_batches, rows = _cut_into_batches(user_batches, axes, config, model)
     example = user_batches[0] if user_batches else example
     if config.dynamic is None:
@@ -194,7 +202,7 @@ def _declared_axes(
             raise ConfigError(
                 "no input has a dimension of this name",
                 location=f"inputs.dynamic.{name}",
-                hint=f"{did_you_mean(name, sorted(axis_names))} Name the axes of an input with [inputs.axes].",
+                hint=f"{did_you_mean(name, sorted(axis_names))} {_NAME_AXES}",
             )
     return {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
 

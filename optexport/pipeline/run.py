@@ -41,7 +41,7 @@ def run(  # noqa: PLR0913 - options of the public API
     baseline: bool = False,
     dump: str | Path | None = None,
     locked: bool = False,
-    progress: bool | Progress = False,
+    progress: bool | Progress | None = None,
     keep: bool = True,
 ) -> Result:
     """Runs a config file.
@@ -52,7 +52,7 @@ def run(  # noqa: PLR0913 - options of the public API
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder for the graph before and after every transformation.
         locked: Whether to reject packages, models or files that differ from the config's lock.
-        progress: Whether to print every step, with its time, on standard error.
+        progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
         keep: Whether to write the bundle and track the run; otherwise the run only checks parity.
 
     Raises:

@@ -15,16 +15,19 @@ from optexport.report.console import printable_console
 
 
 @contextlib.contextmanager
-def show_progress(shown: bool | Progress) -> Iterator[Progress]:
+def show_progress(shown: bool | Progress | None) -> Iterator[Progress]:
     """Shows the steps on standard error: also the running one on a terminal, plain lines elsewhere.
 
     Args:
-        shown: Whether to show them. A progress of the caller is returned as it is.
+        shown: Whether to show them; None shows them in notebooks and at Python prompts. A progress of the caller is
+            returned as it is.
     """
     if isinstance(shown, Progress):
         yield shown
         return
     progress = Progress()
+    if shown is None:
+        shown = hasattr(sys, "ps1")  # set by Python's prompt and by IPython, also in notebooks
     if not shown:
         yield progress
     elif sys.stderr is None or not sys.stderr.isatty():

@@ -40,7 +40,7 @@ from tests.bench.running import BRIEF, call, workload
 
 def document(*arguments: object) -> dict[str, Any]:
     result = call(*arguments, *BRIEF, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.exit_code == 0, result.stderr
     return dict(json.loads(result.stdout))
 
 

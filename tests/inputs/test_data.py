@@ -82,6 +82,7 @@ def test_error_about_lines_of_text_names_the_config_key(maker: Maker) -> None:
         (["3"], "line 1: the line is not a JSON object"),
         ([""], "the file is empty"),
         (['{"x": [1.0]}', '{"x": [1.0'], "line 2 is not JSON: Expecting ',' delimiter at column 11"),
+        (["x,y", "1,2"], "Give a file with one JSON object per line"),
         (['{"input_ids": 5}'], 'line 1, "input_ids": the value is not a list of token ids'),
         (['{"x": [1.0]}', '{"x": [1e300]}'], 'line 2, "x": a number is outside the range of float32'),
         (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a string (found int)'),
