@@ -28,6 +28,7 @@ class RunData:
     tracking_failure: TrackingError | None = None
     registered: Registered | None = None
     baseline: Path | None = None
+    seconds: float | None = None
     gain: tuple[GainRecord, ...] = ()
     bench: Report | None = field(default=None, repr=False)
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)

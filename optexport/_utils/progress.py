@@ -54,6 +54,11 @@ class Progress:
     start: float = field(default_factory=time.monotonic)
     count: StepCount = field(default_factory=StepCount)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start of the run."""
+        return time.monotonic() - self.start
+
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Runs a step in a context; a failed step is not announced as ended.

@@ -87,13 +87,14 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
             result = export_bundle(steps.with_origin(job, plan, tracker.run_id), progress, output_lock)
             with progress.step("track") if is_tracked else contextlib.nullcontext():
                 tracker.send()
-    return replace(result, baseline=plan.baseline).with_tracking(tracker)
+    return replace(result, baseline=plan.baseline, seconds=progress.elapsed).with_tracking(tracker)
 
 
 def export_in_memory(job: Job, progress: Progress) -> Result:
     """Exports a model that was loaded in Python, and tracks the run if its config asks for it."""
     if not job.config.tracking.enabled:
-        return export_bundle(job, progress)
+        result = export_bundle(job, progress)
+        return replace(result, seconds=progress.elapsed)
     with (
         contextlib.ExitStack() as output_lock,
         start_tracking(job.config, None, job.output, job.origin, progress) as tracker,
@@ -103,7 +104,7 @@ def export_in_memory(job: Job, progress: Progress) -> Result:
         result = export_bundle(replace(job, origin=origin), progress, output_lock)
         with progress.step("track"):
             tracker.send()
-    return result.with_tracking(tracker)
+    return replace(result, seconds=progress.elapsed).with_tracking(tracker)
 
 
 def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:

@@ -291,7 +291,8 @@ def _gains(result: RunData) -> dict[str, str]:
 
 
 def _show_locations(result: RunData, console: Console) -> None:
-    locations = [("bundle", str(result.output))]
+    locations = [] if result.seconds is None else [("time", f"{result.seconds:.0f} s")]
+    locations.append(("bundle", str(result.output)))
     if (result.output / REPORT).is_file():
         locations.append(("report", str(result.output / REPORT)))
     if result.baseline is not None:

@@ -21,7 +21,8 @@ def test_summary_is_the_text_of_the_command_without_colors() -> None:
     result = exports.exported()
     summary = result.summary()
     assert "\nPASSED  3 files" in summary
-    assert str(result.output) in summary
+    assert result.seconds is not None
+    assert f"\ntime     {result.seconds:.0f} s\nbundle   {result.output}\n" in summary
     assert "\x1b" not in summary
 
 
