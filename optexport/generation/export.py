@@ -28,7 +28,7 @@ from optexport.generation.tokens import TokenComparison
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
-from optexport.pipeline.api_arguments import as_list, check_arguments, name_rules
+from optexport.pipeline.api_arguments import as_list, as_pretrained, check_arguments, name_rules
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.runtime.runners import Run
@@ -66,6 +66,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     noise_multiple: float = 4.0,
     effort: Effort = "standard",
     opset: int | None = None,
+    tokenizer: Any = None,
     progress: bool | Progress | None = None,
 ) -> GenerationResult:
     """Traces, transforms, exports and checks a generative model with its key/value cache.
@@ -91,6 +92,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         noise_multiple: As for `optexport.export`.
         effort: As for `optexport.export`.
         opset: As for `optexport.export`.
+        tokenizer: A tokenizer of transformers, for `Generator.generate_text`; it is saved in the bundles.
         progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Raises:
@@ -100,6 +102,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         ExportError: A file cannot be written in its format.
     """
     check_arguments(model)
+    pretrained = as_pretrained(tokenizer=tokenizer)
     rules, output = name_rules(transformations), as_path(output, "output").resolve()
     config = validate_settings(
         {
@@ -111,7 +114,8 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     )
 
     def make_job(part: Component, location: Path) -> Job:
-        return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, location)
+        loaded = Loaded(part.module, pretrained=pretrained)
+        return Job(config, loaded, part.batches[0], part.batches, part.dynamic, rules, location)
 
     batches = [prompts] if isinstance(prompts, Mapping) else prompts
     with show_progress(progress) as shown:

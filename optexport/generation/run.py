@@ -82,7 +82,7 @@ def run_generation(
 
         def make_job(part: Component, location: Path) -> Job:
             first = part.batches[0]
-            component = Loaded(part.module, revision=loaded.revision)
+            component = Loaded(part.module, revision=loaded.revision, pretrained=loaded.pretrained)
             return Job(
                 config, component, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name)
             )

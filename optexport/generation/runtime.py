@@ -1,15 +1,17 @@
-"""Greedy decoding with exported files, without transformers or the original model.
+"""Generation with exported files, without the original model; only texts need transformers, for the tokenizer.
 
 ::
 
     generator = Generator.load("build/llama")  # written by optexport.export_generation
     ids = generator.generate(input_ids, attention_mask, max_new_tokens=64)
+    texts = generator.generate_text(["once upon a time"], do_sample=True, temperature=0.8)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from optexport.bundle.manifest import ArtifactRecord, Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
 from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
+from optexport.generation.sampling import Sampling
 from optexport.inference.arrays import as_input
+from optexport.loading import preprocessors
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
 
@@ -71,19 +75,29 @@ class Parts:
         outputs = self.decoder(inputs)
         return outputs["logits"][:, -1], next_past(outputs)
 
-    def greedy(
-        self, inputs: Mapping[str, torch.Tensor], tokens: int, eos: Sequence[int] = (), pad: int = 0
+    def generate(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        tokens: int,
+        eos: Sequence[int] = (),
+        pad: int = 0,
+        sampling: Sampling | None = None,
     ) -> torch.Tensor:
-        """Returns the most likely tokens until all rows end: int64 [batch, at most ``tokens``].
+        """Returns new tokens until all rows end: int64 [batch, at most ``tokens``].
 
         A row that ended with a token of ``eos`` continues with ``pad``.
         """
-        step_inputs = self.begin(inputs)
+        step_inputs, choose = self.begin(inputs), (sampling or Sampling()).start()
         new_tokens: list[torch.Tensor] = []
+        so_far = step_inputs["input_ids"]
         ended = torch.zeros(step_inputs["input_ids"].shape[0], dtype=torch.bool)
         while len(new_tokens) < tokens and not bool(ended.all()):
             logits, past = self.step(step_inputs)
-            token = torch.where(ended, pad, logits.argmax(-1))
+            real = so_far
+            if self.encoder is None:  # padding at the start is no text, the last token is
+                real = torch.where(step_inputs["attention_mask"] == 0, so_far[:, -1:], so_far)
+            token = torch.where(ended, pad, choose(logits, real))
+            so_far = torch.cat([so_far, token[:, None]], 1)
             ended = ended | torch.isin(token, torch.tensor(list(eos), dtype=torch.int64))
             new_tokens.append(token)
             step_inputs = {**step_inputs, **past, "input_ids": token[:, None]}
@@ -91,16 +105,17 @@ class Parts:
                 mask = step_inputs["attention_mask"]
                 step_inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
                 if mask.shape[1] == self.recompute_length:
-                    ids = torch.cat([inputs["input_ids"], torch.stack(new_tokens, 1)], 1)
-                    step_inputs = self.begin({"input_ids": ids, "attention_mask": step_inputs["attention_mask"]})
+                    step_inputs = self.begin({"input_ids": so_far, "attention_mask": step_inputs["attention_mask"]})
         return torch.stack(new_tokens, 1)
 
 
 class Generator:
-    """Generates text with exported files, always with the most likely token."""
+    """Generates tokens or texts with exported files, with the most likely token or by sampling."""
 
-    def __init__(self, parts: Parts, inputs: Sequence[TensorRecord], eos: Sequence[int], pad: int) -> None:
-        self._parts, self._inputs, self._eos, self._pad = parts, inputs, tuple(eos), pad
+    def __init__(
+        self, parts: Parts, inputs: Sequence[TensorRecord], eos: Sequence[int], pad: int, bundle: Path | None = None
+    ) -> None:
+        self._parts, self._inputs, self._eos, self._pad, self._bundle = parts, inputs, tuple(eos), pad, bundle
 
     @classmethod
     def load(cls, folder: str | Path, file_format: str = "onnx") -> Generator:
@@ -122,26 +137,78 @@ class Generator:
         document, manifests = read_generation(folder)
         parts = open_parts(folder, manifests, file_format, document["start"], document.get("recompute_length"))
         first = manifests.get("encoder", manifests["decoder"])
-        return cls(parts, [spec for spec in first.inputs if spec not in parts.caches], document["eos"], document["pad"])
+        specs = [spec for spec in first.inputs if spec not in parts.caches]
+        application = manifests["decoder"].application
+        has_tokenizer = application is not None and "tokenizer" in application.preprocessors
+        bundle = folder / "decoder" if has_tokenizer else None
+        return cls(parts, specs, document["eos"], document["pad"], bundle)
 
-    def generate(
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the export, loaded by transformers.
+
+        Raises:
+            ConfigError: The export has no tokenizer.
+            BundleError: The tokenizer cannot be loaded.
+        """
+        if self._bundle is None:
+            raise ConfigError(
+                "the export has no tokenizer",
+                location="generate",
+                hint="Export again with export_generation(tokenizer=...), or from a folder that has one.",
+            )
+        return preprocessors.load(self._bundle, "tokenizer")
+
+    def generate_text(self, texts: str | Sequence[str], **settings: Any) -> list[str]:
+        """Returns the new text for each text, without special tokens.
+
+        Args:
+            texts: One text, or several; they are padded on the left.
+            settings: As for `generate`, except its inputs.
+
+        Raises:
+            ConfigError: The export has no tokenizer, or a setting is invalid.
+        """
+        tokenizer = self.tokenizer
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ConfigError("expected one or more texts", location="generate_text")
+        options = {"padding": True, "padding_side": "left"} if preprocessors.pad_token(tokenizer) is not None else {}
+        encoded = tokenizer(texts, return_attention_mask=True, **options)
+        ids = self.generate(encoded["input_ids"], encoded["attention_mask"], **settings)
+        start = 1 if self._parts.encoder is not None else len(encoded["input_ids"][0])
+        return [str(text) for text in tokenizer.batch_decode(ids[:, start:], skip_special_tokens=True)]
+
+    def generate(  # noqa: PLR0913 - as in transformers
         self,
         input_ids: Any = None,
         attention_mask: Any = None,
         *,
         max_new_tokens: int = 64,
         eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
         **inputs: Any,
     ) -> Array:
-        """Returns the tokens of ``model.generate(do_sample=False)`` without further processing.
+        """Returns the tokens of ``model.generate`` with the same settings.
 
-        Other settings of a generation config (penalties, forced or forbidden tokens, beams) are ignored.
+        Settings of the model's generation config are ignored, except its end tokens.
 
         Args:
             input_ids: int64 [batch, sequence], padded on the left where the mask is 0.
             attention_mask: int64 [batch, sequence]; by default all ones.
             max_new_tokens: The largest number of tokens to add.
             eos_token_id: The tokens that end a row; by default from the model's generation config, and none if ``()``.
+            do_sample: Whether to draw each token at random; by default, each is the most likely one.
+            temperature: Divides the logits before a draw: below 1, likely tokens become more likely.
+            top_k: Draws only from this many of the most likely tokens.
+            top_p: Draws only from the most likely tokens that together have this probability.
+            repetition_penalty: Makes tokens of the prompt and earlier ones less likely if above 1.
+            seed: The seed of the draws. With ``torch.manual_seed(seed)`` first, ``model.generate`` draws the same.
             inputs: Other inputs of an encoder, such as ``input_features``.
 
         Returns:
@@ -156,6 +223,7 @@ class Generator:
             raise ConfigError(message, location="generate: max_new_tokens")
         if self._parts.encoder is None:
             check_left_padded(tensors, "generate")
+        sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty, seed)
         try:
             eos = self._eos if eos_token_id is None else np.atleast_1d(np.asarray(eos_token_id, np.int64)).tolist()
         except (TypeError, ValueError) as error:
@@ -163,7 +231,7 @@ class Generator:
                 f"{eos_token_id!r} is not a token id or a list of them", location="generate: eos_token_id"
             ) from error
         try:
-            new = self._parts.greedy(tensors, max_new_tokens, eos, self._pad)
+            new = self._parts.generate(tensors, max_new_tokens, eos, self._pad, sampling)
         except Exception as error:  # each runtime has its own exceptions
             raise ConfigError(
                 f"the exported files fail on these inputs: {first_line(error)}",

@@ -124,7 +124,7 @@ def compare(
         ParityError: A token differs, and its logit is not close enough to the best for rounding to explain it.
     """
     name, prompt = case
-    actual = candidate.greedy(prompt, expected.shape[1])
+    actual = candidate.generate(prompt, expected.shape[1])
     ties, compared = [], 0
     for row in range(expected.shape[0]):
         differing = (actual[row] != expected[row]).nonzero().flatten()

@@ -28,7 +28,7 @@ def _counting(nearer: float = 0.0, at: int = 6) -> Parts:
     return Parts(decoder, ())
 
 
-_EXPECTED = _counting(-1e-7).greedy(_PROMPT, 5)
+_EXPECTED = _counting(-1e-7).generate(_PROMPT, 5)
 
 
 def test_next_token_of_a_padded_row_follows_its_mask() -> None:
@@ -40,13 +40,13 @@ def test_next_token_of_a_padded_row_follows_its_mask() -> None:
 
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     prompt = {"input_ids": torch.tensor([[0, 0, 5], [5, 6, 7]]), "attention_mask": mask}
-    assert Parts(decoder, ()).greedy(prompt, 4).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert Parts(decoder, ()).generate(prompt, 4).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
 
 
 def test_row_that_ended_continues_with_the_pad_token() -> None:
-    actual = _counting(-1.0).greedy(_PROMPT, 6, eos=(3,), pad=8)
+    actual = _counting(-1.0).generate(_PROMPT, 6, eos=(3,), pad=8)
     assert actual.tolist() == [[2, 3, 8], [1, 2, 3]]
-    assert _counting(-1.0).greedy(_PROMPT, 2, eos=(9,), pad=8).tolist() == [[2, 3], [1, 2]]
+    assert _counting(-1.0).generate(_PROMPT, 2, eos=(9,), pad=8).tolist() == [[2, 3], [1, 2]]
 
 
 def test_equal_tokens_are_counted() -> None:
@@ -56,7 +56,7 @@ def test_equal_tokens_are_counted() -> None:
 
 
 def test_row_is_compared_up_to_a_tie_of_two_logits() -> None:
-    expected = _counting(-1e-7).greedy(_PROMPT, 7)
+    expected = _counting(-1e-7).generate(_PROMPT, 7)
     actual = tokens.compare(_counting(-1e-7), _counting(1e-7), "onnx", ("prompt 0", _PROMPT), expected, 1e-6)
     assert [(tie.row, tie.token) for tie in actual.ties] == [(0, 5), (1, 6)]
     assert actual.compared == 5 + 6
