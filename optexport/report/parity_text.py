@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from optexport.bundle.parity_records import CaseRecord, GateResultRecord, OutputRecord, ParityRecord, TargetRecord
@@ -37,24 +36,12 @@ def find_worst_case(output: OutputRecord) -> CaseRecord:
     return max(output.cases, key=lambda case: (case.used_share or 0.0, case.distance or 0.0))
 
 
-def share_text(share: float | None) -> str:
-    """Returns a share of the tolerance in percent, or an empty text if it is not finite."""
-    return f"{share:.0%}".replace("%", " %") if share is not None and math.isfinite(share) else ""
-
-
 def tolerance_text(target: TargetRecord, output: OutputRecord, case: CaseRecord) -> str:
     """Returns the tolerance of a case, or what decides in its place."""
     if case.limit is not None:
         return f"{case.limit:.1e}"
     has_gate = any(gate_result.output in (None, output.output) for gate_result in target.gate_results)
     return "gates" if has_gate else "none"
-
-
-def check_text(parity: ParityRecord) -> str:
-    """Returns the number of cases, and the largest share of the tolerance that a target uses."""
-    cases = f"{len(parity.cases):,} {'case' if len(parity.cases) == 1 else 'cases'}"
-    share = parity.used_share
-    return f"{cases}, {'no tolerances' if share is None else f'at most {share_text(share)} of the tolerance used'}"
 
 
 def explain(parity: ParityRecord, output: OutputRecord) -> str:

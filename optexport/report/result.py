@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from optexport._utils import notebook
+from optexport.bundle.verdict import check_text
 from optexport.report import terminal
-from optexport.report.parity_text import check_text
 from optexport.result import RunData
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -20,21 +18,20 @@ from optexport.bundle.manifest import (
     PrecisionRecord,
 )
 from optexport.bundle.parity_records import ORIGINAL, TargetRecord
+from optexport.bundle.verdict import passed_text, share_text
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import TargetParity
 from optexport.report import tuning
+from optexport.report.change_text import changed_text
 from optexport.report.parity_text import (
     case_names,
-    check_text,
     find_worst_case,
-    share_text,
     tolerance_text,
 )
 from optexport.result import RunData
 
 _SHOWN_NEAR_MISSES = 3
-_MAX_OPERATORS, _MAX_OPERATOR_NAME = 2, 16
 
 
 def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
@@ -116,8 +113,7 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
             console.print(f"  for {', '.join(formats)}:")
         text = "no match"
         if rule.changes:
-            added = sum(len(change.nodes) for change in rule.changes)
-            text = f"{_replaced_text(rule.changes)} -> {added}, first at {_change_location(rule.changes[0])}"
+            text = f"{changed_text(rule.changes)}, first at {_change_location(rule.changes[0])}"
         _print(console, f"  {rule.rule:38} {text}")
         for miss in rule.near_misses[:_SHOWN_NEAR_MISSES]:
             _print(console, f"    skipped at {miss.node}: {miss.reason}")
@@ -130,14 +126,6 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
             _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
     if manifest.undone:
         _print(console, f"  undo verified, bit-exact: {', '.join(manifest.undone)}")
-
-
-def _replaced_text(changes: Sequence[ChangeRecord]) -> str:
-    """Returns how many nodes were replaced, by operator if they have the names that torch gives: linear, linear_1."""
-    operators = Counter(re.sub(r"_\d+$", "", name) for change in changes for name in change.replaced)
-    if len(operators) <= _MAX_OPERATORS and all(len(name) <= _MAX_OPERATOR_NAME for name in operators):
-        return " and ".join(f"{count} {name}" for name, count in operators.items())
-    return f"{operators.total()} {'node' if operators.total() == 1 else 'nodes'}"
 
 
 def _change_location(change: ChangeRecord) -> str:
@@ -259,9 +247,7 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
 def _show_verdict(result: RunData, console: Console) -> None:
     manifest = result.manifest
     verdict = "[bold green]PASSED[/]" if result.passed else "[bold red]FAILED[/]"
-    files = len(manifest.artifacts)
-    subject = f"{files} {'file' if files == 1 else 'files'}"
-    console.print(f"\n{verdict}  {subject}, {check_text(manifest.parity)}", highlight=False)
+    console.print(f"\n{verdict}  {passed_text(manifest)}", highlight=False)
     latencies, gains = _latencies(result), _gains(result)
     for artifact in manifest.artifacts:
         paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]

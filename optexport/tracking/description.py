@@ -9,6 +9,7 @@ from optexport._utils.markup import escape_markdown, size_in_words, table_row, t
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
+from optexport.bundle.verdict import passed_text
 from optexport.config.benchmarks import GateConfig
 from optexport.config.metrics import round_for_gate
 from optexport.errors import short_line
@@ -45,10 +46,8 @@ def describe_bundle(bundle: BundleRecord, names: Sequence[str]) -> str:
         names: The names of the run's artifacts.
     """
     manifest, measured = bundle.manifest, bundle.measurements
-    count, share = len(manifest.parity.cases), manifest.parity.used_share
-    used = "" if share is None else f", with at most {100 * share:.0f} % of the tolerance used"
     lines = [
-        f"**PASSED**: the files agree with the original model on {count} {'case' if count == 1 else 'cases'}{used}.",
+        f"**PASSED** {passed_text(manifest)}",
         _FILE_TABLE,
         *_file_rows(manifest, measured),
         *_gate_lines(manifest, measured, bundle.settings.gate),

@@ -11,9 +11,10 @@ from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.bundle.measurements import FigureRecord, Measured
 from optexport.bundle.outcomes import AS_CONFIGURED, Trial
 from optexport.bundle.parity_records import CaseRecord, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.verdict import passed_text
 from optexport.errors import on_one_line
 from optexport.report.html.plots import Interval
-from optexport.report.parity_text import case_names, check_text
+from optexport.report.parity_text import case_names
 
 MAX_ROWS = 200
 _MAX_NAMES = 12
@@ -47,23 +48,8 @@ def verdict(manifest: Manifest) -> Verdict:
     if failures:
         sentence = f"{_count(len(failures), 'comparison', 'comparisons')} failed: {failures[0]}."
     else:
-        sentence = f"{_what_passed(manifest)}: {check_text(parity)}."
+        sentence = passed_text(manifest)
     return Verdict(not failures, sentence, tuple(_reservations(manifest)))
-
-
-def _what_passed(manifest: Manifest) -> str:
-    files = len(manifest.artifacts)
-    lowered = [(a.format, a.precision.precision) for a in manifest.artifacts if a.precision is not None]
-    exact = files - len(lowered)
-    parts = []
-    if exact:
-        subject = f"{exact} of {files} files match" if exact < files else f"All {files} files match"
-        subject = "The file matches" if files == 1 else subject
-        parts.append(f"{subject} the original within its measured tolerance")
-    if lowered:
-        names = ", ".join(f"{name} ({precision})" for name, precision in lowered)
-        parts.append(f"{names} {'meets' if len(lowered) == 1 else 'meet'} the gates")
-    return "; ".join(parts)
 
 
 def _reservations(manifest: Manifest) -> Iterator[str]:

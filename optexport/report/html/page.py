@@ -19,13 +19,14 @@ from optexport.bundle.digests import sha256
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import read_measured
+from optexport.bundle.verdict import share_text
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line, printable
+from optexport.report.change_text import changed_text
 from optexport.report.difference import Difference, cell_text
 from optexport.report.html import changes, contents, plots, whole_graph
 from optexport.report.html.changes import View
 from optexport.report.html.graph_drawing import draw
-from optexport.report.parity_text import share_text
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_TEXT = 2_000
@@ -111,6 +112,7 @@ def _environment() -> jinja2.Environment:
         "bytes": size_in_words,
         "times_as_fast": times_as_fast,
         "cell_text": cell_text,
+        "changed_text": changed_text,
         "beside_minimum": _beside_minimum,
     }
     script = _TEMPLATES.joinpath("page.js").read_text(encoding="utf-8")

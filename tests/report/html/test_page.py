@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from optexport.report import parity_text, terminal
+from optexport.bundle.verdict import passed_text, share_text
+from optexport.report import terminal
+from optexport.report.change_text import changed_text
 from optexport.report.html import contents, page
 from tests._helpers import exports
 from tests.report.html import bundles
@@ -71,7 +73,7 @@ def test_page_is_self_contained(read: Page) -> None:
 
 def test_page_has_the_verdict_and_all_sections(read: Page) -> None:
     assert read.text.index("Passed") < read.text.index("Parity")
-    assert "All 3 files match the original within its measured tolerance" in read.text
+    assert "Passed3 files, " in read.text
     titles = [e.text for e in read.all("h2")]
     assert titles == ["Parity", "What changed", "Latency", "Files", "What was skipped",
                       "Inputs and outputs", "How to reproduce it"]  # fmt: skip
@@ -332,10 +334,15 @@ def test_terminal_and_report_give_the_verdict_in_the_same_words(read: Page) -> N
     result = exports.exported()
     console = Console(width=200, file=io.StringIO(), record=True)
     terminal.show(result, console)
-    words = parity_text.check_text(result.manifest.parity)
-    assert re.fullmatch(r"\d+ cases, at most \d+ % of the tolerance used", words)
-    assert f"PASSED  3 files, {words}\n" in console.export_text()
-    assert f"All 3 files match the original within its measured tolerance: {words}." in read.text
+    words = passed_text(result.manifest)
+    assert re.fullmatch(r"3 files, \d+ cases, at most \d+ % of the tolerance used", words)
+    text = console.export_text()
+    assert f"PASSED  {words}\n" in text
+    assert words in read.text
+    (merge,) = [rule for rule in result.manifest.transformations if rule.rule == "merge-linears"]
+    assert changed_text(merge.changes) == "3 linear -> 1"
+    assert changed_text(merge.changes) in read.text
+    assert f"{changed_text(merge.changes)}, first at " in text
 
 
 def test_the_top_of_the_report_shows_the_latency_of_the_exported_file(read: Page) -> None:
@@ -346,6 +353,6 @@ def test_the_top_of_the_report_shows_the_latency_of_the_exported_file(read: Page
 
 
 def test_the_share_of_the_tolerance_has_one_form() -> None:
-    assert parity_text.share_text(0.249) == "25 %"
-    assert parity_text.share_text(12.0) == "1200 %"
-    assert parity_text.share_text(math.inf) == parity_text.share_text(None) == ""
+    assert share_text(0.249) == "25 %"
+    assert share_text(12.0) == "1200 %"
+    assert share_text(math.inf) == share_text(None) == ""
