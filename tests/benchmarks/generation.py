@@ -63,7 +63,11 @@ def exported(model: LlamaForCausalLM, folder: Path) -> Run:
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
         optexport.export_generation(model, inputs, folder, formats=["onnx"], new_tokens=16, progress=True)
     generator = optexport.Generator.load(folder)
-    return lambda prompt, new: generator.generate(prompt, max_new_tokens=new, eos_token_id=()) and None  # type: ignore
+
+    def run(prompt: np.ndarray[Any, Any], new: int) -> None:
+        generator.generate(prompt, max_new_tokens=new, eos_token_id=())
+
+    return run
 
 
 def genai(source: Path, folder: Path) -> Run:
