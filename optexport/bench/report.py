@@ -19,6 +19,8 @@ from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Comparison
 
+# Columns that a terminal with fewer columns than this does not show.
+_WIDE, _LESS_IMPORTANT = 100, ("p90 ms", "load s", "memory")
 _COLOURS = {"faster": "green", "slower": "red", "inconclusive": None}
 
 
@@ -130,7 +132,10 @@ def _row(figures: Figures) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """Prints the figures, comparisons and notes."""
-    console.print(figures_table(report))
+    is_narrow = console.width < _WIDE
+    console.print(figures_table(report, is_narrow=is_narrow))
+    if is_narrow:
+        console.print(f"A terminal of {_WIDE} columns also shows {', '.join(_LESS_IMPORTANT)}.", highlight=False)
     if report.comparisons:
         console.print(comparison_table(report))
     unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven})
@@ -144,19 +149,26 @@ def show(report: Report, console: Console) -> None:
         )
 
 
-def figures_table(report: Report) -> Table:
-    """Returns a table with a row for every artifact and shape."""
+def figures_table(report: Report, *, is_narrow: bool = False) -> Table:
+    """Returns a table with a row for every artifact and shape; a narrow one has fewer columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ["p50 ms", "p90 ms", "p99 ms", "rows/s", "load s", "memory", "file"]
+    shown = [heading for heading in headings if not (is_narrow and heading in _LESS_IMPORTANT)]
     for heading in ("artifact", "shape"):
         table.add_column(heading, overflow="fold")
-    for heading in ("p50 ms", "p90 ms", "p99 ms", "rows/s", "load s", "memory", "file"):
+    for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for f in report.figures:
         times = [f"{1e3 * seconds:.3g}" for seconds in (f.p50, f.p90, f.p99)]
         memory = "?" if f.peak_memory is None else size_in_words(f.peak_memory)
-        cells = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
-        table.add_row(escape(f.artifact.name), escape(f.workload.label), *cells)
+        texts = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
+        cells = dict(zip(headings, texts, strict=True))
+        table.add_row(escape(f.artifact.name), _shape(f.workload), *(cells[heading] for heading in shown))
     return table
+
+
+def _shape(workload: Workload) -> str:
+    return escape(workload.label.replace(",", ", "))  # lines break between sizes, not within one
 
 
 def comparison_table(report: Report) -> Table:
@@ -171,7 +183,7 @@ def comparison_table(report: Report) -> Table:
         table.add_row(
             escape(pair.artifact.name),
             escape(pair.baseline.name),
-            escape(pair.workload.label),
+            _shape(pair.workload),
             f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
             c.verdict_text,
             style=_COLOURS[c.verdict],

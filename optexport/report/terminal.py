@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from optexport._utils.markup import size_in_words, times_as_fast
 from optexport.bench import report
@@ -173,7 +175,9 @@ def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: C
     names = f": {escape(case_names(parity.cases))}" if verbose else ""
     console.print(f"\n[bold]Parity[/] on {len(parity.cases)} cases{names}", soft_wrap=True, highlight=False)
     for line in _parity_notes(manifest):
-        console.print(f"  {line}", soft_wrap=True, highlight=False)
+        # On a terminal, lines break between words; elsewhere, for instance in a log, they do not break.
+        indented = Padding.indent(Text.from_markup(line), 2) if console.is_terminal else f"  {line}"
+        console.print(indented, soft_wrap=not console.is_terminal, highlight=False)
     compared = [target for target in targets if target.target != ORIGINAL]
     console.print()
     console.print(parity_table(parity.compared))
