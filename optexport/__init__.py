@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from optexport.errors import TraceError as TraceError
     from optexport.errors import TrackingError as TrackingError
     from optexport.errors import TransformationError as TransformationError
-    from optexport.generation.export import GenerationResult as GenerationResult
     from optexport.generation.export import export_generation as export_generation
+    from optexport.generation.result import GenerationResult as GenerationResult
     from optexport.generation.run import run_generation as run_generation
     from optexport.generation.runtime import Generator as Generator
     from optexport.inference.bundle import Bundle as Bundle
@@ -65,7 +65,7 @@ _ERRORS = (
 _MODULES = {
     "Bundle": "inference.bundle",
     "Dim": "signature.signature",
-    "GenerationResult": "generation.export",
+    "GenerationResult": "generation.result",
     "Generator": "generation.runtime",
     "Result": "report.result",
     "diff": "pipeline.diff",

@@ -94,14 +94,14 @@ def _check_generation_options(options: Iterable[str]) -> None:
 def _run_generation(config: Path, without: tuple[str, ...], *, quiet: bool, verbose: bool, as_json: bool) -> None:
     """Exports the parts of a generative model, and prints their results."""
     with show_progress(not quiet) as progress:
-        from optexport.generation import run, summary
+        from optexport.generation import run
 
         with stdout_to_stderr():
             result = run.run_generation(config, without=without, progress=progress)
     if as_json:
-        print_json(summary.as_json(result))
+        print_json(result.as_json())
     else:
-        summary.show(result, console(), verbose=verbose)
+        result.show(console(), verbose=verbose)
     for part in result.parts.values():
         if part.failure is not None:
             raise part.failure

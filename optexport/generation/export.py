@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.caches import NO_CACHE_HINT
 from optexport.generation.components import STEPS, Component, Prompt, components, find_recompute_length
+from optexport.generation.result import GenerationResult
 from optexport.generation.runtime import Parts
 from optexport.generation.tokens import TokenComparison
 from optexport.job import Job
@@ -36,23 +37,6 @@ from optexport.signature.token_limit import find_token_limit
 from optexport.transformations import Transformation
 
 _UNLIMITED = 1 << 30
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """Result of an export with a cache.
-
-    Attributes:
-        output: The folder with the parts' bundles and ``generation.json``.
-        parts: The result of each part, by name: ``decoder``, and ``encoder`` if the model has one.
-        tokens: The comparison of the files' tokens with the most likely tokens of ``model.generate``.
-        left_out: Settings of the model's generation config that are ignored.
-    """
-
-    output: Path
-    parts: Mapping[str, Result]
-    tokens: tuple[TokenComparison, ...]
-    left_out: tuple[str, ...]
 
 
 def export_generation(  # noqa: PLR0913 - options of the public API

@@ -25,7 +25,7 @@ from optexport.config.toml_file import read_redacted
 from optexport.errors import CheckError, ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
-from optexport.generation.export import GenerationResult
+from optexport.generation.result import GenerationResult
 from optexport.inputs import preparation
 from optexport.job import Job
 from optexport.loading.loader import Loaded

@@ -18,8 +18,8 @@ from rich.console import Console
 from optexport import export_generation, verify
 from optexport.bundle import digest_json
 from optexport.errors import BundleError, ConfigError
-from optexport.generation import export, summary, tokens
-from optexport.generation.export import GenerationResult
+from optexport.generation import export, tokens
+from optexport.generation.result import GenerationResult
 from optexport.generation.runtime import Generator
 from tests.generation import models
 
@@ -68,9 +68,12 @@ def test_finished_row_is_padded_as_generate_does() -> None:
 def test_summary_names_the_ignored_generation_settings(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((exported().output / "generation.json").read_bytes())
     assert (exported().left_out, document["left_out"]) == ((), [])
-    summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
-    assert summary.as_json(replace(exported(), left_out=("num_beams",)))["left_out"] == ["num_beams"]
+    replace(exported(), left_out=("repetition_penalty", "num_beams")).show(Console())
+    assert replace(exported(), left_out=("num_beams",)).as_json()["left_out"] == ["num_beams"]
     text = capsys.readouterr().out
+    assert "Tokens compared with greedy model.generate" in exported().summary()
+    assert "Tokens" in exported()._repr_html_()
+    assert repr(exported()).startswith("GenerationResult(decoder, ")
     assert "ignored settings of the model's generation_config: repetition_penalty, num_beams" in text
 
 
