@@ -153,7 +153,7 @@ def _config_text(folder: Path, manifest: Manifest) -> Markup:
 
 
 def _number(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.3g}"
+    return _NONE if value is None else f"{value + 0:.3g}"  # + 0 makes 0 of -0
 
 
 def _beside_minimum(value: float | None, minimum: float) -> str:

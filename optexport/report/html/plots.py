@@ -173,7 +173,7 @@ def node_error_plot(errors: NodeErrorsRecord) -> Markup | None:
         axes.yaxis.set_major_formatter("{x:.0e}")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.5, linestyle=(0, (1, 3)))
-        axes.set_ylabel("error / largest value of the node")
+        axes.set_ylabel("relative error")
         starts = _module_starts(points)
         labels = [_label(name) for name, _ in starts]
         axes.set_xticks([position for _, position in starts], labels, rotation=45, ha="right", fontsize=7)
