@@ -79,7 +79,7 @@ _MODULES = {
     **dict.fromkeys(_ERRORS, "errors"),
 }
 
-_PUBLIC_MODULES = ("errors", "testing", "transformations")
+_PUBLIC_MODULES = ("errors", "exporters", "testing", "transformations")
 
 __all__ = ["__version__", *sorted(_MODULES)]
 

@@ -20,6 +20,7 @@ from optexport.config.consistency import check_formats, check_precision
 from optexport.config.derived import resolve_passes
 from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
+from optexport.config.requirements import check_formats_installed
 from optexport.config.schema import FORMATS, Effort, Layout
 from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.inputs.dummy import dummy_inputs
@@ -86,7 +87,7 @@ def export(  # noqa: PLR0913 - options of the public API
         output: The bundle's folder; an existing bundle is replaced.
         transformations: One or more transformations or names of rules, in the order of application; by default
             "preset". ``["preset", MyRule()]`` adds a rule to the preset.
-        formats: Any of "torchscript", "onnx" and "pt2".
+        formats: Formats, such as "onnx"; by default "torchscript", "onnx" and "pt2".
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.
         values: Inputs of whole numbers that index an axis, as in ``[inputs.values]``: ``{"lengths": {"indexes":
@@ -172,6 +173,7 @@ def export(  # noqa: PLR0913 - options of the public API
         "export",
     )
     check_formats(config, "export")
+    check_formats_installed(config, "export")
     check_precision(config, "export")
     config = resolve_passes(config)
     rules = name_rules(transformations)

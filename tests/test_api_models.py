@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from optexport import export
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
+from optexport.exporters import targets
 from optexport.parity.verify import verify
 from optexport.report import json_document
-from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from optexport.tracking import tables
 from optexport.transformations import (
@@ -251,7 +251,7 @@ def test_inputs_of_a_graph_module_are_matched_by_name(tmp_path: Path) -> None:
     dynamic = {name: {0: "batch"} for name in inputs}
     result = export(torch.fx.symbolic_trace(Two().eval()), inputs, tmp_path / "bundle", dynamic=dynamic)
     for name, path in result.files.items():
-        ((_, run), *_) = runners.open_file(path, name, ["output"])
+        ((_, run), *_) = targets.open_file(path, name, ["output"])
         assert torch.equal(run({"x": torch.ones(2, 4), "y": torch.zeros(2, 4)})["output"], torch.full((2, 4), 2.0))
     with pytest.raises(TraceError, match="expected x, y, found x"):
         export(torch.fx.symbolic_trace(Two().eval()), {"x": X}, tmp_path / "other", dynamic=BATCH)

@@ -14,7 +14,7 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import OptexportError, TraceError
-from optexport.runtime import runners
+from optexport.exporters import targets
 from optexport.transformations import KeepOutputs
 from tests._helpers.exports import BATCH, X, quick, run
 
@@ -65,7 +65,7 @@ def test_buffer_written_in_each_call_is_returned_unchanged(tmp_path: Path) -> No
     assert all(not buffer.any() for buffer in model.buffers()), "the caller's model was changed"
     x, names = torch.randn(5, 4), [spec.name for spec in result.manifest.outputs]
     for name, path in result.files.items():
-        for _, run_file in runners.open_file(path, name, names):
+        for _, run_file in targets.open_file(path, name, names):
             first = run_file({"x": x})
             run_file({"x": x + 1})
             for got, want in zip(first.values(), (x * 2, x.sum(0), x.sum(0)[1:]), strict=True):

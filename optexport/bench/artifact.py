@@ -6,15 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from optexport.bundle.external_data import locations
 from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import ArtifactRecord, Manifest
-from optexport.errors import BenchError, ConfigError, first_line
+from optexport.errors import ConfigError
+from optexport.exporters.format import Benchmark
+from optexport.exporters.registry import find_format_of_file, get_format, list_suffixes
 from optexport.runtime.devices import Device
-
-_FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,11 @@ class Artifact:
     Attributes:
         name: Name in reports and errors.
         path: The file.
-        format: "onnx", "torchscript" or "pt2".
+        format: Name of the format.
         size: Bytes, including external data.
         proven: True if the file is part of a bundle, and was compared with the original.
         inputs: Names of its inputs; None if only the runtime knows them.
+        outputs: Names of its outputs; None if only the runtime knows them.
         fixed: True if it accepts only the traced sizes.
         precision: Lower precision of the file, if any.
         device: Device to run on.
@@ -39,9 +38,14 @@ class Artifact:
     size: int
     proven: bool = False
     inputs: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
     fixed: bool = False
     precision: str | None = None
     device: Device = "cpu"
+
+    def benchmark(self, threads: int) -> Benchmark:
+        """Returns what a worker runs."""
+        return Benchmark(self.path, self.inputs, self.outputs, threads, self.device)
 
 
 @dataclass(frozen=True)
@@ -74,31 +78,36 @@ def open_artifacts(path: Path) -> ArtifactSet:
         from optexport.bundle.digests import read_manifest
 
         manifest = read_manifest(folder)
-        inputs = [spec.name for spec in manifest.inputs]
-        artifacts = tuple(list_artifacts(manifest.artifacts, inputs, folder, f"{folder}: "))
+        inputs, outputs = ([spec.name for spec in specs] for specs in (manifest.inputs, manifest.outputs))
+        artifacts = tuple(list_artifacts(manifest.artifacts, (inputs, outputs), folder, f"{folder}: "))
         if not path.is_dir():
             artifacts = tuple(artifact for artifact in artifacts if artifact.path == path)
         if not artifacts:
             raise ConfigError(f"{path.name} is not an exported model of the bundle {folder}", location=str(path))
         return ArtifactSet(artifacts, folder, manifest)
-    if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # opening a pipe would block
+    file_format = find_format_of_file(path.name)
+    if file_format is None or (path.exists() and not path.is_file()):  # opening a pipe would block
         raise ConfigError(
             "the path is neither a bundle nor an exported file",
             location=str(path),
-            hint=f"Give a bundle, or a file that ends in {', '.join(_FORMATS)}.",
+            hint=f"Give a bundle, or a file that ends in {', '.join(list_suffixes())}.",
         )
-    file_format = _FORMATS[path.suffix]
     return ArtifactSet((Artifact(str(path), path, file_format, file_size(path, file_format)),))
 
 
 def list_artifacts(
-    records: Sequence[ArtifactRecord], inputs: Sequence[str], folder: Path, prefix: str, *, proven: bool = True
+    records: Sequence[ArtifactRecord],
+    names: tuple[Sequence[str], Sequence[str]],
+    folder: Path,
+    prefix: str,
+    *,
+    proven: bool = True,
 ) -> list[Artifact]:
     """Returns the files of an export as artifacts.
 
     Args:
         records: Their records in the manifest.
-        inputs: Names of the model's inputs.
+        names: Names of the model's inputs and of its outputs.
         folder: Folder of the files.
         prefix: Prefix of the artifacts' names; the format and a lower precision follow.
         proven: True if the files were compared with the original.
@@ -110,7 +119,8 @@ def list_artifacts(
             format=record.format,
             size=file_size(folder / record.path, record.format),
             proven=proven,
-            inputs=tuple(inputs),
+            inputs=tuple(names[0]),
+            outputs=tuple(names[1]),
             fixed=record.fixed_shape is not None,
             precision=None if record.precision is None else record.precision.precision,
             device=record.device,
@@ -120,32 +130,12 @@ def list_artifacts(
 
 
 def file_size(path: Path, file_format: str) -> int:
-    """Returns the bytes of a model file, including external data of ONNX.
+    """Returns the bytes of a model with all of its files.
 
     Raises:
         BenchError: A file cannot be read.
     """
-    names = {path.name}
-    if file_format == "onnx":
-        names |= locations(read_onnx(path))
-    try:
-        return sum((path.parent / name).stat().st_size for name in names)
-    except (OSError, ValueError) as error:  # ValueError for a name with a null character
-        raise BenchError(f"the external data of the file is missing: {error}", location=str(path)) from error
-
-
-def read_onnx(path: Path) -> Any:
-    """Reads an ONNX file without its external data.
-
-    Raises:
-        BenchError: The file is not a valid ONNX file.
-    """
-    import onnx
-
-    try:
-        return onnx.load_model(path, load_external_data=False)
-    except Exception as error:  # protobuf's errors and OSError have no common base class
-        raise BenchError(f"the file is not a valid ONNX file: {first_line(error)}", location=str(path)) from error
+    return get_format(file_format).find_size(path)
 
 
 def find_bundle(path: Path) -> Path | None:

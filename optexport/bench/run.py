@@ -16,6 +16,7 @@ from optexport.bench.turns import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
 from optexport.bundle.layout import check_outside
 from optexport.errors import ConfigError
+from optexport.exporters.registry import get_format
 
 
 def bench(
@@ -49,6 +50,8 @@ def bench(
     for artifact_list, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
         if not artifact_list:
             raise ConfigError(f"no file has the format {' or '.join(formats)}", location=option)
+    for artifact in (*artifacts, *baselines):
+        get_format(artifact.format).check_installed(artifact.name)
     with signals.temporary_folder() as folder:
         try:
             workloads, notes = _workloads(sets, [*artifacts, *baselines], inputs, shapes, folder)

@@ -203,7 +203,7 @@ def race(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings:
         with ExitStack() as stack:
             workers = [stack.enter_context(_start_worker(artifact, settings.threads)) for artifact in artifacts]
             for artifact, worker in zip(artifacts, workers, strict=True):
-                worker.send(Task(artifact.path, artifact.format, artifact.inputs, settings.threads, artifact.device))
+                worker.send(Task(artifact.format, artifact.benchmark(settings.threads)))
             for worker in workers:  # they import their runtimes in parallel
                 worker.receive()
             for workload, by_artifact in zip(workloads, launches, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import OptexportError, first_line
-from optexport.runtime import devices, onnx_session
-from optexport.runtime.devices import Device
+from optexport.exporters.format import Benchmark
+from optexport.exporters.registry import get_format
 
 # Seconds; shorter samples would measure the clock's resolution and the cost of reading it.
 _MIN_SAMPLE = 1e-4
@@ -24,29 +23,18 @@ _MAX_OVERRUN = 10
 # TorchScript optimizes a file at the second call, by profiles of the first.
 _WARMUP_CALLS = 2
 
-Run = Callable[[], object]
-Loader = Callable[[], Run]
-# Makes a loader from a safetensors file of inputs by name.
-Reader = Callable[[Path], Loader]
-
 
 @dataclass(frozen=True)
 class Task:
-    """Settings of a worker.
+    """What a worker measures.
 
     Attributes:
-        path: The file.
-        format: "onnx", "torchscript" or "pt2".
-        names: Names of its inputs; None if only the runtime knows them.
-        threads: Number of threads.
-        device: Device to run on.
+        format: Name of the format.
+        benchmark: The file and its settings.
     """
 
-    path: Path
     format: str
-    names: tuple[str, ...] | None
-    threads: int
-    device: Device
+    benchmark: Benchmark
 
 
 def main() -> None:
@@ -64,7 +52,7 @@ def main() -> None:
 
 def _serve(connection: Connection) -> None:
     task = connection.recv()
-    read = (_onnx_reader if task.format == "onnx" else _torch_reader)(task)
+    read = get_format(task.format).prepare_benchmark(task.benchmark)
     connection.send((True, None))
     run: Any = None
     while True:
@@ -87,7 +75,7 @@ def _serve(connection: Connection) -> None:
         connection.send((True, answer))
 
 
-def _sample(run: Run, seconds: float, repeats: int = 1, min_samples: int = 1) -> list[float]:
+def _sample(run: Callable[[], object], seconds: float, repeats: int = 1, min_samples: int = 1) -> list[float]:
     """Measures calls for some seconds; each sample is the mean of ``repeats`` calls."""
     samples: list[float] = []
     gc.collect()
@@ -104,97 +92,6 @@ def _sample(run: Run, seconds: float, repeats: int = 1, min_samples: int = 1) ->
         samples.append((time.perf_counter() - start) / repeats)
     gc.enable()
     return samples
-
-
-def _onnx_reader(task: Task) -> Reader:
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    import onnxruntime
-    from safetensors.numpy import load_file
-
-    def read(file: Path) -> Loader:
-        inputs = load_file(file)
-        return lambda: load(inputs)
-
-    def load(inputs: dict[str, Any]) -> Run:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = task.threads
-        options.log_severity_level = 4  # errors are raised as well
-        # Threads that spin after a run would slow down the artifact whose turn is next.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = onnx_session.open_session(task.path, options, task.device)
-        batch = _select_inputs(inputs, [value.name for value in session.get_inputs()])
-        if task.device == "cpu":
-            return lambda: session.run(None, batch)
-        return bind_session(session, batch, task.device)
-
-    return read
-
-
-def bind_session(session: Any, batch: dict[str, Any], device: Device) -> Run:
-    """Returns a call that runs a session with inputs and outputs on a device.
-
-    The call does not copy between device and host, so that its time compares with a call of torch.
-    """
-    import onnxruntime
-
-    binding = session.io_binding()
-    for name, array in batch.items():
-        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
-    for output in session.get_outputs():
-        binding.bind_output(output.name, device)
-
-    def run() -> Any:
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
-        return binding.get_outputs()
-
-    return run
-
-
-def _torch_reader(task: Task) -> Reader:
-    import warnings
-
-    import torch
-    from safetensors.torch import load_file
-
-    from optexport.runtime.untrusted import archives
-    from optexport.signature.signature import as_arguments
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(task.threads)
-    devices.check_torch(task.device, task.path.name)
-    if task.device != "cpu":
-        devices.set_float32_precision()
-
-    def read(file: Path) -> Loader:
-        inputs = load_file(file)
-        batch = inputs if task.names is None else _select_inputs(inputs, task.names)
-        arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
-        return lambda: load(arguments)
-
-    def load(arguments: dict[str, Any]) -> Run:
-        if task.format == "torchscript":
-            module: Callable[..., Any] = archives.load_torchscript(task.path)
-        else:
-            module = archives.pt2_module(task.path)
-        torch.set_grad_enabled(False)
-        if task.device == "cpu":
-            return lambda: module(**arguments)
-
-        def run() -> object:
-            results = module(**arguments)
-            torch.cuda.synchronize()  # a call on a GPU returns before the work is done
-            return results
-
-        return run
-
-    return read
-
-
-def _select_inputs(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
-    if missing := [name for name in names if name not in inputs]:
-        raise LookupError(f"inputs {', '.join(missing)} are missing (found {', '.join(inputs)})")
-    return {name: inputs[name] for name in names}
 
 
 def _memory(*, reset_peak: bool = False) -> dict[str, int] | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optexport.bench.artifact import Artifact, read_onnx
+from optexport.bench.artifact import Artifact
 from optexport.bundle.manifest import Manifest
 from optexport.errors import ConfigError, did_you_mean
+from optexport.exporters.onnx.format import read_onnx
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,11 @@ from pathlib import Path, PurePosixPath
 
 from optexport._utils import atomic_dir
 from optexport._utils.paths import check_utf8
-from optexport.bundle import digest_json, external_data
+from optexport.bundle import digest_json
 from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED
-from optexport.bundle.manifest import SUFFIXES, VERSION, FileRecord, Manifest
+from optexport.bundle.manifest import VERSION, FileRecord, Manifest
 from optexport.errors import BundleError, ConfigError, unreadable
+from optexport.exporters import registry
 
 _LINK_HINT = "Remove it. If the bundle needs it, copy the bundle again with the files that links point to."
 
@@ -81,11 +82,11 @@ def read_structure(folder: Path) -> Manifest:
             )
     for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
         # Such a file would be used without a check.
-        if name.endswith(tuple(SUFFIXES.values())):
+        if name.endswith(registry.list_suffixes()):
             raise BundleError("the manifest does not list this model file as an artifact", location=str(folder / name))
     for artifact in manifest.artifacts:
-        if artifact.format == "onnx" and (folder / artifact.path).is_file():
-            external_data.check_locations(folder / artifact.path)
+        if (folder / artifact.path).is_file():
+            registry.get_format(artifact.format).check_file(folder / artifact.path)
     return manifest
 
 

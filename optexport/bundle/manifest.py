@@ -15,14 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from optexport._utils.size_ranges import describe_range
 from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.parity_records import Count, ParityRecord
+from optexport.exporters import registry
 from optexport.runtime.devices import Device
 
 VERSION: Literal[2] = 2
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 # Machine epsilon: the distance from 1 to the next larger number.
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-# File suffix of each format.
-SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
 
 
 class _Record(BaseModel):
@@ -193,7 +192,7 @@ class ArtifactRecord(_Record):
         precision: The lower precision; null if the file has the model's own precision.
     """
 
-    format: Literal["torchscript", "onnx", "pt2"]
+    format: Annotated[str, Field(pattern="^[a-z][a-z0-9]*$")]
     path: str
     device: Device = "cpu"
     fixed_shape: str | None
@@ -203,10 +202,18 @@ class ArtifactRecord(_Record):
     @model_validator(mode="after")
     def _check_suffix(self) -> ArtifactRecord:
         """Checks the suffix, because other programs select the format by it."""
-        if not self.path.endswith(SUFFIXES[self.format]):
-            name, suffix = PurePosixPath(self.path).name, SUFFIXES[self.format]
+        if not registry.is_format(self.format):
+            raise ValueError(f"the format {self.format!r} is not installed here")
+        name, suffix = PurePosixPath(self.path).name, registry.get_format(self.format).suffix
+        if not name.endswith(suffix):
             raise ValueError(f"the name of a file of {self.format} must end with {suffix} (found {name!r})")
         return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths in the bundle of all files that may belong to the model, such as one for its weights."""
+        path = PurePosixPath(self.path)
+        return tuple(str(path.with_name(name)) for name in registry.get_format(self.format).list_files(path.name))
 
 
 class ApplicationRecord(_Record):
@@ -324,8 +331,8 @@ class Manifest(_Record):
         return self
 
     def size_of(self, artifact: ArtifactRecord) -> int:
-        """Returns the bytes of a model file, including external weights."""
-        return sum(file.size for file in self.files if file.path in (artifact.path, f"{artifact.path}.data"))
+        """Returns the bytes of a model, with all of its files."""
+        return sum(file.size for file in self.files if file.path in artifact.paths)
 
     @property
     def few_digits(self) -> list[str]:

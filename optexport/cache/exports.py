@@ -9,15 +9,15 @@ from pathlib import Path
 from torch import fx
 
 from optexport._utils import model_memory
+from optexport.bundle.artifacts import write_artifact
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.cache import keys, store
 from optexport.config.schema import Format
-from optexport.exporters.graph_writer import GraphWriter
+from optexport.exporters import registry
+from optexport.exporters.flat_graph import FlatGraph
 
 
-def export(
-    writer: GraphWriter, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None
-) -> tuple[ArtifactRecord, bool]:
+def export(graph: FlatGraph, file_format: Format, folder: Path, passes: Sequence[str]) -> tuple[ArtifactRecord, bool]:
     """Writes an exported file, or copies it from the cache.
 
     The cache skips large models and graphs with unknown functions.
@@ -28,14 +28,14 @@ def export(
     Raises:
         ExportError: The graph cannot be written in this format.
     """
-    entry = _find_key(writer, file_format, passes, opset)
+    entry = _find_key(graph, file_format, passes)
     if entry is not None and (cached := store.read(entry)) is not None:
         entry_folder, (record_json, names) = cached
         if _copy(entry_folder, names, folder):
             return ArtifactRecord.model_validate_json(record_json), True
-    record = writer.write(file_format, folder, passes, opset)
+    record = write_artifact(graph, file_format, folder, passes)
     if entry is not None:
-        files = keys.files_of(folder / record.path)
+        files = registry.get_format(file_format).existing_files(folder / record.path)
 
         def fill(entry_folder: Path) -> None:
             for file in files:
@@ -63,13 +63,14 @@ def of_graph(graph_module: fx.GraphModule) -> str | None:
     return keys.of_graph(graph_module) if store.enabled() and not model_memory.is_large(graph_module) else None
 
 
-def of_file(path: Path) -> str | None:
+def of_file(path: Path, file_format: str) -> str | None:
     """Returns a digest of an exported file, or None if the cache is off."""
-    return keys.of_file(path) if store.enabled() else None
+    return keys.of_file(path, file_format) if store.enabled() else None
 
 
-def _find_key(writer: GraphWriter, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
-    if (graph := of_graph(writer.flat)) is None:
+def _find_key(graph: FlatGraph, file_format: Format, passes: Sequence[str]) -> str | None:
+    if (digest := of_graph(graph.flat)) is None:
         return None
-    inputs = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]
-    return store.entry_key("export", graph, file_format, writer.device, passes, opset, inputs)
+    inputs = [keys.of_tensors([graph.example]), str(graph.signature), graph.metadata(passes)]
+    versions = registry.versions([file_format])
+    return store.entry_key("export", digest, file_format, versions, graph.device, passes, graph.opset, inputs)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from optexport._utils.tensors import bytes_of
 from optexport.bundle.digests import sha256
+from optexport.exporters import registry
 
 # Packages with functions and modules that are identified by name, given the versions of the packages.
 _IDENTIFIED_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "optexport")
@@ -41,14 +42,11 @@ def of_tensors(groups: Iterable[Mapping[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def of_file(path: Path) -> str:
-    """Returns the SHA-256 of a file and its companions, such as external ONNX weights."""
-    return hashlib.sha256(" ".join(sha256(file) for file in files_of(path)).encode()).hexdigest()
-
-
-def files_of(path: Path) -> list[Path]:
-    """Returns a file and its companions, whose names start with the file's name."""
-    return [file for file in sorted(path.parent.glob(f"{path.name}*")) if file.is_file()]
+def of_file(path: Path, file_format: str) -> str:
+    """Returns the SHA-256 of a model's files, such as external ONNX weights, and of its runtime's own packages."""
+    chosen = registry.get_format(file_format)
+    digests = [*map(sha256, chosen.existing_files(path)), *map(str, chosen.versions().items())]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from optexport.cli._console import console
+from optexport.cli._format_option import check_formats
 from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
 from optexport.report.progress import show_progress
@@ -79,8 +80,9 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.option(
     *("--format", "formats"),
     multiple=True,
-    type=click.Choice(["onnx", "torchscript", "pt2"]),
-    help="Measure only files of this format. May be repeated.",
+    callback=check_formats,
+    metavar="FORMAT",
+    help="Measure only files of this format, such as onnx. May be repeated.",
 )
 @click.option(
     "--inputs",

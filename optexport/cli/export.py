@@ -14,6 +14,7 @@ import click
 from rich_click import RichOptionPanel
 
 from optexport.cli._console import echo
+from optexport.cli._format_option import check_formats
 from optexport.cli._group import Command
 from optexport.cli._pipeline_run import output_options, pipeline_options, publish_errors, run_config
 from optexport.errors import ConfigError, OptexportError, did_you_mean
@@ -44,7 +45,6 @@ _PANELS = [
     RichOptionPanel("Rules", options=["--transform", "--without", "--tune", "--dump"]),
     RichOptionPanel("MLflow", options=["--uri", "--experiment", "--no-tracking"]),
 ]
-_FORMATS = ("torchscript", "onnx", "pt2")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
 
 
@@ -99,9 +99,10 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
 @click.option("--task", help="The task, such as text-classification (default: from config.json).")
 @click.option(
     *("--format", "formats"),
-    type=click.Choice(_FORMATS),
+    callback=check_formats,
+    metavar="FORMAT",
     multiple=True,
-    help="A format to export (default: all). May be repeated.",
+    help="A format to export: onnx, torchscript, pt2, or another one (default: these three). May be repeated.",
 )
 @click.option(
     "--dynamic",
@@ -172,6 +173,7 @@ def export(
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_machine
     from optexport.config.source import check_module
+    from optexport.exporters.registry import DEFAULT_FORMATS
     from optexport.report import junit as report_junit
 
     if tensors and data is not None:
@@ -182,7 +184,7 @@ def export(
         choices = Choices(
             task=task,
             output=_relative(output or Path("build", name), path),
-            formats=formats or _FORMATS,
+            formats=formats or DEFAULT_FORMATS,
             dynamic=dynamic,
             tensors=tensors,
             data=None if data is None else _relative(data.expanduser(), path),

@@ -16,11 +16,12 @@ def passes(as_json: bool) -> None:
     Use this to choose the passes of [export.passes]. A format pass writes the same graph in a format in another way,
     which may be faster. run --tune tries them for you.
     """
-    from optexport.config.format_passes import PASSES
+    from optexport.exporters.registry import all_passes
 
+    entries = list(all_passes())
     if as_json:
-        print_json({entry.name: {"summary": entry.summary, "formats": list(entry.formats)} for entry in PASSES})
+        print_json({entry.name: {"summary": entry.summary, "formats": list(formats)} for entry, formats in entries})
         return
-    width = max(len(entry.name) for entry in PASSES)
-    for entry in PASSES:
-        echo(f"{entry.name:{width}}  {entry.summary} ({', '.join(entry.formats)})")
+    width = max(len(entry.name) for entry, _ in entries)
+    for entry, formats in entries:
+        echo(f"{entry.name:{width}}  {entry.summary} ({', '.join(formats)})")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optexport.cli._console import echo
+from optexport.cli._format_option import check_formats
 from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError, did_you_mean
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     *("--format", "file_format"),
-    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    callback=check_formats,
+    metavar="FORMAT",
     help="The file to run (default: onnx, or else the first in the bundle).",
 )
 @json_option

@@ -6,9 +6,11 @@ import math
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from optexport.config.validation import InvalidValueError, Table, dimension_name, show_value
+from optexport.errors import did_you_mean
+from optexport.exporters.registry import list_formats
 
 # Seconds. A larger budget is probably written in the wrong unit.
 _MAX_BUDGET = 7 * 24 * 3600
@@ -86,15 +88,29 @@ class FormatLimits(Table):
         pt2: The limit of the ``.pt2`` file.
     """
 
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[float, Field(gt=0)]]
     every: _Limit = None
     onnx: _Limit = None
     torchscript: _Limit = None
     pt2: _Limit = None
 
+    @model_validator(mode="after")
+    def _check_formats(self) -> FormatLimits:
+        for name in self.__pydantic_extra__:
+            if name not in list_formats():
+                raise InvalidValueError(f'unknown format "{name}"', did_you_mean(name, ("every", *list_formats())))
+        return self
+
+    @property
+    def by_format(self) -> dict[str, float]:
+        """The limits that are set, by format or ``every``."""
+        limits: dict[str, float | None] = self.model_dump()
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
     def of(self, file_format: str) -> float | None:
         """Returns the limit of a format; None if it has none."""
-        limit: float | None = getattr(self, file_format)
-        return self.every if limit is None else limit
+        return self.by_format.get(file_format, self.every)
 
 
 def _as_table(value: Any) -> Any:

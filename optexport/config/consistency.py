@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config import format_passes
 from optexport.config.metrics import METRICS
 from optexport.config.schema import FORMATS, IMAGES, LABEL_OUTPUTS, LABELS, PROBABILITIES
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, did_you_mean
+from optexport.exporters.registry import get_format
 from optexport.transformations import registry
 
 if TYPE_CHECKING:
@@ -154,8 +154,10 @@ def check_device(config: Config, location: str) -> None:
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
     }
+    for file_format in config.export.formats:
+        features[f"export.formats: {file_format}"] = device not in get_format(file_format).devices
     for file_format, names in config.export.passes.items():
-        supported = format_passes.list_passes(file_format, device)
+        supported = get_format(file_format).list_passes(device)
         features |= {f"export.passes.{file_format}: {name}": name not in supported for name in names}
     for key in [key for key, is_used in features.items() if is_used]:
         name = key.rpartition(": ")[2]
@@ -322,14 +324,14 @@ def check_benchmarks(
     """
     for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
         limits: FormatLimits | None = getattr(gate, key)
-        if limits is not None and not any(limits.of(name) for name in FORMATS):
+        if limits is not None and not limits.by_format:
             raise ConfigError(
                 "the gate has no bound",
                 location=f"{location}: gate.{key}",
                 hint=f"Write a number, such as {key} = 2, or remove gate.{key}.",
             )
-        for name in FORMATS if limits is not None else ():
-            if getattr(limits, name) is not None:
+        for name in limits.by_format if limits is not None else ():
+            if name != "every":
                 _check_exported([name], formats, f"{location}: gate.{key}.{name}")
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
         raise ConfigError(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport._utils.platform import processor_flags
-from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig
 from optexport.config.schema import Config, TransformationConfig
+from optexport.exporters.registry import default_passes
 
 if TYPE_CHECKING:
     from optexport.transformations.apply import NamedRule
@@ -49,7 +49,7 @@ def resolve_passes(config: Config) -> Config:
     export = config.export
     flags = processor_flags()
     passes = {
-        name: format_passes.default_passes(name, flags, export.opset)
+        name: default_passes(name, flags, export.opset)
         for name in export.formats
         if config.model.device == "cpu" and (config.precision is None or config.precision.of(name) is None)
     }

@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import ModelSchema
 
-from optexport.config import format_passes
-from optexport.config.schema import FORMATS, Config
+from optexport.config.schema import Config
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.validation import find_table
+from optexport.exporters.registry import BUILT_IN, list_passes
 from optexport.transformations.registry import RULES, Option
 
 _TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
@@ -29,7 +29,7 @@ def config_schema() -> dict[str, Any]:
     tables = schema["$defs"]
     tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
     tables["ExportConfig"]["properties"]["passes"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(format_passes.list_passes(name))}} for name in FORMATS
+        name: {"type": "array", "items": {"enum": list(list_passes(name))}} for name in BUILT_IN
     }
     rule = tables["TransformationConfig"]
     rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}

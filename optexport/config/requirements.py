@@ -13,6 +13,7 @@ from optexport.config.source import find_model_problem, find_source_folder, is_t
 from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, sentence_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
+from optexport.exporters.registry import get_format
 
 if TYPE_CHECKING:
     from optexport.config.schema import Config
@@ -32,6 +33,7 @@ def check_machine(config: Config, path: Path) -> None:
     mistakes.collect(_check_model_folder, config, path)
     for key, extra, alternative in _extras(config, path.parent):
         mistakes.collect(check_extra, extra, f"{path}: {key}", alternative)
+    mistakes.collect(check_formats_installed, config, str(path))
     mistakes.collect(check_output_path, config.output_path(path.parent))
     mistakes.collect(packages.check)
     mistakes.raise_all()
@@ -56,6 +58,17 @@ def check_extras(config: Config, path: Path) -> None:
     """
     for key, extra, alternative in _extras(config, path.parent):
         check_extra(extra, f"{path}: {key}", alternative)
+    check_formats_installed(config, str(path))
+
+
+def check_formats_installed(config: Config, location: str) -> None:
+    """Checks that the packages of the exported formats are installed.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    for name in config.export.formats:
+        get_format(name).check_installed(f"{location}: export.formats")
 
 
 def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:

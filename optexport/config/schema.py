@@ -11,12 +11,12 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
     model_serializer,
     model_validator,
 )
 
-from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
 from optexport.config.inputs import InputsConfig
 from optexport.config.metrics import MetricGates
@@ -25,11 +25,10 @@ from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri, find_environment_uri
 from optexport.config.validation import InvalidValueError, Table, check_finite, show_value
 from optexport.errors import did_you_mean
+from optexport.exporters.registry import BUILT_IN, DEFAULT_FORMATS, get_format, list_formats
 from optexport.runtime.devices import Device
 from optexport.transformations import registry
 
-Format = Literal["torchscript", "onnx", "pt2"]
-FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 Effort = Literal["quick", "standard", "exhaustive"]
 Layout = Literal["triton"]
 Half = Literal["bfloat16", "float16"]
@@ -43,6 +42,21 @@ LABELS: Final = "labels"
 # Probabilities of all classes, or the most likely classes with their probabilities.
 ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
 LABEL_OUTPUTS = ("argmax", "top_k")
+
+
+def _check_format(name: str) -> str:
+    if name not in list_formats():
+        raise InvalidValueError(f'unknown format "{name}"', did_you_mean(name, list_formats()))
+    return name
+
+
+# A format, built in or of an installed package.
+Format = Annotated[
+    str,
+    AfterValidator(_check_format),
+    WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, {"type": "string", "pattern": "^[a-z][a-z0-9]*$"}]}),
+]
+FORMATS = DEFAULT_FORMATS
 
 
 def _folder(path: str) -> str:
@@ -195,18 +209,18 @@ class ExportConfig(Table):
     @model_validator(mode="after")
     def _check_passes(self) -> ExportConfig:
         for file_format, names in self.passes.items():
-            passes = format_passes.list_passes(file_format)
+            passes = {entry.name: entry for entry in get_format(file_format).passes}
             for name in names:
                 if name not in passes:
                     raise InvalidValueError(
                         f'passes.{file_format}: unknown format pass "{name}"', did_you_mean(name, passes)
                     )
-        needed = format_passes.ATTENTION_OPSET
-        if self.opset is not None and self.opset < needed and "attention" in self.passes.get("onnx", ()):
-            raise InvalidValueError(
-                f'passes.onnx: the pass "attention" needs opset {needed}, found {self.opset}',
-                f'Write opset = {needed}, or remove "attention".',
-            )
+                needed = passes[name].min_opset
+                if needed is not None and self.opset is not None and self.opset < needed:
+                    raise InvalidValueError(
+                        f'passes.{file_format}: the pass "{name}" needs opset {needed}, found {self.opset}',
+                        f'Write opset = {needed}, or remove "{name}".',
+                    )
         return self
 
 
@@ -227,7 +241,7 @@ class PrecisionConfig(Table):
 
     def of(self, file_format: str) -> str | None:
         """Returns the precision of a format's file; None if it is the model's precision."""
-        precision: str | None = getattr(self, file_format)
+        precision: str | None = getattr(self, file_format, None)
         return precision
 
 

@@ -19,6 +19,7 @@ from optexport.diagnosis.failure import find_unmeasured_output, find_unnamed_cas
 from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, outputs_at
 from optexport.diagnosis.subgraph import extract_onnx
+from optexport.exporters.registry import get_format
 from optexport.parity import checker, perturbation
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.runtime import runners
@@ -26,7 +27,7 @@ from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import Batch, as_arguments
 
-_RUNTIMES = {"onnx": "ONNX Runtime", "torchscript": "TorchScript", "pt2": "torch.export"}
+# How to read the values inside of a file, for formats that allow it.
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,
     "torchscript": observe_torchscript,
@@ -60,9 +61,8 @@ def diagnose_artifacts(
     outputs, expected = outputs_at(parity_checker, target, index)
 
     def write(folder: Path) -> None:
-        for file in (path, path.with_name(f"{path.name}.data")):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        for file in get_format(file_format).existing_files(path):
+            shutil.copyfile(file, folder / file.name)
 
     raises = isinstance(parity_checker.result(target.target, case.name), str)
     title = f"{path.name} differs from the original (case: {case.name})."
@@ -70,10 +70,13 @@ def diagnose_artifacts(
     if target.target in (checker.ONNX_OPTIMIZED, checker.ONNX_FLOAT32_OPTIMIZED):  # it passes unoptimized
         text, hint = _diagnose_optimizations(path, parity_checker, index)
         return Finding(target.target, index, text, [replace(complete, level="ORT_ENABLE_ALL")], hint)
-    lines = [f"The graph passes, so the exporter or {_RUNTIMES[file_format]} changed the numbers."]
+    lines = [f"The graph passes, so the exporter or {get_format(file_format).runtime} changed the numbers."]
     if graph_module is None:
         text = f"{path.name} fails, and there is no .pt2 file that passes to compare it with."
         return Finding(target.target, index, text, [complete])
+    if file_format not in _OBSERVERS:
+        lines.append(f"Values inside of {path.name} cannot be compared with those of the graph.")
+        return Finding(target.target, index, "\n".join(lines), [complete])
     pieces: list[Reproduction] = []
     jump_hint: str | None = None
     try:

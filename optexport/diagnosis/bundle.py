@@ -13,10 +13,10 @@ from optexport.diagnosis import failure
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import BundleError, ExportError
+from optexport.exporters import targets
 from optexport.parity.checker import ParityChecker
 from optexport.parity.reference_file import read_reference
 from optexport.parity.verify import gates_of, tolerance_of
-from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 
 
@@ -48,7 +48,7 @@ def diagnose_bundle(folder: Path) -> str:
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
-            for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+            for target, run in targets.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 checker.check(target, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # its hint is for the exporting user only

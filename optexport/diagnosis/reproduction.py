@@ -22,6 +22,7 @@ from optexport.errors import (
     ConfigError,
     with_hint,
 )
+from optexport.exporters.registry import find_format_of_file, get_format, list_formats
 from optexport.parity import distances
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
@@ -31,7 +32,7 @@ _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
 _NAMES = {
     *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "diagnosis.txt", "piece.onnx"),
     *("before.pt2", "after.pt2", "before.pt", "after.pt"),
-    *("model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt"),
+    "model.pt",
 }
 
 _OPEN = {
@@ -43,6 +44,11 @@ _CHECKS: Mapping[str, Callable[[Path], object]] = {".pt2": archives.check_pt2, "
 _NAME_ARGUMENTS = """
 arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
 """
+_RUN_FORMAT = """
+def run_file(path):
+    run = get_format("{file_format}").open(path, list(OUTPUTS), "cpu")
+    return list(run(inputs).values())
+"""
 _RUN_ONNX = """
 def run_onnx(path):
     options = onnxruntime.SessionOptions()
@@ -52,6 +58,12 @@ def run_onnx(path):
     arrays = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
     return [torch.from_numpy(result) for result in session.run(list(OUTPUTS), arrays)]
 """
+_IMPORT_FORMAT = "import torch\nfrom optexport.exporters.registry import get_format"
+# Imports and functions by the suffix of the file with the wrong results.
+_SETUP = {
+    **dict.fromkeys((".pt", ".pt2"), ("import re\nimport torch", _NAME_ARGUMENTS)),
+    ".onnx": ("import onnxruntime\nimport torch", _RUN_ONNX),
+}
 _SCRIPT = '''\
 """{title}"""
 import sys
@@ -104,17 +116,18 @@ class Reproduction:
 
     def script(self) -> str:
         """Returns a Python script of fewer than 30 lines."""
-        onnx = self.actual.endswith(".onnx")
+        suffix = Path(self.actual).suffix
+        imports, functions = _SETUP.get(suffix, (_IMPORT_FORMAT, _RUN_FORMAT))
         results = f"[tensors[f'{self.expected}.{{name}}'] for name in OUTPUTS]"
-        suffix = Path(self.expected).suffix
+        expected_suffix = Path(self.expected).suffix
         return _SCRIPT.format(
             title=textwrap.shorten(self.title.replace('"', "'").replace("\\", "/"), 110),
-            imports="import onnxruntime\nimport torch" if onnx else "import re\nimport torch",
+            imports=imports,
             outputs={name: (limit, str(dtype)) for name, (limit, dtype) in self.outputs.items()},
             tensors=_CASE if self.tensors is None else _PIECE,
-            functions=(_RUN_ONNX if onnx else _NAME_ARGUMENTS).format(level=self.level).strip(),
-            expected=_OPEN[suffix].format(name=self.expected) if suffix else results,
-            actual=_OPEN[Path(self.actual).suffix].format(name=self.actual),
+            functions=functions.format(level=self.level, file_format=find_format_of_file(self.actual)).strip(),
+            expected=_OPEN[expected_suffix].format(name=self.expected) if expected_suffix else results,
+            actual=_OPEN.get(suffix, "run_file(FOLDER / {name!r})").format(name=self.actual),
         ).replace("\n\n", "\n")
 
 
@@ -180,7 +193,8 @@ def _check_replaceable(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
-    if names and not (names <= _NAMES and _PARITY in names):
+    models = {file for name in list_formats() for file in get_format(name).list_files(get_format(name).file_name)}
+    if names and not (names <= _NAMES | models and _PARITY in names):
         raise ConfigError("the path is not a folder of a failed check, so it is not replaced", location=str(folder))
 
 

@@ -1,95 +1,127 @@
-"""Interface of a format, and the graph that formats write."""
+"""Interface of a file format. Importing this module needs no torch.
+
+A format is a subclass of `Format` in a module that imports torch and its runtime only inside of functions: a config and
+``--help`` ask a format for its name and passes.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import fx
-from torch.export import ExportedProgram
-
-from optexport._version import __version__
-from optexport.exporters import graph_export
-from optexport.runtime import placement
+from optexport.errors import BenchError, ConfigError, DeviceError
 from optexport.runtime.devices import Device
-from optexport.signature.signature import Batch, Signature
-from optexport.tracing.shapes.path_probe import drop_needless_assertions
-from optexport.transformations.apply import Applied
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from optexport.exporters.flat_graph import FlatGraph
+
+Run = Callable[[Mapping[str, "torch.Tensor"]], dict[str, "torch.Tensor"]]
+ArrayRun = Callable[[Mapping[str, "npt.NDArray[Any]"]], dict[str, "npt.NDArray[Any]"]]
+# Opens the file, and returns a call of it.
+Loader = Callable[[], Callable[[], object]]
 
 
-class FlatGraph:
-    """A graph with a flat tuple of outputs, and everything else that a format needs.
+@dataclass(frozen=True)
+class FormatPass:
+    """A format pass: another way to write the same graph to a file, which may be faster in a runtime.
 
-    Args:
-        example: Inputs at the traced sizes, on the CPU.
-        weights_sha256: Digest of the model's weights, written into ONNX files.
-        applied: Transformations that were applied to the graph, written into ONNX files.
-        device: Device that runs the files. The graph itself is on the CPU.
+    A rule changes the graph, and therefore all files. A format pass changes the files of its formats.
+
+    Attributes:
+        name: Name in ``[export.passes]``.
+        summary: One line of help.
+        cpu_only: True if it has no use on other devices than the CPU.
+        is_default: True if a file for the CPU gets it when the config names no passes of the format.
+        default_flag: Flag that the processor must have for the default, as in /proc/cpuinfo.
+        min_opset: The first ONNX opset that it can be used with.
     """
 
-    def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        signature: Signature,
-        example: Batch,
-        weights_sha256: str,
-        applied: Sequence[Applied],
-        device: Device = "cpu",
-    ) -> None:
-        self.signature, self.example, self.device = signature, example, device
-        self._weights_sha256, self._applied = weights_sha256, applied
-        self.flat = graph_export.flatten(graph_module, signature)
+    name: str
+    summary: str
+    cpu_only: bool = False
+    is_default: bool = False
+    default_flag: str | None = None
+    min_opset: int | None = None
 
-    @cached_property
-    def program(self) -> ExportedProgram:
-        """Graph exported again for ``.pt2`` and TorchScript.
 
-        ONNX needs a separate export under patches.
+@dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark runs.
+
+    Attributes:
+        path: The file.
+        inputs: Names of its inputs; None if only the runtime knows them.
+        outputs: Names of its outputs; None if only the runtime knows them.
+        threads: Number of threads.
+        device: Device to run on.
+    """
+
+    path: Path
+    inputs: tuple[str, ...] | None
+    outputs: tuple[str, ...] | None
+    threads: int
+    device: Device
+
+    def select(self, tensors: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+        """Returns the inputs of the file.
+
+        Args:
+            tensors: Inputs by name.
+            names: Names of the file's inputs; by default those of the benchmark, or all.
 
         Raises:
-            ExportError: ``torch.export`` refuses the graph.
+            LookupError: An input is missing.
         """
-        program = graph_export.to_program(self.flat, self.signature, self.example)
-        drop_needless_assertions(program, self.flat, self.signature, self.example)
-        return program if self.device == "cpu" else placement.move_program(program, self.device)
-
-    def metadata(self, passes: Sequence[str]) -> dict[str, Any]:
-        """Returns the ``metadata_props`` of an ONNX file, which record how it was written."""
-        return {
-            "optexport.version": __version__,
-            "optexport.weights_sha256": self._weights_sha256,
-            "optexport.transformations": [
-                {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)}
-                for a in self._applied
-            ],
-            "optexport.passes": list(passes),
-        }
+        names = self.inputs if names is None else names
+        if names is None:
+            return dict(tensors)
+        if missing := [name for name in names if name not in tensors]:
+            raise LookupError(f"inputs {', '.join(missing)} are missing (found {', '.join(tensors)})")
+        return {name: tensors[name] for name in names}
 
 
 class Format(ABC):
-    """Writes one graph to files of one format.
+    """A file format: how graphs are written to files of it, and how its runtime opens them.
 
-    A new format is a module with a subclass, and an entry in `optexport.exporters.graph_writer.FORMATS`.
+    A format has no state: one object serves all graphs. `write` and `open` are all that a format must define.
 
     Attributes:
-        file_name: Name of the file in a bundle.
+        name: Name in configs: lower-case letters and digits, starting with a letter.
+        file_name: Name of the file in a bundle. Other programs select the format by its suffix.
+        runtime: Name of the runtime in messages.
+        passes: Format passes in the order of application. Tuning tries them in this order too, so the ones with the
+            largest gains come first.
+        devices: Devices that files can be written for.
+        packages: Distributions that the format needs besides those of optexport. A manifest records their versions.
+        install: Command that installs them.
+        is_timed: True if every run times the file for its summary.
     """
 
+    name: ClassVar[str]
     file_name: ClassVar[str]
-
-    def __init__(self, graph: FlatGraph) -> None:
-        self.graph = graph
+    runtime: ClassVar[str]
+    passes: ClassVar[Sequence[FormatPass]] = ()
+    devices: ClassVar[Sequence[Device]] = ("cpu",)
+    packages: ClassVar[Sequence[str]] = ()
+    install: ClassVar[str] = ""
+    is_timed: ClassVar[bool] = True
 
     @abstractmethod
-    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        """Writes a file.
+    def write(self, graph: FlatGraph, path: Path, passes: Sequence[str]) -> str | None:
+        """Writes a file. A second call must write the same bytes.
 
         Args:
-            passes: Names of the format passes to apply.
-            opset: Opset of an ONNX file; other formats ignore it.
+            graph: The graph; not changed.
+            path: The file to write.
+            passes: Names of the format passes to apply, in their order.
 
         Returns:
             None, or the reason why the file accepts only the shapes of the example.
@@ -97,3 +129,172 @@ class Format(ABC):
         Raises:
             ExportError: The format does not support the graph.
         """
+
+    @abstractmethod
+    def open(self, path: Path, outputs: Sequence[str], device: Device) -> Run:
+        """Opens a file as in production. It may be a stranger's file, so opening it must not run code in it.
+
+        Args:
+            path: The file.
+            outputs: Names of the outputs, in the order of the graph.
+            device: Device that the file was written for.
+
+        Returns:
+            A function from the inputs by name to the outputs by name, with all tensors on the CPU. It must compute
+            float32 in full precision.
+
+        Raises:
+            ExportError: The runtime rejects the file.
+            DeviceError: The device is not available.
+        """
+
+    def list_openers(self, path: Path, outputs: Sequence[str], device: Device) -> list[tuple[str, Callable[[], Run]]]:
+        """Lists the ways to open a file that are compared with the original; by default only `open`.
+
+        Returns:
+            The name of each target, which is the format's name, or starts with it and a hyphen, and a function that
+            opens the file. The last target is the one for production.
+        """
+        return [(self.name, partial(self.open, path, outputs, device))]
+
+    def open_for_arrays(
+        self, path: Path, outputs: Sequence[str], device: Device, dtypes: Mapping[str, str]
+    ) -> ArrayRun:
+        """Opens a file for numpy arrays; by default, torch converts them.
+
+        Args:
+            path: The file.
+            outputs: Names of the outputs.
+            device: Device that the file was written for.
+            dtypes: Dtypes of the inputs by name. Arrays of bfloat16, which numpy lacks, are float32.
+
+        Raises:
+            OptexportError: As for `open`.
+        """
+        import torch
+
+        opened = self.open(path, outputs, device)
+
+        def run(inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+            tensors = {name: torch.from_numpy(array).to(getattr(torch, dtypes[name])) for name, array in inputs.items()}
+            return {
+                name: (result.float() if result.dtype == torch.bfloat16 else result).numpy()
+                for name, result in opened(tensors).items()
+            }
+
+        return run
+
+    def prepare_benchmark(self, benchmark: Benchmark) -> Callable[[Path], Loader]:
+        """Imports the runtime for a benchmark in a process of its own.
+
+        The default times `open` and its result. A format with a faster call should return that call.
+
+        Returns:
+            A function that reads a safetensors file of inputs by name. It returns a function that opens the file, which
+            is timed, and returns a call of it without arguments, which is timed too.
+        """
+        import torch
+        from safetensors.torch import load_file
+
+        torch.set_num_threads(benchmark.threads)
+
+        def read(inputs: Path) -> Loader:
+            tensors = benchmark.select(load_file(inputs))
+            if benchmark.outputs is None:
+                raise LookupError("the outputs of the file are unknown, because it is not in a bundle")
+            outputs = benchmark.outputs
+            return lambda: partial(self.open(benchmark.path, outputs, benchmark.device), tensors)
+
+        return read
+
+    def list_files(self, name: str) -> tuple[str, ...]:
+        """Returns the names of all files that may belong to a model, such as one for its weights.
+
+        Args:
+            name: Name of the model's own file, which comes first.
+        """
+        return (name,)
+
+    def existing_files(self, path: Path) -> list[Path]:
+        """Returns those of `list_files` that exist."""
+        return [file for name in self.list_files(path.name) if (file := path.with_name(name)).is_file()]
+
+    def check_file(self, path: Path) -> None:  # noqa: B027 - most formats have one file
+        """Checks that a stranger's file reads no other files than those of `list_files`, before it is opened.
+
+        Raises:
+            BundleError: It reads others, or cannot be parsed.
+        """
+
+    def find_size(self, path: Path) -> int:
+        """Returns the bytes of a model, with all of its files.
+
+        Raises:
+            BenchError: A file cannot be read.
+        """
+        try:
+            return sum(file.stat().st_size for file in {path, *self.existing_files(path)})
+        except OSError as error:
+            raise BenchError(f"the file cannot be read: {error}", location=str(path)) from error
+
+    def check_installed(self, location: str) -> None:
+        """Checks that the packages of the format are installed, without importing them.
+
+        Raises:
+            ConfigError: A package is missing.
+        """
+        if missing := [package for package in self.packages if _find_version(package) is None]:
+            raise ConfigError(
+                f"the format {self.name} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
+                "not installed",
+                location=location,
+                hint=self.install or f"Install it: pip install {' '.join(missing)}",
+            )
+
+    def check_device(self, device: Device, location: str) -> None:
+        """Checks that files of the format can run on a device here.
+
+        Raises:
+            DeviceError: They cannot.
+        """
+        if device not in self.devices:
+            raise DeviceError(
+                f"the format {self.name} does not support the device {device}",
+                location=location,
+                hint=f'Leave "{self.name}" out of export.formats, or remove model.device.',
+            )
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the files."""
+        return PurePath(self.file_name).suffix
+
+    def list_passes(self, device: Device = "cpu") -> tuple[str, ...]:
+        """Returns the names of the passes for a device, in the order of application."""
+        return tuple(entry.name for entry in self.passes if device == "cpu" or not entry.cpu_only)
+
+    def default_passes(self, flags: Collection[str], opset: int | None = None) -> list[str]:
+        """Returns the passes that a file for the CPU gets by default.
+
+        Args:
+            flags: The flags of the processor.
+            opset: The requested opset of an ONNX file.
+        """
+        return [
+            entry.name
+            for entry in self.passes
+            if entry.is_default
+            and (entry.default_flag is None or entry.default_flag in flags)
+            and (entry.min_opset is None or opset is None or opset >= entry.min_opset)
+        ]
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the format's own packages."""
+        return {package: version for package in self.packages if (version := _find_version(package)) is not None}
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -13,18 +13,7 @@ from torch.export import ExportedProgram
 from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
-from optexport.exporters.format import Format
 from optexport.tracing import dynamo_exporter
-
-
-class Pt2Format(Format):
-    """Files of ``torch.export``."""
-
-    file_name = "model.pt2"
-
-    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        save(self.graph.program, path, passes=passes)
-        return None
 
 
 def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) -> None:
@@ -34,7 +23,7 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
     because running does not need them. It contains no source locations, because they differ between runs.
 
     Args:
-        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
+        passes: Names of `optexport.exporters.torch_formats`; names of other formats are ignored.
 
     Raises:
         ExportError: The format does not support the graph or a weight.

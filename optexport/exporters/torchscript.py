@@ -19,7 +19,6 @@ from optexport._utils.user_lines import find_node_line
 from optexport.errors import ExportError, first_line
 from optexport.exporters import torch_passes
 from optexport.exporters.disk_space import check_disk_space
-from optexport.exporters.format import Format
 from optexport.exporters.scriptable import SCALARS, make_scriptable
 from optexport.signature.signature import Signature, as_arguments
 from optexport.tracing import dynamo_exporter
@@ -28,17 +27,6 @@ aten = torch.ops.aten
 
 # Operators that turn tensor values into Python numbers or sizes.
 _VALUE_READERS = (*SCALARS, aten.nonzero.default, aten.masked_select.default)
-
-
-class TorchScriptFormat(Format):
-    """Files of TorchScript."""
-
-    file_name = "model.torchscript.pt"
-
-    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        graph = self.graph
-        example = {name: tensor.to(graph.device) for name, tensor in graph.example.items()}
-        return save(graph.program, graph.signature, example, path, passes=passes)
 
 
 def save(
@@ -54,7 +42,7 @@ def save(
     Args:
         program: Flat program: tensors in, a tuple of tensors out.
         example: Inputs for a trace, used if the graph cannot be scripted.
-        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
+        passes: Names of `optexport.exporters.torch_formats`; names of other formats are ignored.
 
     Returns:
         None for a scripted file. For a traced file, the reason; such a file accepts only the example's shapes.

@@ -23,6 +23,7 @@ from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
 from optexport.errors import CheckError, ConfigError
+from optexport.exporters import registry
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.result import GenerationResult
@@ -93,7 +94,9 @@ def run_generation(
             result = export.produce(loaded.model, prompts, output, make_job, new_tokens, shown, output_lock)
         except CheckError:
             settings = portable_config(config)
-            tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), Origin(git=git))
+            formats = config.export.formats
+            package_versions = versions() | registry.versions(formats)
+            tags = run_params.tags(settings["model"]["source"], formats, package_versions, Origin(git=git))
             with tracking.tracking(config.tracking, path, output, settings, tags):
                 raise
         with shown.step("track") if is_tracked else contextlib.nullcontext():

@@ -24,12 +24,12 @@ from optexport.bundle.layout import GENERATION
 from optexport.bundle.manifest import ArtifactRecord, Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
 from optexport.errors import ConfigError, first_line
+from optexport.exporters import targets
+from optexport.exporters.format import Run
 from optexport.generation.names import next_past
 from optexport.generation.sampling import Sampling
 from optexport.inference.arrays import as_input
 from optexport.loading import preprocessors
-from optexport.runtime import runners
-from optexport.runtime.runners import Run
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, torch.Tensor]
@@ -122,7 +122,7 @@ class Generator:
         """Opens the output of `optexport.export_generation`, after checking that it is unchanged.
 
         Args:
-            file_format: "onnx", "torchscript" or "pt2"; it must have been exported.
+            file_format: A format that was exported.
 
         Raises:
             ConfigError: The folder is not such an export, or has no file in that format.
@@ -317,5 +317,5 @@ def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:
         hint = f"Choose from: {', '.join(artifacts)}."
         raise ConfigError(f"no file was exported in the format {file_format}", location=str(folder), hint=hint)
     outputs = [output.name for output in manifest.outputs]
-    *_, (_, run) = runners.open_file(folder / artifact.path, file_format, outputs)
+    *_, (_, run) = targets.open_file(folder / artifact.path, file_format, outputs)
     return run

@@ -7,12 +7,9 @@ transformers to preprocess texts, images or sounds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from optexport._utils import notebook
 from optexport._utils.paths import as_path
@@ -29,13 +26,12 @@ from optexport.errors import (
     first_line,
     printable,
 )
+from optexport.exporters.format import ArrayRun
+from optexport.exporters.registry import get_format
 from optexport.inference import predictions
 from optexport.inference.answers import Answer
 from optexport.inference.arrays import Arrays, as_input, constant_error, describe_inputs, is_constant
 from optexport.inference.preprocessing import Preprocessing
-from optexport.runtime import onnx_session
-
-Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
 
 class Bundle:
@@ -46,7 +42,7 @@ class Bundle:
         format: The format of the loaded file.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, artifact: ArtifactRecord, run: Run) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, artifact: ArtifactRecord, run: ArrayRun) -> None:
         self.manifest = manifest
         self.format: str = artifact.format
         self._folder, self._artifact, self._run = folder, artifact, run
@@ -58,7 +54,7 @@ class Bundle:
 
         Args:
             path: The bundle's folder.
-            format: "onnx", "torchscript" or "pt2"; by default ONNX, or else the first format of the bundle.
+            format: A format such as "onnx" or "pt2"; by default ONNX, or else the first format of the bundle.
 
         Raises:
             ConfigError: The folder is not a bundle, or has no file in that format.
@@ -74,8 +70,8 @@ class Bundle:
             hint = f"Use one of the formats {', '.join(artifacts)}."
             raise ConfigError(f"the bundle has no {file_format} file", location=str(folder), hint=hint)
         try:
-            run = (_open_onnx if file_format == "onnx" else _open_torch)(folder, artifact, manifest)
-        except DeviceError:
+            run = _open(folder, artifact, manifest)
+        except (ConfigError, DeviceError):
             raise
         except OptexportError as error:
             raise BundleError(error.message, location=error.location) from error
@@ -240,42 +236,8 @@ class Bundle:
         return self.preprocessing(texts, images, sounds)
 
 
-def _open_onnx(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> Run:
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime reads it on import; keeps the user's own setting
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors are also raised
-    try:
-        session = onnx_session.open_session(folder / artifact.path, options, artifact.device)
-    except OptexportError:
-        raise
-    except Exception as error:  # the runtime's exceptions have no common base class
-        location = str(folder / artifact.path)
-        raise BundleError(f"ONNX Runtime cannot load the file: {first_line(error)}", location=location) from error
-    names, outputs = [node.name for node in session.get_inputs()], [output.name for output in manifest.outputs]
-
-    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        results = onnx_session.run_session(session, outputs, {name: inputs[name] for name in names})
-        return {name: np.asarray(result) for name, result in zip(outputs, results, strict=True)}
-
-    return run
-
-
-def _open_torch(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> Run:
-    import torch
-
-    from optexport.runtime import runners
-
-    open_file = runners.open_torchscript if artifact.format == "torchscript" else runners.open_pt2
-    opened = open_file(folder / artifact.path, [output.name for output in manifest.outputs], artifact.device)
-    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in manifest.inputs}
-
-    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        results = opened({name: torch.from_numpy(array).to(dtypes[name]) for name, array in inputs.items()})
-        return {
-            name: (result.float() if result.dtype == torch.bfloat16 else result).numpy()
-            for name, result in results.items()
-        }
-
-    return run
+def _open(folder: Path, artifact: ArtifactRecord, manifest: Manifest) -> ArrayRun:
+    chosen = get_format(artifact.format)
+    chosen.check_installed(f"{folder}: {artifact.path}")
+    outputs, dtypes = [output.name for output in manifest.outputs], {spec.name: spec.dtype for spec in manifest.inputs}
+    return chosen.open_for_arrays(folder / artifact.path, outputs, artifact.device, dtypes)

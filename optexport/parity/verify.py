@@ -15,11 +15,11 @@ from optexport.bundle.manifest import Manifest
 from optexport.bundle.parity_records import GateRecord, ToleranceRecord
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
+from optexport.exporters import targets
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import CaseMetric, Gate, pool_cases
 from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference_file import read_reference
-from optexport.runtime import runners
 
 
 def verify(folder: str | Path) -> ParityChecker:
@@ -53,7 +53,7 @@ def check_files(folder: Path, manifest: Manifest) -> ParityChecker:
     checker = ParityChecker(reference, tolerances, gates_of(manifest))
     try:
         for artifact in manifest.artifacts:
-            for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+            for target, run in targets.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 checker.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
                 del run  # frees the weights before the next file is opened

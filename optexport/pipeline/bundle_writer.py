@@ -34,8 +34,8 @@ from optexport.bundle.measurements import GainRecord
 from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.outcomes import Outcome
 from optexport.bundle.parity_records import ParityRecord
-from optexport.config.format_passes import AMX, AVX512
 from optexport.errors import printable
+from optexport.exporters import registry
 from optexport.inference.describe import describe
 from optexport.job import VariantResult
 from optexport.parity.checker import ParityChecker
@@ -155,12 +155,13 @@ def _manifest(results: RunResults, reference_cases: Sequence[str]) -> Manifest:
     """
     traced, signature, variants = results.traced, results.traced.signature, results.variants
     loaded, config = traced.job.loaded, portable_config(traced.job.config)
+    formats = traced.job.config.export.formats
     applied = variants[0].transformed.applied
     return Manifest(
         optexport_version=__version__,
         config=config,
-        versions=versions(),
-        processor_flags=sorted(processor_flags() & {AMX, AVX512}),
+        versions=versions() | registry.versions(formats),
+        processor_flags=sorted(processor_flags() & registry.default_flags(formats)),
         model=ModelRecord(
             source=config["model"]["source"],
             revision=loaded.revision,

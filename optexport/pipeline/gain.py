@@ -9,8 +9,8 @@ from pathlib import Path
 
 from optexport._utils import model_memory
 from optexport.bundle.measurements import GainRecord
+from optexport.exporters.registry import get_format
 from optexport.pipeline.bundle_writer import RunResults
-from optexport.runtime import runners
 
 # Limits for all files together, opening them included. `[bench]` measures properly.
 SECONDS = 3.0
@@ -20,11 +20,9 @@ ROUNDS = 9
 # each other, so that a median of PyTorch's calls may be many times that of an undisturbed call.
 _TURN = 0.02
 
-_FORMATS = ("onnx", "torchscript")
-
 
 def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
-    """Times ONNX and TorchScript files and the original model on the traced batch, in turns.
+    """Times the files and the original model on the traced batch, in turns.
 
     Args:
         draft: The folder of the files.
@@ -33,7 +31,7 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
         A record for each file; empty if the model is too large or too slow for the time limit.
     """
     job, example = results.traced.job, results.traced.job.example
-    artifacts = [artifact for artifact in results.artifacts if artifact.format in _FORMATS]
+    artifacts = [artifact for artifact in results.artifacts if get_format(artifact.format).is_timed]
     if job.config.model.device != "cpu" or model_memory.is_large(job.loaded.model) or not artifacts:
         return []
     end = time.perf_counter() + SECONDS
@@ -41,10 +39,8 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
     for artifact in artifacts:
         if time.perf_counter() >= end:
             return []
-        *_, (_, open_file) = runners.list_openers(
-            draft / artifact.path, artifact.format, results.traced.signature.output_names, spinning=True
-        )
-        calls.append(partial(open_file(), example))
+        run = get_format(artifact.format).open(draft / artifact.path, results.traced.signature.output_names, "cpu")
+        calls.append(partial(run, example))
     seconds = _time_in_turns(calls, end)
     if seconds is None:
         return []

@@ -21,6 +21,7 @@ from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
+from optexport.exporters import registry
 
 if TYPE_CHECKING:
     from optexport.job import Job
@@ -64,7 +65,7 @@ def make_lock(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
         versions: Versions of the packages that write the files.
     """
     return Lock(
-        versions={**_versions(_packages(job)), **versions},
+        versions={**_versions(_packages(job)), **registry.versions(job.config.export.formats), **versions},
         revision=job.loaded.revision,
         weights_sha256=job.loaded.weights_sha256,
         files=_digests(job.config, folder, imported_from(folder)),

@@ -76,13 +76,14 @@ def measure_files(
     needs_times = is_measured(job.config)
     if not needs_times and job.config.gate.max_size_mb is None:
         return results
-    artifacts = list_artifacts(results.artifacts, list(job.example), draft, "")
+    names = list(job.example), results.traced.signature.output_names
+    artifacts = list_artifacts(results.artifacts, names, draft, "")
     report: Report | None = None
     plain = _PlainExport()
     if needs_times:
         workloads = workloads if job.config.bench.shapes else workloads[:1]
         with progress.step("measure"):
-            plain = _export_plain(job, _compared_formats(job, tuned=bool(results.outcomes)), scratch)
+            plain = _export_plain(job, _compared_formats(job, tuned=bool(results.outcomes)), names, scratch)
             report = _measure(results, workloads, artifacts, plain)
     gates.check(job.config.gate, artifacts, report, results.parity, plain.failures)
     return replace(results, bench=report)
@@ -98,12 +99,14 @@ def _compared_formats(job: Job, *, tuned: bool) -> list[Format]:
     ]
 
 
-def _export_plain(job: Job, formats: Sequence[Format], folder: Path) -> _PlainExport:
+def _export_plain(
+    job: Job, formats: Sequence[Format], names: tuple[Sequence[str], Sequence[str]], folder: Path
+) -> _PlainExport:
     if not formats:
         return _PlainExport()
     records, failures = variant.export_plain(job, formats, folder)
     return _PlainExport(
-        list_artifacts(records, list(job.example), folder, "plain ", proven=False),
+        list_artifacts(records, names, folder, "plain ", proven=False),
         {name: error.message for name, error in failures.items()},
     )
 

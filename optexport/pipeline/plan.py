@@ -22,11 +22,11 @@ from optexport.config.load import parse_config
 from optexport.config.requirements import check_extras
 from optexport.config.schema import Config
 from optexport.errors import ConfigError
+from optexport.exporters import registry
 from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
-from optexport.runtime import devices
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
 
@@ -89,7 +89,8 @@ def start_tracking(
         origin: The origin of the bundle.
     """
     settings = portable_config(config)
-    tags = run_params.tags(settings["model"]["source"], config.export.formats, versions(), origin)
+    formats = config.export.formats
+    tags = run_params.tags(settings["model"]["source"], formats, versions() | registry.versions(formats), origin)
     with contextlib.ExitStack() as stack:
         with progress.step("start tracking") if config.tracking.enabled else contextlib.nullcontext():
             tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
@@ -149,7 +150,7 @@ def _check_config(config: Config, path: Path) -> None:
             hint="Call optexport.run_generation(path), or run: optexport run",
         )
     check_extras(config, path)
-    devices.check(config.model.device, config.export.formats, f"{path}: model.device")
+    registry.check_device(config.model.device, config.export.formats, f"{path}: model.device")
 
 
 def _apply_options(config: Config, options: RunOptions) -> Config:

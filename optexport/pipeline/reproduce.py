@@ -25,10 +25,10 @@ from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
+from optexport.exporters import registry
 from optexport.pipeline import run
 from optexport.pipeline.plan import RunPlan
 from optexport.pipeline.rules import load_rules
-from optexport.runtime import devices
 from optexport.runtime.untrusted import archives
 from optexport.transformations.registry import PLUGIN
 
@@ -67,7 +67,7 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     check_custom_code(config, str(bundle))
     config = _set_tracking_uri(config, bundle, folder)
     _check_references(config, bundle, folder)
-    devices.check(config.model.device, config.export.formats, str(bundle))
+    registry.check_device(config.model.device, config.export.formats, str(bundle))
     rules = load_rules(config, folder, ())
     # The folder of a failed check is written next to the bundle.
     plan = RunPlan(folder / "config.toml", config, rules, output=bundle.resolve(), keep=False)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from optexport._utils import model_memory, signals
 from optexport._utils.progress import Progress
+from optexport.bundle.artifacts import write_artifact
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.bundle.node_error_records import NodeErrorsRecord
 from optexport.bundle.outcomes import Outcome
@@ -23,7 +24,8 @@ from optexport.diagnosis.bisect_rules import diagnose_rules
 from optexport.diagnosis.node_errors import measure_node_errors
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import ExportError, OptexportError
-from optexport.exporters.graph_writer import GraphWriter
+from optexport.exporters import targets
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.job import Job, Variant, VariantResult
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32, ParityChecker
 from optexport.parity.record import parity_record
@@ -35,7 +37,6 @@ from optexport.pipeline.undo_check import check_undo
 from optexport.quantization.half import HalfCaster
 from optexport.quantization.int8 import Quantizer
 from optexport.quantization.sensitivity import LayerChoices, check_passed
-from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, Transformed, sharing_copy, transform
 
@@ -152,7 +153,7 @@ class VariantExporter:
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
         """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
-        writer = _make_writer(self._job, self._traced.trace, transformed.graph_module, transformed.applied)
+        graph = _make_flat_graph(self._job, self._traced.trace, transformed.graph_module, transformed.applied)
         precision = self._job.precision_of("onnx") if "onnx" in variant.formats else None
         files: dict[str, Path] = {}
         artifacts: list[ArtifactRecord] = []
@@ -160,23 +161,23 @@ class VariantExporter:
             for name in variant.formats:
                 is_quantized = name == "onnx" and precision is not None
                 with self._progress.step(f"export {name}"):
-                    artifact, content = self._export_file(name, writer, scratch if is_quantized else self._draft)
+                    artifact, content = self._export_file(name, graph, scratch if is_quantized else self._draft)
                 files[name] = (scratch if is_quantized else self._draft) / artifact.path
                 artifacts.append(artifact)
                 with self._progress.step(f"check {name}"):
                     self._check_file(files[name], artifact, content, variant.precision, is_quantized=is_quantized)
             if not self._checker.passed:
-                raise self._parity_error(partial(self._diagnose_files, writer, files, artifacts))
+                raise self._parity_error(partial(self._diagnose_files, graph, files, artifacts))
             if precision is not None:
-                record = self._lower_onnx(files["onnx"], precision, writer)
+                record = self._lower_onnx(files["onnx"], precision, graph)
                 artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
         return artifacts
 
     def _diagnose_files(
-        self, writer: GraphWriter, files: Mapping[str, Path], artifacts: Sequence[ArtifactRecord]
+        self, graph: FlatGraph, files: Mapping[str, Path], artifacts: Sequence[ArtifactRecord]
     ) -> Finding:
         """Finds the cause of a failed file; its hint names the format passes if nothing else is known."""
-        finding = diagnose_artifacts(writer.flat, files, self._checker, writer.device)
+        finding = diagnose_artifacts(graph.flat, files, self._checker, graph.device)
         failed = next(artifact for artifact in artifacts if artifact.format == finding.target.partition("-")[0])
         if finding.hint is not None or not failed.passes:
             return finding
@@ -184,13 +185,13 @@ class VariantExporter:
         hint = f"Try export.passes = {{ {failed.format} = [] }}, in case a format pass ({names}) did it."
         return replace(finding, hint=hint)
 
-    def _export_file(self, name: Format, writer: GraphWriter, folder: Path) -> tuple[ArtifactRecord, str | None]:
+    def _export_file(self, name: Format, graph: FlatGraph, folder: Path) -> tuple[ArtifactRecord, str | None]:
         """Writes a file, or copies it from the cache; returns its record and its digest for the cache."""
         export = self._job.config.export
-        artifact, is_cache_hit = exports.export(writer, name, folder, export.passes.get(name, []), export.opset)
+        artifact, is_cache_hit = exports.export(graph, name, folder, export.passes.get(name, []))
         self._exports_from_cache += [name] * is_cache_hit
         self._check_dynamic(artifact)
-        return artifact, exports.of_file(folder / artifact.path)
+        return artifact, exports.of_file(folder / artifact.path, name)
 
     def _check_dynamic(self, artifact: ArtifactRecord) -> None:
         """Refuses a file for one size if axes are declared as dynamic."""
@@ -210,7 +211,7 @@ class VariantExporter:
     ) -> None:
         """Checks a file in each way that its runtime can open it."""
         job, outputs = self._job, self._traced.signature.output_names
-        for target, opened in runners.list_openers(path, artifact.format, outputs, job.config.model.device):
+        for target, opened in targets.list_openers(path, artifact.format, outputs, job.config.model.device):
             parity = self._target_checker.check(
                 target.replace(ONNX, ONNX_FLOAT32, 1) if is_quantized else target,
                 opened,
@@ -222,14 +223,14 @@ class VariantExporter:
             if model_memory.is_large(job.loaded.model):
                 model_memory.collect()
 
-    def _lower_onnx(self, path: Path, precision: str, writer: GraphWriter) -> PrecisionRecord:
+    def _lower_onnx(self, path: Path, precision: str, graph: FlatGraph) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
             quantizer = Quantizer(path, precision, self._checker)
-            choice = quantizer.choose_layers(self._job, writer.flat, self._choices)
+            choice = quantizer.choose_layers(self._job, graph.flat, self._choices)
             quantizer.write(choice.float32_units, self._draft / path.name)
         with self._progress.step("check lowered onnx"):
-            for target, opened in runners.list_openers(self._draft / path.name, "onnx", writer.signature.output_names):
+            for target, opened in targets.list_openers(self._draft / path.name, "onnx", graph.signature.output_names):
                 parity = self._target_checker.check(target, opened, precision=precision)
                 check_passed(parity, self._checker)
         return choice.record()
@@ -241,9 +242,15 @@ class VariantExporter:
         )
 
 
-def _make_writer(job: Job, traced: Traced, graph_module: fx.GraphModule, applied: Sequence[Applied]) -> GraphWriter:
-    return GraphWriter(
-        graph_module, traced.signature, job.example, job.loaded.weights_sha256, applied, job.config.model.device
+def _make_flat_graph(job: Job, traced: Traced, graph_module: fx.GraphModule, applied: Sequence[Applied]) -> FlatGraph:
+    return FlatGraph(
+        graph_module,
+        traced.signature,
+        job.example,
+        job.loaded.weights_sha256,
+        applied,
+        job.config.model.device,
+        job.config.export.opset,
     )
 
 
@@ -269,11 +276,11 @@ def export_plain(
         The files, and the errors of formats that need a rule to export.
     """
     traced, _ = trace_original(replace(job, rules=()))
-    writer = _make_writer(job, traced, traced.graph_module, ())
+    graph = _make_flat_graph(job, traced, traced.graph_module, ())
     records, failures = [], {}
     for name in formats:
         try:
-            records.append(writer.write(name, folder, (), job.config.export.opset))
+            records.append(write_artifact(graph, name, folder, ()))
         except ExportError as error:
             failures[name] = error
     return records, failures

@@ -81,7 +81,7 @@ class Quantizer:
             return runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=True)
 
         keep = resolve_keep_float32(job, graph_module, self.layers)
-        content = keys.of_file(self._source)
+        content = keys.of_file(self._source, "onnx")
         return choices.choose(content, "onnx", self._precision, self.layers, keep, make, self._checker)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.digests import read_manifest
-from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
+from optexport.bundle.manifest import ArtifactRecord, ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, read_measured
 from optexport.report import reference_comparison
 from optexport.report.difference import Cell, Difference, Section, Side, Verdict
@@ -70,7 +70,7 @@ _CLASS, _PRECISION = _SINGULAR = ("the model's class", "the precision of a file"
 
 def _verdict(side_a: Side, side_b: Side) -> tuple[Verdict, str, tuple[str, ...]]:
     a, b = side_a.manifest, side_b.manifest
-    digests_a, digests_b = ({x.format: _digests(m, x.path) for x in m.artifacts} for m in (a, b))
+    digests_a, digests_b = ({x.format: _digests(m, x) for x in m.artifacts} for m in (a, b))
     common = digests_a.keys() & digests_b.keys()
     unequal = sorted(name for name in common if digests_a[name] != digests_b[name])
     reasons = _certain_differences(a, b)
@@ -134,9 +134,9 @@ def _lowered_layers(manifest: Manifest) -> set[tuple[str, str, frozenset[str]]]:
     }
 
 
-def _digests(manifest: Manifest, path: str) -> tuple[str, ...]:
-    """Returns the digests of a model file and of its external data."""
-    return tuple(file.sha256 for file in manifest.files if file.path in (path, f"{path}.data"))
+def _digests(manifest: Manifest, artifact: ArtifactRecord) -> tuple[str, ...]:
+    """Returns the digests of all files of a model."""
+    return tuple(file.sha256 for file in manifest.files if file.path in artifact.paths)
 
 
 def _pairs(title: str, cells_a: Mapping[str, Cell], cells_b: Mapping[str, Cell]) -> Section:
@@ -222,7 +222,7 @@ def _files(manifest: Manifest) -> dict[str, Cell]:
     graphs = {file.path: file.sha256 for file in manifest.files if file.path.startswith("graph_")}
     cells |= {path: digest[:12] for path, digest in graphs.items()}
     for artifact in manifest.artifacts:
-        cells[artifact.path] = "; ".join(digest[:12] for digest in _digests(manifest, artifact.path))
+        cells[artifact.path] = "; ".join(digest[:12] for digest in _digests(manifest, artifact))
         cells[f"{artifact.path}, device"] = artifact.device
         cells[f"{artifact.path}, format passes"] = ", ".join(artifact.passes) or "none"
         precision = artifact.precision

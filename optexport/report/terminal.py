@@ -254,7 +254,7 @@ def _show_verdict(result: RunData, console: Console) -> None:
     console.print(f"\n{verdict}  {passed_text(manifest)}", highlight=False)
     latencies, gains = _latencies(result), _gains(result)
     for artifact in manifest.artifacts:
-        paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]
+        paths = [result.output / path for path in artifact.paths]
         size = size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
         precision = None if artifact.precision is None else artifact.precision.precision
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"

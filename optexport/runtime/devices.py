@@ -6,7 +6,7 @@ This module imports torch and ONNX Runtime only in functions that need them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from optexport._utils.extras import how_to_install
@@ -20,17 +20,6 @@ _HINT_ONNX = (
     f"{how_to_install('cuda')}. Then, because both packages write to one folder: pip uninstall onnxruntime; "
     "pip install --force-reinstall --no-deps onnxruntime-gpu"
 )
-
-
-def check(device: Device, formats: Collection[str], location: str) -> None:
-    """Checks that a model, and files of these formats, can run on a device here.
-
-    Raises:
-        DeviceError: They cannot.
-    """
-    check_torch(device, location)
-    if "onnx" in formats:
-        check_onnx_runtime(device, location)
 
 
 def check_torch(device: Device, location: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from optexport._utils.module_state import copy_shared_outputs
 from optexport._utils.torch_settings import as_in_a_new_process
-from optexport.errors import ExportError, OptexportError, SourceError, first_line
+from optexport.errors import ExportError, OptexportError, first_line
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
 from optexport.runtime.onnx_session import open_session, run_session
@@ -28,61 +27,6 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import; a user's 
 import onnxruntime
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
-def open_file(
-    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
-) -> Iterator[tuple[str, Run]]:
-    """Opens an exported file in each target's way, one after the other.
-
-    Yields:
-        The target's name, and a function that runs the file.
-
-    Raises:
-        ExportError: The runtime rejects the file.
-        DeviceError: The device is not available.
-    """
-    for target, open_target in list_openers(path, file_format, outputs, device):
-        yield target, open_target()
-
-
-def list_openers(
-    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu", *, spinning: bool = False
-) -> list[tuple[str, Callable[[], Run]]]:
-    """Lists the targets of an exported file.
-
-    The function that opens a file raises ExportError if the runtime rejects the file, and DeviceError if the device is
-    not available. Its errors do not name the folder, because a draft's folder no longer exists when a user reads them.
-
-    Args:
-        device: Device that the file was written for. Inputs and outputs of a run are always on the CPU.
-        spinning: As for `open_onnx`.
-
-    Returns:
-        The name of each target, and a function that opens the file and returns a function that runs it.
-    """
-    openers: list[tuple[str, Callable[[], Run]]] = []
-    match file_format:
-        case "onnx":
-            openers = [
-                ("onnx", partial(open_onnx, path, outputs, device, optimized=False, spinning=spinning)),
-                ("onnx-optimized", partial(open_onnx, path, outputs, device, optimized=True, spinning=spinning)),
-            ]
-        case "torchscript":
-            openers = [("torchscript", partial(open_torchscript, path, outputs, device))]
-        case "pt2":
-            openers = [("pt2", partial(open_pt2, path, outputs, device))]
-    return [(target, partial(_open_without_folder, open_it, path, file_format)) for target, open_it in openers]
-
-
-def _open_without_folder(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
-    try:
-        return open_it()
-    except (ExportError, SourceError) as error:
-        target = path.name if error.location is None else error.location.replace(str(path), path.name)
-        cause = error.message.replace(f"{path.parent}{os.sep}", "")
-        hint = f'Leave "{file_format}" out of export.formats.' if isinstance(error, SourceError) else error.hint
-        raise ExportError(cause, location=target, hint=hint) from error
 
 
 def open_onnx(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optexport.bundle.outcomes import AS_CONFIGURED
-from optexport.config.format_passes import PASSES
 from optexport.config.schema import Format
+from optexport.exporters.registry import all_passes
 from optexport.job import Job
 from optexport.transformations.apply import NamedRule
 
@@ -28,7 +28,7 @@ def rules_in(candidate: Candidate) -> list[int]:
 
 def passes_in(candidate: Candidate) -> list[str]:
     """Returns a candidate's format passes, in the order of application."""
-    return [format_pass.name for format_pass in PASSES if format_pass.name in candidate]
+    return [entry.name for entry, _ in all_passes() if entry.name in candidate]
 
 
 def in_order(candidate: Candidate) -> list[Option]:

@@ -11,16 +11,20 @@ from typing import Protocol, TypeVar
 
 from torch import fx
 
-from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
+from optexport.bench.artifact import Artifact, list_artifacts
+from optexport.bundle.artifacts import write_artifact
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.outcomes import PARITY_FAILED
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, describe_error
-from optexport.exporters.graph_writer import GraphWriter
+from optexport.exporters import targets
+from optexport.exporters.flat_graph import FlatGraph
+from optexport.exporters.format import Run
+from optexport.exporters.onnx.format import read_onnx
+from optexport.exporters.registry import get_format
 from optexport.job import Job
 from optexport.parity.checker import GRAPH, ParityChecker
 from optexport.parity.reference import Call, graph_runner
-from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, sharing_copy, transform
 from optexport.tuning.candidate import Candidate, passes_in, rules_in
@@ -52,7 +56,7 @@ class Lowering(Protocol):
 class _Graph:
     graph_module: fx.GraphModule
     applied: tuple[Applied, ...]
-    writer: GraphWriter
+    flat_graph: FlatGraph
 
 
 class CandidateBuilder:
@@ -105,7 +109,7 @@ class CandidateBuilder:
         """
         precision = self.job.precision_of(file_format)
         is_quantized = file_format == "onnx" and precision is not None
-        writer = self._graph(candidate, None if is_quantized else precision).writer
+        flat_graph = self._graph(candidate, None if is_quantized else precision).flat_graph
         self._files += 1
         folder = self.folder / str(self._files)
         folder.mkdir()
@@ -113,13 +117,14 @@ class CandidateBuilder:
         def write_and_check() -> Artifact:
             source = folder / "float32" if is_quantized else folder
             source.mkdir(exist_ok=True)
-            record = writer.write(file_format, source, passes_in(candidate), self.job.config.export.opset)
-            self._check_file(source, record, writer, None if is_quantized else precision)
+            record = write_artifact(flat_graph, file_format, source, passes_in(candidate))
+            self._check_file(source, record, flat_graph, None if is_quantized else precision)
             if precision is not None and is_quantized:
-                self.lowering.quantize_file(source / record.path, folder / record.path, precision, writer.flat)
+                self.lowering.quantize_file(source / record.path, folder / record.path, precision, flat_graph.flat)
                 shutil.rmtree(source)
-                self._check_file(folder, record, writer, precision)
-            (artifact,) = list_artifacts([record], list(self.job.example), folder, "")
+                self._check_file(folder, record, flat_graph, precision)
+            names = list(self.job.example), flat_graph.signature.output_names
+            (artifact,) = list_artifacts([record], names, folder, "")
             return replace(artifact, name=name, precision=precision)
 
         try:
@@ -157,16 +162,23 @@ class CandidateBuilder:
             applied = (*before.applied, cast)
         target = GRAPH if precision is None else f"lowered {GRAPH}"
         self._check(target, graph_runner(graph_module, self.call), precision)
-        signature, weights_sha256, device = self.traced.signature, job.loaded.weights_sha256, job.config.model.device
-        writer = GraphWriter(graph_module, signature, job.example, weights_sha256, applied, device)
-        return _Graph(graph_module, applied, writer)
+        flat_graph = FlatGraph(
+            graph_module,
+            self.traced.signature,
+            job.example,
+            job.loaded.weights_sha256,
+            applied,
+            job.config.model.device,
+            job.config.export.opset,
+        )
+        return _Graph(graph_module, applied, flat_graph)
 
-    def _check_file(self, folder: Path, record: ArtifactRecord, writer: GraphWriter, precision: str | None) -> None:
-        names = writer.signature.output_names
-        for target, run in runners.open_file(folder / record.path, record.format, names, writer.device):
+    def _check_file(self, folder: Path, record: ArtifactRecord, flat_graph: FlatGraph, precision: str | None) -> None:
+        names = flat_graph.signature.output_names
+        for target, run in targets.open_file(folder / record.path, record.format, names, flat_graph.device):
             self._check(target, run, precision, traced_shape_only=record.fixed_shape is not None)
 
-    def _check(self, target: str, run: runners.Run, precision: str | None, *, traced_shape_only: bool = False) -> None:
+    def _check(self, target: str, run: Run, precision: str | None, *, traced_shape_only: bool = False) -> None:
         checker = ParityChecker(self.checker.reference, self.checker.tolerances, self.checker.gates)
         parity = checker.check(target, run, traced_shape_only=traced_shape_only, precision=precision)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
@@ -178,7 +190,8 @@ class CandidateBuilder:
 def digest_of(artifact: Artifact) -> str:
     """Returns a digest of a file, without the metadata of ONNX."""
     if artifact.format != "onnx":
-        return hashlib.sha256(artifact.path.read_bytes()).hexdigest()
+        files = get_format(artifact.format).existing_files(artifact.path)
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     model = read_onnx(artifact.path)
     model.ClearField("metadata_props")
     return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()

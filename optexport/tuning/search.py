@@ -15,9 +15,9 @@ from dataclasses import replace
 from optexport.bench.artifact import Artifact
 from optexport.bench.turns import Settings
 from optexport.bundle.outcomes import LEAST_ROUNDS, PLAIN_EXPORT, Comparison, Outcome, Trial
-from optexport.config import format_passes
 from optexport.config.schema import Format
 from optexport.errors import BenchError
+from optexport.exporters.registry import list_passes
 from optexport.job import Job
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
@@ -98,7 +98,7 @@ class Search:
     def changes(self) -> list[Candidate]:
         """Returns the start with each format pass toggled, and, once it is built, without each matching rule."""
         # Format passes first, because they change more, in case the time is too short for all.
-        passes: list[Option] = [*format_passes.list_passes(self.format, self.job.config.model.device)]
+        passes: list[Option] = [*list_passes(self.format, self.job.config.model.device)]
         rules = self.builder.matching_rules(self.start) if self.start in self.built else []
         return [self.start ^ {option} for option in [*passes, *rules] if option not in self.plain]
 
@@ -153,7 +153,7 @@ class Search:
 
     def _is_valid(self, trial: Trial) -> bool:
         """Returns True if a cached trial fits this search; a damaged cache may hold anything."""
-        passes = format_passes.list_passes(self.format, self.job.config.model.device)
+        passes = list_passes(self.format, self.job.config.model.device)
         return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.passes) <= set(passes)
 
     def _find_start(self) -> None:

@@ -16,6 +16,7 @@ from optexport.cache.model_key import make_model_key
 from optexport.config.derived import resolve_config
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Format
+from optexport.exporters import registry
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
 from optexport.runtime import devices
@@ -167,6 +168,7 @@ def _cache_entry(
         str(traced.graph_module.graph),  # a graph that calls unnamed functions has no digest
         job.loaded.weights_sha256,
         file_format,
+        registry.versions([file_format]),
         [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
         {module: code_of(module) for module in plugins | metrics},
         job.config.export.passes.get(file_format, []),

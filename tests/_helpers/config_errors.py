@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "unknown format": (
         table("export", 'formats = ["onx"]'),
         "export.formats[0]",
-        'expected "torchscript", "onnx" or "pt2", found "onx"',
+        'unknown format "onx"',
     ),
     "no format": (table("export", "formats = []"), "export.formats", "the list is empty"),
     "format not in a list": (table("export", 'formats = "onnx"'), "export.formats", 'Write ["onnx"].'),
@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "budget of years": (table("tune", 'budget = "999999h"'), "tune.budget", 'Write "168h" or less.'),
     "gate on an unknown format": (
         table("gate", "min_speedup = { onx = 1 }"),
-        "gate.min_speedup.onx",
+        "gate.min_speedup",
         'Did you mean "onnx"?',
     ),
     "gate on a format that is not exported": (

@@ -18,9 +18,8 @@ from torch import nn
 
 from optexport import export
 from optexport.bundle import digest_json
-from optexport.exporters import torchscript
+from optexport.exporters import targets, torchscript
 from optexport.report.result import Result
-from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests import sharing
 from tests._helpers.models import randomise
@@ -153,7 +152,7 @@ def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result
 def run(result: Result, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the outputs of the first file of a result, after checking that all files agree."""
     names = [output.name for output in result.manifest.outputs]
-    results = [run(inputs) for name, path in result.files.items() for _, run in runners.open_file(path, name, names)]
+    results = [run(inputs) for name, path in result.files.items() for _, run in targets.open_file(path, name, names)]
     for first, second in itertools.pairwise(results):
         for name in names:
             torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)

@@ -188,8 +188,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 import optexport.bench.turns
-from optexport.bench.worker import Task, _onnx_reader
-run = _onnx_reader(Task(Path(sys.argv[1]), "onnx", None, 1, "cpu"))(Path(sys.argv[2]))()
+import optexport.bench.worker
+from optexport.exporters import Benchmark
+from optexport.exporters.registry import get_format
+benchmark = Benchmark(Path(sys.argv[1]), None, None, 1, "cpu")
+run = get_format("onnx").prepare_benchmark(benchmark)(Path(sys.argv[2]))()
 print([output.shape for output in run()], "torch" in sys.modules)
 """
 

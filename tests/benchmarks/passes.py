@@ -25,8 +25,7 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
-from optexport.config import format_passes
-from optexport.exporters import pt2, torchscript
+from optexport.exporters import pt2, registry, torchscript
 from optexport.signature.signature import Dynamic
 from tests.benchmarks import workloads
 from tests.exporters import files
@@ -66,9 +65,9 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         save_file(batch(*shape), folder / f"{label}.safetensors")
         loads.append(Workload({label: shape[0]}, shape[0], folder / f"{label}.safetensors"))
     for file_format in formats:
-        names = format_passes.list_passes(file_format)
+        names = registry.list_passes(file_format)
         plain = write(subject, file_format, (), folder)
-        default = tuple(format_passes.default_passes(file_format, processor_flags()))
+        default = tuple(registry.default_passes(file_format, processor_flags()))
         combinations = dict.fromkeys([*((name,) for name in names), default, names])
         # The first of equal files.
         written = {plain.path.read_bytes(): plain}

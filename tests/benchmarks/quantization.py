@@ -30,9 +30,9 @@ from optexport.bench.artifact import Artifact, file_size, list_artifacts
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
+from optexport.exporters import targets
 from optexport.pipeline.run import run
 from optexport.report.result import Result
-from optexport.runtime import runners
 from tests.benchmarks import profiling, workloads
 from tests.benchmarks.peers import PEERS
 
@@ -90,8 +90,9 @@ def _toml(texts: Sequence[str]) -> str:
 
 def artifacts(result: Result, prefix: str) -> dict[str, Artifact]:
     """Returns the files of a run, by format."""
-    inputs = [spec.name for spec in result.manifest.inputs]
-    files = list_artifacts(result.manifest.artifacts, inputs, result.output, "")
+    manifest = result.manifest
+    names = [spec.name for spec in manifest.inputs], [spec.name for spec in manifest.outputs]
+    files = list_artifacts(manifest.artifacts, names, result.output, "")
     return {file.format: replace(file, name=f"{prefix} {file.format}") for file in files}
 
 
@@ -110,7 +111,7 @@ def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, floa
     batch = dict(AutoTokenizer.from_pretrained(folder)(HELD_OUT, padding=True, return_tensors="pt"))
     batch = {name: batch[name] for name in artifact.inputs}
     mask = batch["attention_mask"][..., None].bool()
-    (*_, (_, run_file)) = runners.open_file(artifact.path, artifact.format, ["last_hidden_state", "pooler_output"])
+    (*_, (_, run_file)) = targets.open_file(artifact.path, artifact.format, ["last_hidden_state", "pooler_output"])
     with torch.no_grad():
         ours, theirs = run_file(batch)["last_hidden_state"], reference(**batch).last_hidden_state
     both = [state.double() * mask for state in (ours, theirs)]

@@ -19,7 +19,7 @@ from pathlib import Path
 import onnxruntime
 
 from optexport._utils.platform import machine
-from optexport.config import format_passes
+from optexport.exporters import registry
 from tests.benchmarks.models import RACERS
 from tests.benchmarks.workloads import _TEXT
 from tests.exporters import files
@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, _Change] = {
     "session.disable_prepacking": lambda o: o.add_session_config_entry("session.disable_prepacking", "1"),
     "session.set_denormal_as_zero": lambda o: o.add_session_config_entry("session.set_denormal_as_zero", "1"),
 }
-_LOWERED = [name for name in format_passes.list_passes("onnx") if name in ("attention", "sum-residuals")]
+_LOWERED = [name for name in registry.list_passes("onnx") if name in ("attention", "sum-residuals")]
 
 
 def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, list[float]]:

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from optexport.bench.artifact import find_bundle
 from optexport.bundle import digest_json, digests
-from optexport.bundle.external_data import check_locations
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
 from optexport.diagnosis.bundle import diagnose_bundle
 from optexport.errors import BundleError, OptexportError
+from optexport.exporters.onnx.external_data import check_locations
 from optexport.parity.verify import list_unchecked_gates, verify
 from tests._helpers import exports
 from tests.tiers import examples

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 from optexport._utils.platform import processor_flags
 from optexport.bundle import manifest
 from optexport.bundle.manifest import Manifest
-from optexport.config.format_passes import AMX, AVX512, default_passes
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS
+from optexport.exporters.registry import default_flags, default_passes
 from optexport.loading.loader import Loaded
 from optexport.pipeline.portable_config import portable_config
 from optexport.transformations.registry import PRESET
@@ -52,7 +52,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a key less, further in": lambda d: d["inputs"][0].pop("dtype"),
     "another version": lambda d: d.update(manifest_version=3),
     "a size in words": lambda d: d["files"][0].update(size="large"),
-    "an unknown format": lambda d: d["artifacts"][0].update(format="tflite"),
+    "an invalid format": lambda d: d["artifacts"][0].update(format="../onnx"),
     "a shape of fractions": lambda d: d["inputs"][0].update(shape=[1.5]),
     "no list of places": lambda d: d["parity"].update(targets={}),
 }
@@ -66,6 +66,12 @@ def test_invalid_manifest_is_refused_by_schema_and_program(document: dict[str, A
         jsonschema.validate(spoiled, manifest.json_schema())
     with pytest.raises(ValidationError):
         Manifest.model_validate(spoiled)
+
+
+def test_format_that_is_not_installed_is_refused(document: dict[str, Any]) -> None:
+    document["artifacts"][0]["format"] = "tflite"
+    with pytest.raises(ValidationError, match="the format 'tflite' is not installed here"):
+        Manifest.model_validate(document)
 
 
 def test_digest_covers_the_document_without_it(document: dict[str, Any]) -> None:
@@ -112,7 +118,7 @@ def test_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
 
 def test_flags_of_the_processor_explain_the_passes(document: dict[str, Any]) -> None:
     flags = document["processor_flags"]
-    assert flags == sorted({AMX, AVX512} & processor_flags())
+    assert flags == sorted(default_flags(FORMATS) & processor_flags())
     assert document["config"]["export"]["passes"] == {name: default_passes(name, flags) for name in FORMATS}
 
 

@@ -127,14 +127,14 @@ def test_digest_of_tensors_covers_names_dtypes_shapes_and_values() -> None:
 def test_digest_of_a_file_covers_its_companions(tmp_path: Path) -> None:
     path, weights = tmp_path / "model.onnx", tmp_path / "model.onnx.data"
     path.write_bytes(b"graph")
-    alone = keys.of_file(path)
+    alone = keys.of_file(path, "onnx")
     weights.write_bytes(b"weights")
-    both = keys.of_file(path)
+    both = keys.of_file(path, "onnx")
     weights.write_bytes(b"Weights")
-    assert len({alone, both, keys.of_file(path)}) == 3
+    assert len({alone, both, keys.of_file(path, "onnx")}) == 3
     (tmp_path / "other.onnx").write_bytes(b"other")
     weights.write_bytes(b"weights")
-    assert keys.of_file(path) == both
+    assert keys.of_file(path, "onnx") == both
 
 
 def test_lazy_views_have_the_digest_of_their_values() -> None:

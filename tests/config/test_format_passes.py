@@ -9,9 +9,11 @@ import pytest
 from optexport._utils.platform import processor_flags
 from optexport.config import derived
 from optexport.config.derived import resolve_passes
-from optexport.config.format_passes import AMX, AVX512, default_passes, list_passes
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Config
+from optexport.exporters.onnx.format import AMX
+from optexport.exporters.registry import default_passes, list_passes
+from optexport.exporters.torch_formats import AVX512
 
 
 def config(**tables: Any) -> Config:

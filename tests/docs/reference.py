@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 import optexport
-from optexport.config.format_passes import PASSES
 from optexport.config.json_schema import config_schema
+from optexport.exporters.registry import all_passes
 from optexport.transformations.registry import RULES
 
 
@@ -159,7 +159,8 @@ def rules() -> str:
 
 def passes() -> str:
     """Returns a table of the format passes."""
-    return _table(("pass", "effect", "formats"), ([f"`{p.name}`", p.summary, ", ".join(p.formats)] for p in PASSES))
+    rows = ([f"`{entry.name}`", entry.summary, ", ".join(formats)] for entry, formats in all_passes())
+    return _table(("pass", "effect", "formats"), rows)
 
 
 def _summary(value: object) -> str:

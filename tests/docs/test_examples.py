@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from optexport.runtime import runners
+from optexport.exporters import targets
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -83,7 +83,7 @@ def test_minilm_files_agree_with_the_model_across_sizes(minilm: Mapping[str, Any
     with torch.no_grad():
         expected = model(**inputs)
     for name, path in minilm["files"].items():
-        for place, candidate in runners.open_file(Path(path), name, ["last_hidden_state", "pooler_output"]):
+        for place, candidate in targets.open_file(Path(path), name, ["last_hidden_state", "pooler_output"]):
             outputs = candidate(inputs)
             for output, limit in (("last_hidden_state", 6e-4), ("pooler_output", 1e-6)):
                 assert (outputs[output] - expected[output]).abs().max() < limit, (place, output)

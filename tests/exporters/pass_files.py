@@ -12,9 +12,10 @@ import onnx_ir
 import torch
 from torch import nn
 
-from optexport.exporters import pt2, torchscript
+from optexport.exporters import pt2, targets, torchscript
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.runtime import runners
+from optexport.exporters.registry import get_format
 from optexport.signature.signature import Dim
 from tests._helpers.exports import Block
 from tests._helpers.graphs import Program
@@ -83,7 +84,7 @@ def _converted(subject: files.Prepared, opset: int | None) -> onnx_ir.Model:
 def save(subject: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
     """Writes a file with format passes. The file name is constant, because TorchScript stores it."""
     folder.mkdir(exist_ok=True)
-    path = folder / f"model.{file_format}"
+    path = folder / f"model{get_format(file_format).suffix}"
     match file_format:
         case "onnx":
             onnx_exporter.write(
@@ -93,6 +94,9 @@ def save(subject: files.Prepared, file_format: str, folder: Path, names: Sequenc
             assert torchscript.save(subject.program, subject.signature, subject.example, path, passes=names) is None
         case "pt2":
             pt2.save(subject.program, path, passes=names)
+        case _:
+            graph = FlatGraph(subject.flat, subject.signature, subject.example, "", ())
+            get_format(file_format).write(graph, path, names)
     return path
 
 
@@ -106,7 +110,7 @@ def assert_files_agree(
 ) -> None:
     """Asserts that two files agree to a few units in the last place of the largest number."""
     names = subject.signature.output_names
-    pairs = zip(*(runners.open_file(p, file_format, names) for p in (path, plain_path)), strict=True)
+    pairs = zip(*(targets.open_file(p, file_format, names) for p in (path, plain_path)), strict=True)
     for (_, run), (_, plain) in pairs:
         for batch in inputs:
             got, want = run(batch), plain(batch)

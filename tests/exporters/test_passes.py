@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport.config import format_passes
+from optexport.exporters import registry
 from tests._helpers.graphs import Program
 from tests.exporters import files
 from tests.exporters.pass_files import AXES, X, assert_files_agree, batches, plain_file, prepared, save, write_both
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
-EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES for file_format in format_pass.formats]
+EACH = [(entry.name, file_format) for entry, formats in registry.all_passes() for file_format in formats]
 
 
 @pytest.mark.sample(8)
@@ -38,7 +38,7 @@ def test_every_format_pass_gives_a_file_that_agrees_at_any_size(
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_all_passes_together_agree_in_any_order(file_format: str, tmp_path: Path) -> None:
-    subject, names = prepared("bert"), format_passes.list_passes(file_format)
+    subject, names = prepared("bert"), registry.list_passes(file_format)
     lowered = save(subject, file_format, tmp_path / "lowered", names)
     backwards = save(subject, file_format, tmp_path / "backwards", names[::-1])
     assert_files_agree(lowered, plain_file("bert", file_format), file_format, subject, batches("bert"))
@@ -76,13 +76,13 @@ def test_format_pass_does_not_change_the_graph_or_the_program(name: str, file_fo
 
 
 def test_passes_of_a_format_are_listed_in_application_order() -> None:
-    assert format_passes.list_passes("onnx").index("sum-residuals") < format_passes.list_passes("onnx").index(
+    assert registry.list_passes("onnx").index("sum-residuals") < registry.list_passes("onnx").index(
         "transformers-fusions"
     )
-    assert set(format_passes.list_passes("pt2")) == {"shared-masks", "onednn-linear", "channels-last"}
+    assert set(registry.list_passes("pt2")) == {"shared-masks", "onednn-linear", "channels-last"}
 
 
 def test_passes_for_the_cpu_are_not_used_for_cuda() -> None:
-    assert format_passes.list_passes("pt2", "cuda") == ()
-    assert format_passes.list_passes("torchscript", "cuda") == ("freeze",)
-    assert format_passes.list_passes("onnx", "cuda") == ("sum-residuals", "split-linears", "attention", "gemm")
+    assert registry.list_passes("pt2", "cuda") == ()
+    assert registry.list_passes("torchscript", "cuda") == ("freeze",)
+    assert registry.list_passes("onnx", "cuda") == ("sum-residuals", "split-linears", "attention", "gemm")

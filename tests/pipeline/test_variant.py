@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from optexport._utils.platform import processor_flags
-from optexport.config.format_passes import AVX512
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, ParityError
+from optexport.exporters import targets
+from optexport.exporters.torch_formats import AVX512
 from optexport.pipeline.run import run
 from optexport.report.result import Result
-from optexport.runtime import runners
 from tests._helpers.exports import INPUTS
 
 _CONFIG = f"""
@@ -113,7 +113,7 @@ def test_all_files_compute_the_same(result: Result) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(3, 5, 8), "mask": torch.ones(3, 5, dtype=torch.int64)}
     names = [output.name for output in result.manifest.outputs]
-    outputs = [run(batch)["hidden"] for f, p in result.files.items() for _, run in runners.open_file(p, f, names)]
+    outputs = [run(batch)["hidden"] for f, p in result.files.items() for _, run in targets.open_file(p, f, names)]
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-5, atol=1e-5)
 

@@ -10,10 +10,10 @@ import torch
 from optexport import export
 from optexport.bundle.manifest import LayerRecord
 from optexport.errors import ConfigError, ParityError
+from optexport.exporters import targets
 from optexport.parity import verify
 from optexport.pipeline.run import run
 from optexport.report.result import Result
-from optexport.runtime import runners
 from tests._helpers import exports
 from tests.quantization import models
 
@@ -36,7 +36,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_layers_are_in_half_precision_and_outputs_are_not(result: Result) -> None:
     module = torch.jit.load(str(result.files["torchscript"]))
     assert {p.dtype for name, p in module.named_parameters() if "layers" in name} == {torch.bfloat16}
-    (_, run_file), *_ = runners.open_file(result.files["torchscript"], "torchscript", ["output"])
+    (_, run_file), *_ = targets.open_file(result.files["torchscript"], "torchscript", ["output"])
     assert run_file({"x": torch.randn(3, 32)})["output"].dtype == torch.float32
 
 

@@ -13,11 +13,12 @@ import torch
 
 from optexport import Bundle, verify
 from optexport._utils.progress import Progress
+from optexport.exporters import targets
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
 from optexport.report.result import Result
-from optexport.runtime import devices, onnx_session, placement, runners
+from optexport.runtime import devices, onnx_session, placement
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports
 from tests.parity.network import call, network
@@ -96,7 +97,7 @@ def test_session_prefers_the_cuda_provider(cuda_result: Result) -> None:
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
 def test_bundle_gives_the_stored_results_on_the_device(file_format: str, cuda_result: Result) -> None:
     bundle, limit = Bundle.load(cuda_result.output, file_format), cuda_result.manifest.parity.bounds["hidden"].limit
-    (_, run_file), *_ = runners.open_file(
+    (_, run_file), *_ = targets.open_file(
         cuda_result.files["pt2"], "pt2", [o.name for o in cuda_result.manifest.outputs], "cuda"
     )
     for size, sequence in ((2, 5), (1, 2), (16, 32)):

@@ -17,9 +17,10 @@ import torch
 
 from optexport import Bundle, DeviceError, verify
 from optexport._utils import packages
-from optexport.bench.worker import bind_session
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
-from optexport.runtime import devices, onnx_session, runners
+from optexport.exporters import targets
+from optexport.runtime import devices, onnx_session
+from optexport.runtime.onnx_session import bind_session
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.model import read_onnx_model
 from tests._helpers import exports
@@ -115,7 +116,7 @@ def test_bound_inputs_give_the_same_results() -> None:
 def test_file_that_fails_on_cuda_gets_only_that_explanation() -> None:
     result = exports.exported()
     checker = verify(result.output)
-    (pt2,) = runners.list_openers(result.files["pt2"], "pt2", list(checker.tolerances))
+    (pt2,) = targets.list_openers(result.files["pt2"], "pt2", list(checker.tolerances))
     run = pt2[1]()
     checker.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
     diagnosis = diagnose_artifacts(None, result.files, checker, "cuda")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from optexport import export
-from optexport.runtime import runners
+from optexport.exporters import targets
 from optexport.signature.signature import flatten_outputs
 from optexport.tracing.trace import trace
 from tests._helpers.graphs import Program
@@ -152,7 +152,7 @@ def test_files_of_a_model_with_own_output_classes_are_right(tmp_path: Path) -> N
         x = torch.randn(size, 4)
         want = model(x)
         for file_format, path in result.files.items():
-            for _, run in runners.open_file(path, file_format, names):
+            for _, run in targets.open_file(path, file_format, names):
                 got = run({"x": x})
                 torch.testing.assert_close(got["sample"], want.sample.detach())
                 torch.testing.assert_close(got["extra"], want.extra)

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from optexport import export
 from optexport.errors import ConfigError
-from optexport.runtime import runners
+from optexport.exporters import targets
 from optexport.signature.arguments import flat_inputs, take_flat_tensors
 from optexport.signature.signature import as_arguments, flatten_outputs
 from optexport.tracing.trace import trace
@@ -299,7 +299,7 @@ def test_every_kind_of_module_is_right_at_untraced_sizes(kind: str, tmp_path: Pa
         want = called(model, make_inputs(rows))
         batch = dict(zip(inputs, leaves(sorted_like(inputs, make_inputs(rows))), strict=True))
         for name, path in result.files.items():
-            for place, run in runners.open_file(path, name, outputs):
+            for place, run in targets.open_file(path, name, outputs):
                 got = run(batch)
                 for output, expected in zip(outputs, want.values(), strict=True):
                     torch.testing.assert_close(got[output], expected, msg=f"{place}, {output} at {rows}")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optexport import export
-from optexport.runtime import runners
+from optexport.exporters import targets
 from optexport.tracing.trace import trace
 from tests._helpers.models import randomise
 
@@ -90,5 +90,5 @@ def test_files_of_a_model_with_compiled_parts_are_right(tmp_path: Path) -> None:
         x = torch.randn(size, 4)
         want = model(x).detach()
         for file_format, path in result.files.items():
-            for _, run in runners.open_file(path, file_format, ["output"]):
+            for _, run in targets.open_file(path, file_format, ["output"]):
                 torch.testing.assert_close(run({"x": x})["output"], want)

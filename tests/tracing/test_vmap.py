@@ -12,7 +12,7 @@ from torch.func import vmap
 from transformers import LlamaConfig, PreTrainedModel, masking_utils
 
 from optexport.api import export
-from optexport.runtime import runners
+from optexport.exporters import targets
 from optexport.tracing.graph_checks import check_writable
 from optexport.tracing.trace import trace
 from tests._helpers.models import randomise
@@ -85,6 +85,6 @@ def test_files_of_a_model_with_vmap_are_right(tmp_path: Path) -> None:
         x = torch.randn(size, 4)
         want = [output.detach() for output in model(x)]
         for file_format, path in result.files.items():
-            for _, run in runners.open_file(path, file_format, names):
+            for _, run in targets.open_file(path, file_format, names):
                 for got, expected in zip(run({"x": x}).values(), want, strict=True):
                     torch.testing.assert_close(got, expected)

@@ -18,9 +18,9 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.turns import Settings, Timing
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import Outcome, Trial
-from optexport.config import format_passes
 from optexport.config.benchmarks import FormatLimits
 from optexport.errors import BenchError
+from optexport.exporters import registry
 from optexport.tuning.candidate import Candidate, Option, rules_in
 from optexport.tuning.candidate_builder import CandidateRejected
 from optexport.tuning.search import Search
@@ -28,7 +28,7 @@ from optexport.tuning.tournament import Tournament
 from optexport.tuning.tuner import share
 from tests.tiers import examples
 
-_PASSES = format_passes.list_passes("torchscript")
+_PASSES = registry.list_passes("torchscript")
 _WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
 
 
@@ -162,7 +162,7 @@ def test_faster_passes_are_combined(world: Callable[..., World]) -> None:
 
 def test_passes_for_the_cpu_are_not_tried_on_cuda(world: Callable[..., World]) -> None:
     outcome = world(dict.fromkeys(_PASSES, 1.2)).search(device="cuda")
-    assert outcome.chosen.passes == format_passes.list_passes("torchscript", "cuda") == ("freeze",)
+    assert outcome.chosen.passes == registry.list_passes("torchscript", "cuda") == ("freeze",)
 
 
 @pytest.mark.parametrize("paying", _PASSES)

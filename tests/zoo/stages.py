@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from optexport.bundle.artifacts import write_artifact
 from optexport.config.derived import resolve_passes
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
-from optexport.exporters.graph_writer import GraphWriter
+from optexport.exporters import targets
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job
 from optexport.loading.loader import Loaded
@@ -25,7 +27,6 @@ from optexport.parity.reference import graph_runner
 from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.rules import load_preset
 from optexport.pipeline.steps import run_reference, trace_model
-from optexport.runtime import runners
 from optexport.tracing.dynamo_exporter import one_pass, quiet
 from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
@@ -202,16 +203,16 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
         "graph",
         lambda: [target_checker.check("graph", lambda: graph_runner(transformed.graph_module, call))],
     )
-    writer = GraphWriter(
+    graph = FlatGraph(
         transformed.graph_module, traced.signature, job.example, job.loaded.weights_sha256, transformed.applied
     )
     for name in formats:
 
         def write_and_check(name: Any = name) -> list[Any]:
-            artifact = writer.write(name, folder, job.config.export.passes[name])
+            artifact = write_artifact(graph, name, folder, job.config.export.passes[name])
             fixed = artifact.fixed_shape is not None
             checked = []
-            for target, opened in runners.list_openers(folder / artifact.path, name, traced.signature.output_names):
+            for target, opened in targets.list_openers(folder / artifact.path, name, traced.signature.output_names):
                 checked.append(target_checker.check(target, opened, traced_shape_only=fixed))
             if fixed:
                 outcome.stages[name] = FIXED

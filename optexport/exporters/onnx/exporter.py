@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
 
-from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
-from optexport.exporters.format import FlatGraph, Format
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.exporters.graph_export import to_program
 from optexport.exporters.onnx import (
     complex_numbers,
@@ -34,6 +33,7 @@ from optexport.exporters.onnx import (
 from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.crash_check import check_no_crash
 from optexport.exporters.onnx.faster_torch_onnx import reusing_torchlib, skipping_needless_decomposition
+from optexport.exporters.onnx.opsets import ATTENTION_OPSET, FALLBACK_OPSET
 from optexport.exporters.onnx.refusals import as_refusal
 from optexport.exporters.onnx.replacements.table import replace_operators
 from optexport.signature.signature import Signature, as_argument, as_arguments
@@ -41,25 +41,24 @@ from optexport.transformations.analysis import effects
 
 # Weights above this size in bytes go to a separate file; protobuf's limit is 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
-# The opset that is tried if the export with the default one fails; torch.onnx writes 18 to 26.
-FALLBACK_OPSET = 23
 # Suffix for the name of a weight that a file stores transposed.
 TRANSPOSED = ".transposed"
 
 
-class OnnxFormat(Format):
-    """Files of ONNX. Files with the same opset share one conversion."""
+# The conversions of each graph by opset, because files with the same opset share one.
+_conversions: weakref.WeakKeyDictionary[FlatGraph, dict[int | None, onnx_ir.Model]] = weakref.WeakKeyDictionary()
 
-    file_name = "model.onnx"
 
-    def __init__(self, graph: FlatGraph) -> None:
-        super().__init__(graph)
-        self._convert = functools.cache(functools.partial(convert, graph.flat, graph.signature, graph.example))
+def convert_graph(graph: FlatGraph, passes: Sequence[str]) -> onnx_ir.Model:
+    """Converts a graph to an ONNX model, once for each opset. The model must not be changed.
 
-    def save(self, path: Path, passes: Sequence[str], opset: int | None) -> str | None:
-        model = self._convert(choose_opset(self.graph.flat, passes, opset))
-        write(model, path, metadata=self.graph.metadata(passes), passes=passes)
-        return None
+    Raises:
+        ExportError: As for `convert`.
+    """
+    opset, models = choose_opset(graph.flat, passes, graph.opset), _conversions.setdefault(graph, {})
+    if opset not in models:
+        models[opset] = convert(graph.flat, graph.signature, graph.example, opset)
+    return models[opset]
 
 
 def choose_opset(graph_module: fx.GraphModule, passes: Sequence[str], opset: int | None) -> int | None:
@@ -112,7 +111,7 @@ def write(
     Args:
         model: Not changed.
         metadata: Entries of the model's ``metadata_props``, each value as JSON.
-        passes: Names of `optexport.config.format_passes`; names of other formats are ignored.
+        passes: Names of `optexport.exporters.onnx.format`; names of other formats are ignored.
         external_data_above: Size in bytes above which the weights go to ``<path>.data``.
 
     Raises:

@@ -18,7 +18,7 @@ _ZERO_THRESHOLD = 1e-8
 
 
 def apply_passes(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies format passes in the order of `optexport.config.format_passes.PASSES`.
+    """Applies format passes in the order of `OnnxFormat.passes`.
 
     The order of the names does not matter.
 

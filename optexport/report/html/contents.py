@@ -273,6 +273,5 @@ def source_name(manifest: Manifest) -> str:
 
 
 def sizes(manifest: Manifest) -> dict[str, int]:
-    """Returns the bytes of each exported model by format, including ONNX external data."""
-    by_path = {file.path: file.size for file in manifest.files}
-    return {a.format: by_path.get(a.path, 0) + by_path.get(f"{a.path}.data", 0) for a in manifest.artifacts}
+    """Returns the bytes of each exported model by format, with all of its files."""
+    return {artifact.format: manifest.size_of(artifact) for artifact in manifest.artifacts}

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
 from optexport.exporters.onnx.crash_check import check_no_crash
+from optexport.exporters.onnx.opsets import ATTENTION_OPSET
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.graphs import Program

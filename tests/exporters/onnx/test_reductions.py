@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import optexport
-from optexport.runtime import runners
+from optexport.exporters import targets
 from tests.exporters import files
 
 
@@ -48,6 +48,6 @@ def test_global_mean_of_a_large_image_passes(tmp_path: Path) -> None:
     result = optexport.export(GlobalMean().eval(), {"x": x}, tmp_path / "out", formats="onnx")
     reductions = [node for node in onnx.load(result.files["onnx"]).graph.node if node.op_type == "ReduceMean"]
     assert len(reductions) == 2
-    *_, (_, run) = runners.open_file(result.files["onnx"], "onnx", ["output"])
+    *_, (_, run) = targets.open_file(result.files["onnx"], "onnx", ["output"])
     exact = GlobalMean().double()(x.double())
     torch.testing.assert_close(run({"x": x})["output"].double(), exact, atol=1.5e-8, rtol=0)  # 4e-8 in one step

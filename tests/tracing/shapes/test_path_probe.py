@@ -11,7 +11,7 @@ from torch import nn
 
 from optexport import export
 from optexport.exporters import graph_export
-from optexport.exporters.format import FlatGraph
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.loading.loader import Loaded
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
