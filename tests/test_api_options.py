@@ -37,7 +37,7 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"transformations": "merge-linear"}, 'unknown rule "merge-linear".*Did you mean "merge-linears"'),
-        ({"formats": "onx"}, 'found "onx"'),
+        ({"formats": "onx"}, 'unknown format "onx"'),
         ({"bench": 3}, "bench: 3 is not a mapping"),
         ({"tokenizer": "bert-base"}, "tokenizer: 'bert-base' is not a tokenizer of transformers"),
         ({"tune": "soon"}, 'tune.budget: "soon" is not a duration'),
@@ -125,7 +125,7 @@ def test_names_are_listed_for_completion_and_help_without_torch() -> None:
     code = "import sys, optexport; print(*dir(optexport)); print(optexport.__doc__); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     names, *document, imports_torch = run.stdout.splitlines()
-    assert {*optexport.__all__, "errors", "testing", "transformations"} == set(names.split())
+    assert {*optexport.__all__, "errors", "exporters", "testing", "transformations"} == set(names.split())
     assert ">>> result = optexport.export(" in "\n".join(document)
     assert imports_torch == "False"
 

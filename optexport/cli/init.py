@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from importlib import resources
 from pathlib import Path
 from string import Template
 
@@ -13,6 +12,7 @@ import click
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command
+from optexport.cli._templates import read_template
 from optexport.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ def _write_factory(weights: str, folder: Path) -> str:
         raise ConfigError("the file exists", location=str(path), hint=hint)
     safetensors = weights.endswith(".safetensors")
     location = f"Path(__file__).parent / {weights!r}"
-    template = resources.files("optexport.cli").joinpath("templates", "weights.py.txt").read_text(encoding="utf-8")
+    template = read_template("weights.py.txt")
     text = Template(template).substitute(
         weights=ascii(weights),
         imports="from safetensors.torch import load_file\n" if safetensors else "",

@@ -23,6 +23,7 @@ from optexport.cli.diff import diff
 from optexport.cli.export import export
 from optexport.cli.init import init
 from optexport.cli.lock import lock
+from optexport.cli.new_format import new_format
 from optexport.cli.new_rule import new_rule
 from optexport.cli.passes import passes
 from optexport.cli.predict import predict
@@ -78,7 +79,7 @@ _SECTIONS = {
     "Export": (export, init, check, run, lock, batch),
     "Inspect": (verify, diagnose, bench, diff, report, reproduce),
     "Deploy": (predict, sign, upload, promote, rollback),
-    "Extend": (transformations, passes, new_rule, schema),
+    "Extend": (transformations, passes, new_rule, new_format, schema),
 }
 for _title, _commands in _SECTIONS.items():
     cli.add_panel(RichCommandPanel(_title, commands=[str(command.name) for command in _commands]))

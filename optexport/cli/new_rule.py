@@ -6,14 +6,13 @@ import importlib.metadata
 import keyword
 import re
 import sys
-from importlib import resources
 from pathlib import Path
-from string import Template
 
 import click
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command
+from optexport.cli._templates import check_new, read_template, write_files
 from optexport.errors import ConfigError
 from optexport.transformations.registry import canonical_name
 
@@ -64,21 +63,11 @@ def write_rule(name: str, folder: Path) -> list[Path]:
     if canonical_name(name) is not None:
         raise ConfigError(f"a built-in rule has the name {name}", location="NAME", hint="Choose another name.")
     class_name = "".join(word.capitalize() for word in module.split("_"))
-    texts = {folder / target.format(module=module): _template(template) for template, target in _FILES.items()}
-    for path in texts:
-        if path.exists():
-            raise ConfigError("the file exists", location=str(path), hint="Choose another name or folder.")
+    texts = {folder / target.format(module=module): read_template(template) for template, target in _FILES.items()}
+    check_new(texts)
     if module in {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "test", "conftest"}:
         raise ConfigError(f"a Python module has the name {module}", location="NAME", hint=suggestion)
     if any(re.search(rf"\b{class_name}\b", text) for text in texts.values()):
         raise ConfigError(f"the files of a rule use the name {class_name}", location="NAME", hint=suggestion)
-    for path, text in texts.items():
-        try:
-            path.write_text(Template(text).substitute(module=module, class_name=class_name), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write the file: {error}", location=str(path)) from error
+    write_files(texts, module=module, class_name=class_name)
     return list(texts)
-
-
-def _template(name: str) -> str:
-    return resources.files("optexport.cli").joinpath("templates", name).read_text(encoding="utf-8")

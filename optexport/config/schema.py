@@ -188,7 +188,8 @@ class ExportConfig(Table):
     """``[export]``: the formats, and the output folder.
 
     Attributes:
-        formats: The formats to export.
+        formats: The formats to export: ``"torchscript"``, ``"onnx"``, ``"pt2"``, ``"openvino"``, or one of an installed
+            package.
         output: The folder of the bundle.
         opset: The ONNX opset; by default the exporter's default. The exporter writes older opsets incorrectly, and ONNX
             Runtime does not read newer ones.

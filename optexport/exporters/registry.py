@@ -30,7 +30,7 @@ DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 ENTRY_POINTS = "optexport.formats"
 
 # Suffixes of other files in a bundle.
-_RESERVED_SUFFIXES = (".html", ".json", ".pbtxt", ".safetensors", ".toml", ".txt")
+RESERVED_SUFFIXES = (".html", ".json", ".pbtxt", ".safetensors", ".toml", ".txt")
 
 
 # Formats that tests register for a while.
@@ -114,7 +114,7 @@ def find_problem(format_class: object, name: str) -> str | None:
             f"(found {format_class.name!r} and {name!r})"
         )
     path = PurePath(format_class.file_name)
-    if path.name != format_class.file_name or not path.suffix or path.suffix in _RESERVED_SUFFIXES:
+    if path.name != format_class.file_name or not path.suffix or path.suffix in RESERVED_SUFFIXES:
         return f"{format_class.__name__}.file_name must have its own suffix (found {format_class.file_name!r})"
     return None
 

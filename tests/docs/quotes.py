@@ -4,6 +4,7 @@ A comment before a fenced block names the source of the block:
 
     <!-- quote: file examples/minilm.toml -->          a file of the repository
     <!-- quote: new-rule drop_negations.py -->         a file that `optexport new-rule drop-negations` writes
+    <!-- quote: new-format optexport_plain.py -->      a file that `optexport new-format plain` writes
 
 Text between two comments comes from `tests.docs.reference`:
 
@@ -37,12 +38,22 @@ def _new_rule() -> dict[str, str]:
         return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
+@functools.cache
+def _new_format() -> dict[str, str]:
+    from optexport.cli.new_format import write_format
+
+    with tempfile.TemporaryDirectory() as folder:
+        return {path.name: path.read_text(encoding="utf-8") for path in write_format("plain", Path(folder))}
+
+
 def _source(kind: str, name: str) -> str:
     if kind == "file":
         return (ROOT / name).read_text(encoding="utf-8")
     if kind == "new-rule":
         return _new_rule()[name]
-    raise ValueError(f"quote: unknown kind (expected file or new-rule, found {kind})")
+    if kind == "new-format":
+        return _new_format()[name]
+    raise ValueError(f"quote: unknown kind (expected file, new-rule or new-format, found {kind})")
 
 
 def render(text: str) -> str:

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 import optexport
-from optexport import testing, transformations
+from optexport import exporters, testing, transformations
 from tests.docs.pages import PAGES, ROOT, blocks, read
 
-_MODULES = ("optexport", "optexport.transformations", "optexport.transformations.analysis", "optexport.testing")
+_MODULES = (
+    "optexport",
+    "optexport.transformations",
+    "optexport.transformations.analysis",
+    "optexport.testing",
+    "optexport.exporters",
+)
 _EXAMPLES = sorted(
     path for path in (ROOT / "examples").rglob("*.py") if not {"build", "node_modules"} & set(path.parts)
 )
@@ -30,9 +36,11 @@ def _is_public(module: str, name: str | None) -> bool:
     if name is None:
         return module in _MODULES
     if module == "optexport":
-        return name in optexport.__all__ or name in ("transformations", "testing")
+        return name in optexport.__all__ or name in ("transformations", "testing", "exporters")
     if module == "optexport.transformations":
         return name in transformations.__all__ or name == "analysis"
+    if module == "optexport.exporters":
+        return name in exporters.__all__
     if module == "optexport.testing":
         return not name.startswith("_") and hasattr(testing, name)
     if module == "optexport.transformations.analysis":
@@ -80,5 +88,6 @@ def test_reference_has_the_docstring_of_every_public_name() -> None:
     names = [f"optexport.{name}" for name in optexport.__all__ if not name.startswith("__") and "Error" not in name]
     names += [f"optexport.transformations.{name}" for name in transformations.__all__]
     names += [f"optexport.transformations.analysis.{name}" for name in _analysis_modules()]
-    names += [f"optexport.testing.check_{name}" for name in ("applied", "refused", "laws")]
+    names += [f"optexport.testing.check_{name}" for name in ("applied", "refused", "laws", "format")]
+    names += [f"optexport.exporters.{name}" for name in exporters.__all__]
     assert shown == {*names, "optexport.OptexportError"}
