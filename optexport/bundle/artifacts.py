@@ -20,9 +20,11 @@ def write_artifact(graph: FlatGraph, file_format: str, folder: Path, passes: Seq
         passes: Names of format passes; names of other formats are ignored.
 
     Raises:
+        ConfigError: A package of the format is not installed.
         ExportError: The format does not support the graph.
     """
     chosen = get_format(file_format)
+    chosen.check_installed("export.formats")
     passes = [name for name in chosen.list_passes() if name in passes]  # in the order in which they are applied
     fixed_shape = chosen.write(graph, folder / chosen.file_name, passes)
     return ArtifactRecord(

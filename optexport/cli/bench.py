@@ -107,8 +107,8 @@ def bench(
 ) -> None:
     """Measure the latency of files and compare them.
 
-    Use this to choose between formats, rules or runtimes. It measures bundles, .onnx, .pt (TorchScript) and .pt2
-    files. The files take turns, each in its own process, so that other load on the machine affects all alike.
+    Use this to choose between formats, rules or runtimes. It measures bundles and single files, such as
+    model.onnx. The files take turns, each in its own process, so that other load on the machine affects all alike.
 
     Every file is compared with the files of --against, or else with the first file of its format. If the times vary
     too much for a verdict, the result is "inconclusive".

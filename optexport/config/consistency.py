@@ -89,9 +89,9 @@ def check_formats(config: Config, location: str) -> None:
     named = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
     for key, formats in {**named, "export.passes": list(config.export.passes)}.items():
         _check_exported(formats, exported, f"{location}: {key}")
-    if config.export.layout is not None and set(exported) == {"pt2"}:
+    if config.export.layout is not None and not {"onnx", "torchscript"}.intersection(exported):
         raise ConfigError(
-            'Triton serves no .pt2 files, and export.formats is ["pt2"]',
+            f"Triton serves ONNX and TorchScript files, and export.formats is {', '.join(exported)}",
             location=f"{location}: export.layout",
             hint='Add "onnx" or "torchscript" to export.formats, or remove export.layout.',
         )

@@ -27,7 +27,7 @@ class Result(RunData):
         registered: The result of the registration, if the config names a registered model.
         baseline: The folder of the plain export, if requested.
         seconds: Wall-clock seconds of the run.
-        gain: The times of the ONNX and TorchScript files, and of the original model in PyTorch.
+        gain: The times of the files, except ``.pt2``, and of the original model in PyTorch.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
         cache_hits: The steps whose results are from the cache.

@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import Bundle, export, verify
+from optexport import Bundle, Generator, ParityError, export, export_generation, verify
+from optexport.diagnosis.bundle import diagnose_bundle
 from optexport.errors import BundleError, ConfigError, DeviceError, ExportError
 from optexport.exporters.flat_graph import FlatGraph
 from optexport.exporters.openvino import OpenVinoFormat, import_runtime
 from optexport.report.result import Result
 from optexport.signature.signature import Dim
 from optexport.tracing.trace import trace
-from tests._helpers import exports
+from tests._helpers import exports, models
 from tests._helpers.cli import CliRunner, cli
+from tests.exporters import files
 from tests.parity.test_verify import verify_apart
 
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-openvino-")
@@ -90,7 +92,6 @@ def test_bundle_lists_both_files_and_the_version() -> None:
     assert artifact.paths == ("model.xml", "model.bin")
     assert manifest.size_of(artifact) == sizes["model.xml"] + sizes["model.bin"]
     assert manifest.versions["openvino"]
-    assert [gain.format for gain in exported().gain] == ["openvino"]
     assert [target.target for target in manifest.parity.targets] == ["original", "graph", "openvino"]
 
 
@@ -235,6 +236,42 @@ def test_predict_and_bench_run_the_file(tmp_path: Path) -> None:
     assert measured.exit_code == 0, measured.output
     (artifact,) = json.loads(measured.stdout)["artifacts"]
     assert artifact["format"] == "openvino"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", files.NAMES)
+def test_files_of_transformers_models_are_right_at_any_size(name: str, tmp_path: Path) -> None:
+    subject = files.prepared(name)
+    graph = FlatGraph(subject.flat, subject.signature, subject.example, "", ())
+    OpenVinoFormat().write(graph, tmp_path / "model.xml", ())
+    run = OpenVinoFormat().open(tmp_path / "model.xml", subject.signature.output_names, "cpu")
+    files.assert_agrees(name, run, 5e-6)
+
+
+@pytest.mark.slow
+def test_generated_tokens_are_those_of_the_model(tmp_path: Path) -> None:
+    ids = torch.randint(5, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = models.model("llama")
+    export_generation(model, prompt, tmp_path / "llama", formats=["openvino"], effort="quick", new_tokens=8)
+    generated = Generator.load(tmp_path / "llama", "openvino").generate(**prompt, max_new_tokens=8)
+    expected = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert generated.tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+def test_diagnosis_writes_a_script_that_reproduces_the_failure(copied: Path) -> None:
+    weight = model().embedding.weight.detach().numpy()
+    content = (copied / "model.bin").read_bytes()
+    assert content.count(weight.tobytes()) == 1
+    (copied / "model.bin").write_bytes(content.replace(weight.tobytes(), (weight[::-1]).tobytes()))
+    exports.reseal(copied, "model.bin")
+    with pytest.raises(ParityError, match=r"model\.xml fails\. The diverging node is found in ONNX"):
+        diagnose_bundle(copied)
+    script = copied.with_name("bundle-failure") / "reproduce.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 1, done.stderr
+    assert "hidden is off by" in done.stdout
 
 
 @pytest.mark.slow

@@ -26,8 +26,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("timed")
 def test_every_run_times_its_files_and_the_model(tmp_path: Path) -> None:
-    result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx", "torchscript"])
-    assert [record.format for record in result.gain] == ["onnx", "torchscript"]
+    formats = ["onnx", "torchscript", "openvino"]
+    result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=formats)
+    assert [record.format for record in result.gain] == formats
     assert all(record.ms > 0 and record.original_ms > 0 for record in result.gain)
     assert result.gain[0].speedup == result.gain[0].original_ms / result.gain[0].ms
     assert tuple(read_measured(tmp_path / "bundle").gain) == result.gain

@@ -295,7 +295,7 @@ def test_model_without_inputs_is_refused_for_such_a_backend() -> None:
 @pytest.mark.parametrize(
     ("tables", "problem"),
     [
-        ('[export]\nlayout = "triton"\nformats = ["pt2"]\n', "Triton serves no .pt2 files"),
+        ('[export]\nlayout = "triton"\nformats = ["pt2", "openvino"]\n', "Triton serves ONNX and TorchScript files"),
         ('[export]\nlayout = "triton"\n[generation]\n', "export.layout: export.layout cannot be combined with"),
         ('[export]\nlayout = "tritn"\n', "triton"),
     ],
