@@ -80,7 +80,7 @@ def read_structure(folder: Path) -> Manifest:
             raise BundleError(
                 f"the manifest names {name!r}, which is not a file of the bundle", location=str(folder / MANIFEST)
             )
-    for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
+    for name in sorted(listed - {path for artifact in manifest.artifacts for path in artifact.paths}):
         # Such a file would be used without a check.
         if name.endswith(registry.list_suffixes()):
             raise BundleError("the manifest does not list this model file as an artifact", location=str(folder / name))

@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 import click
 from rich_click import RichCommand, RichGroup
 
-from optexport._utils import signals
+from optexport._utils import custom_code, signals
 from optexport.cli._console import echo
 from optexport.cli._failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
-from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
 

@@ -1,21 +1,19 @@
-"""Custom code that a config may run: from a model, a plugin, or a metric.
+"""Custom code that a config may run: from a model, a plugin, a metric, or a format.
 
 An environment variable forbids it.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from optexport._utils.custom_code import VARIABLE, is_forbidden
 from optexport.errors import ConfigError
+from optexport.exporters.registry import BUILT_IN
 from optexport.transformations import registry
 
 if TYPE_CHECKING:
     from optexport.config.schema import Config
-
-# Any value except 0 applies to the whole process, its children, and calls from Python.
-VARIABLE = "OPTEXPORT_NO_CUSTOM_CODE"
 
 
 def check_custom_code(config: Config, location: str) -> None:
@@ -24,7 +22,7 @@ def check_custom_code(config: Config, location: str) -> None:
     Raises:
         ConfigError: It runs custom code.
     """
-    if os.environ.get(VARIABLE, "0") in ("", "0"):
+    if not is_forbidden():
         return
     for key, code in _list_custom_code(config).items():
         raise ConfigError(
@@ -47,4 +45,7 @@ def _list_custom_code(config: Config) -> dict[str, str]:
     for name in config.parity.metrics or ():
         if name.startswith(registry.PLUGIN):
             descriptions[f"parity.metrics.{name}"] = f'"{name}"'
+    for name in config.export.formats:
+        if name not in BUILT_IN:
+            descriptions["export.formats"] = f'the format "{name}" of an installed package'
     return descriptions

@@ -22,7 +22,7 @@ from optexport.errors import (
     ConfigError,
     with_hint,
 )
-from optexport.exporters.registry import find_format_of_file, get_format, list_formats
+from optexport.exporters.registry import find_format_of_file, list_model_files
 from optexport.parity import distances
 from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
@@ -193,7 +193,7 @@ def _check_replaceable(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
-    models = {file for name in list_formats() for file in get_format(name).list_files(get_format(name).file_name)}
+    models = set(list_model_files())
     if names and not (names <= _NAMES | models and _PARITY in names):
         raise ConfigError("the path is not a folder of a failed check, so it is not replaced", location=str(folder))
 

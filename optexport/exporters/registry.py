@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 
+from optexport._utils import custom_code
 from optexport.errors import ConfigError, did_you_mean
 from optexport.exporters.format import Format, FormatPass
 from optexport.runtime import devices
@@ -30,7 +31,10 @@ DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 ENTRY_POINTS = "optexport.formats"
 
 # Suffixes of other files in a bundle.
-RESERVED_SUFFIXES = (".html", ".json", ".pbtxt", ".safetensors", ".toml", ".txt")
+RESERVED_SUFFIXES = (
+    *(".bin", ".bpe", ".data", ".html", ".jinja", ".json", ".model", ".pbtxt", ".safetensors", ".sig", ".spm"),
+    *(".toml", ".txt", ".vocab"),
+)
 
 
 # Formats that tests register for a while.
@@ -83,6 +87,10 @@ def _load_format(name: str) -> Format:
     import_path = {**installed(), **BUILT_IN}.get(name)
     if import_path is None:
         raise ConfigError(f'unknown format "{name}"', location=name, hint=did_you_mean(name, list_formats()))
+    if name not in BUILT_IN and custom_code.is_forbidden():
+        raise ConfigError(
+            f"the format {name} is custom code, and {custom_code.VARIABLE} forbids custom code", location=import_path
+        )
     module_name, _, class_name = import_path.partition(":")
     try:
         format_class = getattr(importlib.import_module(module_name), class_name)
@@ -124,14 +132,28 @@ def is_format(name: str) -> bool:
     return name in list_formats()
 
 
+def _usable() -> list[Format]:
+    """Returns the formats that can be imported. Others raise only where they are named."""
+    formats = []
+    for name in list_formats():
+        with contextlib.suppress(ConfigError):
+            formats.append(get_format(name))
+    return formats
+
+
 def find_format_of_file(name: str) -> str | None:
     """Returns the format with a file's suffix, or None."""
-    return next((key for key in list_formats() if get_format(key).suffix == PurePath(name).suffix), None)
+    return next((entry.name for entry in _usable() if entry.suffix == PurePath(name).suffix), None)
+
+
+def list_model_files() -> list[str]:
+    """Returns the names of model files of all formats."""
+    return [name for entry in _usable() for name in entry.list_files(entry.file_name)]
 
 
 def list_suffixes() -> tuple[str, ...]:
     """Returns the suffixes of model files of all formats."""
-    return tuple(dict.fromkeys(get_format(name).suffix for name in list_formats()))
+    return tuple(dict.fromkeys(entry.suffix for entry in _usable()))
 
 
 def list_passes(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
@@ -146,9 +168,10 @@ def default_passes(file_format: str, flags: Collection[str], opset: int | None =
 
 def all_passes() -> Iterator[tuple[FormatPass, tuple[str, ...]]]:
     """Yields each format pass, and the names of its formats."""
-    passes = {entry.name: entry for name in list_formats() for entry in get_format(name).passes}
+    formats = _usable()
+    passes = {entry.name: entry for file_format in formats for entry in file_format.passes}
     for name, entry in passes.items():
-        yield entry, tuple(key for key in list_formats() if name in list_passes(key))
+        yield entry, tuple(file_format.name for file_format in formats if name in file_format.list_passes())
 
 
 def default_flags(formats: Collection[str]) -> set[str]:

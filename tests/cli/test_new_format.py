@@ -59,14 +59,40 @@ def test_new_format_passes_its_test(tmp_path: Path) -> None:
     assert "1 passed" in _python(test.parent, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name)
 
 
-@pytest.mark.slow
-def test_format_of_an_installed_package_works_in_every_command(tmp_path: Path) -> None:
-    _, module, _ = write_format("plain", tmp_path)
-    module.rename(tmp_path / module.name)
-    package = tmp_path / "optexport_plain-1.0.dist-info"
+def _install(folder: Path) -> Path:
+    """Writes the files that pip installs for a package with a format; returns its module."""
+    _, module, _ = write_format("plain", folder)
+    package = folder / "optexport_plain-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: optexport-plain\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[optexport.formats]\nplain = optexport_plain:PlainFormat\n")
+    return module.rename(folder / module.name)
+
+
+def test_broken_format_of_a_package_fails_only_where_it_is_named(tmp_path: Path) -> None:
+    _install(tmp_path).write_text("raise RuntimeError('broken')")
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from optexport.errors import ConfigError
+from optexport.exporters import registry
+print(registry.list_suffixes(), registry.is_format("plain"))
+for forbidden in ("0", "1"):
+    os.environ["OPTEXPORT_NO_CUSTOM_CODE"] = forbidden
+    try:
+        registry.get_format("plain")
+    except ConfigError as error:
+        print(error.message)
+"""
+    suffixes, broken, forbidden = _python(tmp_path, "-c", code).splitlines()
+    assert suffixes == "('.onnx', '.pt', '.pt2', '.xml') True"
+    assert broken == "the format plain cannot be imported: RuntimeError: broken"
+    assert forbidden == "the format plain is custom code, and OPTEXPORT_NO_CUSTOM_CODE forbids custom code"
+
+
+@pytest.mark.slow
+def test_format_of_an_installed_package_works_in_every_command(tmp_path: Path) -> None:
+    _install(tmp_path)
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "config.toml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text('{"input": [1.0, 2.0, 3.0, 4.0]}\n')

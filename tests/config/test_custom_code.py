@@ -9,6 +9,8 @@ import pytest
 from optexport.config.custom_code import VARIABLE
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError
+from optexport.exporters.openvino import OpenVinoFormat
+from optexport.exporters.registry import registered
 from tests._helpers.cli import CliRunner, cli
 
 CALLING = {
@@ -49,6 +51,16 @@ def test_environment_variable_is_equal_to_the_option(spy: Path, monkeypatch: pyt
         parse_config(CALLING["model.source"], spy / "config.toml")
     monkeypatch.setenv(VARIABLE, "0")
     parse_config(CALLING["model.source"], spy / "config.toml")
+
+
+def test_format_of_a_package_is_custom_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(OpenVinoFormat):
+        name = "small"
+
+    monkeypatch.setenv(VARIABLE, "1")
+    text = '[model]\nsource = "org/name"\n[export]\nformats = ["onnx", "small"]'
+    with registered(Small), pytest.raises(ConfigError, match='the format "small" of an installed package is custom'):
+        parse_config(text, tmp_path / "config.toml")
 
 
 def test_config_without_custom_code_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

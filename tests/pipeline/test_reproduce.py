@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from optexport._utils import custom_code
 from optexport._utils.progress import Progress
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.measurements import read_measured
 from optexport.bundle.signing.folder_signature import sign
-from optexport.config import custom_code
 from optexport.errors import ConfigError, SourceError
 from optexport.pipeline import reproduce as pipeline_reproduce
 from tests._helpers import exports, signed
