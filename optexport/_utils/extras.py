@@ -11,7 +11,6 @@ from optexport.errors import ConfigError
 _MODULES = {
     "adapters": ("peft",),
     "images": ("PIL",),
-    "openvino": ("openvino",),
     "ray": ("ray",),
     "sentence-transformers": ("sentence_transformers",),
     "trust": ("cyclonedx", "in_toto_attestation", "model_signing", "OpenSSL"),

@@ -1,6 +1,6 @@
-"""Checks the disk space for a file before PyTorch writes it.
+"""Checks the disk space for a file before PyTorch or OpenVINO writes it.
 
-PyTorch's writer of archives ends the whole process if the disk is full.
+PyTorch's writer of archives ends the whole process if the disk is full, and OpenVINO does not tell the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ def check_disk_space(path: Path, program: ExportedProgram) -> None:
     strided = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in strided]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    needed = sum(weights.values()) + _OVERHEAD
+    check_room(path, sum(weights.values()))
+
+
+def check_room(path: Path, size: int) -> None:
+    """Checks that the disk and the file system have room for a file of some bytes, and its graph.
+
+    Raises:
+        OSError: There is too little room.
+    """
+    needed = size + _OVERHEAD
     if needed > _max_file_size():
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     if shutil.disk_usage(path.parent).free < needed:

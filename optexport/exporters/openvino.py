@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from optexport._utils import signals, telemetry
 from optexport._utils.extras import how_to_install
-from optexport.errors import BundleError, ExportError, unreadable
+from optexport.errors import BundleError, ExportError, first_line, unreadable
 from optexport.exporters.format import ArrayRun, Benchmark, Format, Loader, Run
 from optexport.exporters.onnx.format import OnnxFormat
 from optexport.runtime.devices import Device
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Without the hint, OpenVINO computes in bfloat16 on processors that support it.
 _FULL_PRECISION = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+_NOISE = re.compile("Exception from |Check '.*' failed at |FrontEnd API failed |Model wasn't fully converted|Summary:")
 _HINT = 'Leave "openvino" out of export.formats.'
 
 
@@ -40,6 +41,8 @@ class OpenVinoFormat(Format):
     install = how_to_install("openvino")
 
     def write(self, graph: FlatGraph, path: Path, passes: Sequence[str]) -> str | None:
+        from optexport.exporters.disk_space import check_room
+
         openvino = import_runtime()
 
         for spec in (*graph.signature.inputs, *graph.signature.outputs):
@@ -61,6 +64,7 @@ class OpenVinoFormat(Format):
                     hint=_HINT,
                 ) from error
             _name_nodes(model)
+            check_room(path, OnnxFormat().find_size(source))
             openvino.save_model(model, path, compress_to_fp16=False)
         return None
 
@@ -163,7 +167,7 @@ def _bodies(node: Any) -> list[Any]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Returns the message without the lines that name files of OpenVINO's source."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    reasons = [line for line in lines if line and not re.match(r"Exception from |Check '.*' failed at ", line)]
-    return " ".join(reasons[:2]) or "unknown error"
+    """Returns the message without the lines that name files of OpenVINO's source, or introduce others."""
+    lines = [line.strip("- ") for line in str(error).splitlines()]
+    reasons = [line for line in lines if line and not _NOISE.match(line)]
+    return " ".join(reasons[:2]) or first_line(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -127,7 +129,7 @@ print([name for name in ("torch", "transformers", "onnx", "onnxruntime", "openvi
     assert done.stdout == "openvino (1, 3, 8)\n[]\n"
 
 
-def _graph(module: nn.Module, example: dict[str, torch.Tensor], device: str = "cpu") -> FlatGraph:
+def _graph(module: nn.Module, example: dict[str, torch.Tensor]) -> FlatGraph:
     traced = trace(module, example, dict.fromkeys(example, AXES))
     return FlatGraph(traced.graph_module, traced.signature, example, "0" * 64, ())
 
@@ -162,6 +164,29 @@ def test_bfloat16_is_refused(tmp_path: Path) -> None:
     graph = _graph(nn.Identity(), {"input": torch.ones(2, 3, dtype=torch.bfloat16)})
     with pytest.raises(ExportError, match="support no bfloat16"):
         OpenVinoFormat().write(graph, tmp_path / "model.xml", ())
+
+
+class Determinant(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.det(x @ x.mT + 1)
+
+
+def test_operator_that_openvino_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="OpenVINO cannot convert the graph: No conversion rule found for .*: Det-"):
+        OpenVinoFormat().write(_graph(Determinant(), {"x": torch.randn(3, 4, 4)}), tmp_path / "model.xml", ())
+
+
+@pytest.mark.slow
+def test_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    graph = _graph(nn.Linear(700, 700), {"input": torch.randn(3, 4, 700)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, before[1]))  # the ONNX file fits, but not with the reserve
+    try:
+        with pytest.raises(OSError, match=r"model\.xml") as caught:
+            OpenVinoFormat().write(graph, tmp_path / "model.xml", ())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
 
 
 def test_other_devices_are_refused(tmp_path: Path) -> None:
