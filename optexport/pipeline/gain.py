@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from optexport._utils import model_memory
 from optexport.bundle.measurements import GainRecord
 from optexport.exporters.registry import get_format
@@ -16,8 +18,8 @@ from optexport.pipeline.bundle_writer import RunResults
 SECONDS = 3.0
 ROUNDS = 9
 # A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
-# the runtime before it may still be spinning. The fastest call counts: on a busy machine the threads of a call wait for
-# each other, so that a median of PyTorch's calls may be many times that of an undisturbed call.
+# the runtime before it may still be spinning. The fastest call counts, and every other turn gives PyTorch one thread:
+# on a busy machine the threads of a call wait for each other, so that small models take many times as long with several.
 _TURN = 0.02
 
 
@@ -54,10 +56,15 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
 def _time_in_turns(calls: list[Callable[[], object]], end: float) -> list[float] | None:
     """Returns the seconds of each call at its fastest; None if the time ends before each had a turn."""
     turns: list[float] = []
-    for call in calls * ROUNDS:
-        if time.perf_counter() >= end:
-            break
-        turns.append(_time_turn(call))
+    threads = torch.get_num_threads()
+    try:
+        for index, call in enumerate(calls * ROUNDS):
+            if time.perf_counter() >= end:
+                break
+            torch.set_num_threads(1 if index // len(calls) % 2 else threads)
+            turns.append(_time_turn(call))
+    finally:
+        torch.set_num_threads(threads)
     rounds = len(turns) // len(calls)
     complete = turns[: rounds * len(calls)]
     return [min(complete[i :: len(calls)]) for i in range(len(calls))] if rounds else None

@@ -42,7 +42,7 @@ from optexport.quantization.candidate_lowering import CandidateLowering
 from optexport.quantization.sensitivity import LayerChoices
 from optexport.signature.arguments import as_constants, find_arguments
 from optexport.signature.signature import Batch, Signature, as_arguments, named_outputs
-from optexport.tracing.dynamo_exporter import one_pass
+from optexport.tracing import model_run
 from optexport.tracing.graph_checks import check_deterministic, check_writable
 from optexport.tracing.trace import Traced, trace
 from optexport.transformations import KeepOutputs
@@ -179,7 +179,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
-        with one_pass(model):
+        with model_run.eager(model):
             results = named_outputs(model(**as_arguments(copied)), copied, torch.Tensor)
         outputs = copy_shared_outputs(model, results.values())
         signature = reduced if len(outputs) == len(reduced.outputs) else complete

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +15,23 @@ from optexport.signature.signature import as_arguments, flatten_outputs
 from optexport.tracing import dynamo_exporter
 
 
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Makes a model run eagerly within the block, and return neither a key/value cache nor a loss.
+
+    By default, ``torch.cond`` compiles itself, and fails after some calls in float64 or with other threads.
+    """
+    with dynamo_exporter.one_pass(model), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Returns what a model returns, and restores its state and the random numbers."""
     with (
         restoring_state(model),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
-        dynamo_exporter.one_pass(model),
+        eager(model),
     ):
         return model(**copy.deepcopy(as_arguments(inputs)))
 

@@ -57,3 +57,17 @@ def test_every_call_has_as_many_turns() -> None:
     assert all(0 < value < 1 for value in seconds)
     order = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
     assert order == ["a", "b"] * gain.ROUNDS
+
+
+def test_every_other_round_has_one_thread() -> None:
+    threads: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gain._time_in_turns([lambda: threads.append(torch.get_num_threads())], end=float("inf"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [number for number, last in zip(threads, [None, *threads], strict=False) if number != last] == [
+        2 - index % 2 for index in range(gain.ROUNDS)
+    ]

@@ -33,14 +33,11 @@ def sum_(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torc
 def _reduce(operator: Any, x: torch.Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> torch.Tensor:
     dims = [dim] if isinstance(dim, int) else dim
     axes = sorted(axis % x.dim() for axis in dims) if dims else list(range(x.dim()))
-    if len(axes) > 1 and x.dtype in _DTYPES and math.prod(_size(x, axis) for axis in axes) >= _MANY:
-        *axes, last = axes
-        x = operator(x, last, keepdim=True)
-        result: torch.Tensor = operator(x, axes, keepdim=True)
-        return result if keepdim else result.squeeze([*axes, last])
-    if not dims and not keepdim:
-        return operator(x)  # type: ignore[no-any-return]
-    return operator(x, axes, keepdim=keepdim)  # type: ignore[no-any-return]
+    if len(axes) < 2 or x.dtype not in _DTYPES or math.prod(_size(x, axis) for axis in axes) < _MANY:
+        return operator(x) if dims is None else operator(x, dims, keepdim)  # type: ignore[no-any-return]
+    *others, last = axes
+    result: torch.Tensor = operator(operator(x, last, keepdim=True), others, keepdim=True)
+    return result if keepdim else result.squeeze(axes)
 
 
 def _size(x: torch.Tensor, axis: int) -> int:
