@@ -19,7 +19,7 @@ SECONDS = 3.0
 ROUNDS = 9
 # A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
 # the runtime before it may still be spinning. The fastest call counts, and every other turn gives PyTorch one thread:
-# on a busy machine the threads of a call wait for each other, so that small models take many times as long with several.
+# on a busy machine the threads of a call wait for each other, and small models take many times as long with several.
 _TURN = 0.02
 
 

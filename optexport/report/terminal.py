@@ -259,7 +259,7 @@ def _show_verdict(result: RunData, console: Console) -> None:
         precision = None if artifact.precision is None else artifact.precision.precision
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
         details = [latencies.get(name), gains.get(artifact.format)]
-        _print(console, f"  {artifact.path:28} {size:>10}   {'; '.join(filter(None, details))}".rstrip())
+        _print(console, f"  {artifact.path:20} {size:>8}  {'; '.join(filter(None, details))}".rstrip())
     for reason in manifest.application.missing if manifest.application is not None else ():
         _print(console, f"  not included: {reason}")
 
