@@ -154,6 +154,7 @@ def _convert_patched(
 ) -> onnx_ir.Model:
     patched = copy.copy(graph_module)
     patched.graph = copy.deepcopy(graph_module.graph)
+    _copy_output_aliases(patched.graph)
     replace_operators(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = fourier.replace_with_matmuls(to_program(patched, signature, example))
@@ -190,6 +191,16 @@ def _convert_patched(
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Node metadata contains paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _copy_output_aliases(graph: fx.Graph) -> None:
+    """Copies outputs that are another name of a tensor; transformers removes that name, which ``torch.onnx`` needs."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        if node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+            output.replace_input_with(node, copied)
 
 
 def _writes_into_view(graph_module: fx.GraphModule) -> bool:

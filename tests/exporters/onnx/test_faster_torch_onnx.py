@@ -52,8 +52,9 @@ def check(compute: Callable[..., Any], folder: Path) -> Path:
         lambda m, x: (x.relu().to(torch.float32), x.transpose(0, 1).contiguous()),
         lambda m, x: (x.contiguous(), x.to(x.dtype), x + 1),
         lambda m, x: x.view(x.shape[0], 4).reshape(-1, 4) + x.shape[0] // 2,
+        lambda m, x: (torch.ops.aten.alias(x.relu()), torch.ops.aten.alias(x), x.sin().detach(), x + 1),
     ],
-    ids=["products", "dtypes", "and", "or, xor", "conversions as outputs", "inputs as outputs", "sizes"],
+    ids=["products", "dtypes", "and", "or, xor", "conversions as outputs", "inputs as outputs", "sizes", "aliases"],
 )
 def test_graph_of_translated_operators_is_not_decomposed(
     compute: Callable[..., Any], tmp_path: Path, decomposed: list[Any]
