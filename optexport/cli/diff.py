@@ -11,13 +11,13 @@ from optexport.cli._group import Command, json_option, print_json
 
 
 @click.command(cls=Command, examples=["optexport diff build/my-model build/other --html difference.html"])
-@click.argument("bundle_a", metavar="A", type=click.Path(path_type=Path, file_okay=False))
-@click.argument("bundle_b", metavar="B", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("bundle_a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("bundle_b", metavar="B", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page to this file.")
 @click.option("--layers", is_flag=True, help="Also run the ONNX files of both and compare their values layer by layer.")
 @json_option
 def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_json: bool) -> None:
-    """Compare the bundles A and B.
+    """Compare the bundles A and B. A file in a bundle stands for the bundle.
 
     Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
     Tables then show what differs in configs, versions, rules, errors, file sizes and latencies.

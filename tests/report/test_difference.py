@@ -101,8 +101,12 @@ def test_python_gives_what_the_command_prints(one: Path, other_model: Path) -> N
     assert difference.as_json() == document(one, other_model)
     assert "They do not compute the same: the weights differ." in difference.summary()
     assert "They do not compute the same: the weights differ." in difference._repr_html_()
+    assert optexport.diff(one / "model.onnx", other_model).as_json() == difference.as_json()
     with pytest.raises(ConfigError, match="not a bundle"):
         optexport.diff(one, one.parent)
+    shutil.copyfile(one / "model.onnx", one.parent / "alone.onnx")
+    with pytest.raises(ConfigError, match="the file is not in a bundle"):
+        optexport.diff(one, one.parent / "alone.onnx")
 
 
 class Scaled(nn.Module):
