@@ -111,7 +111,8 @@ def export(  # noqa: PLR0913 - options of the public API
             the run, see ``[tune]``.
         bench: Whether to measure the files; a mapping has keys of ``[bench]``.
         tracking: Whether to track the run in MLflow; a string is the tracking URI, and a mapping has keys of
-            ``[tracking]``. If tracking fails, the bundle is complete and `Result.tracking_failure` is set.
+            ``[tracking]``; the experiment is named after the output folder by default. If tracking fails, the bundle is
+            complete and `Result.tracking_failure` is set.
         progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Returns:
@@ -168,7 +169,7 @@ def export(  # noqa: PLR0913 - options of the public API
             "precision": None if precision is None else dict(precision),
             "bench": as_enabled_table(bench, "enabled"),
             "tune": as_table(tune, "budget"),
-            "tracking": {"experiment": output.name} | as_enabled_table(tracking, "uri"),
+            "tracking": ({"experiment": output.name} if tracking else {}) | as_enabled_table(tracking, "uri"),
         },
         "export",
     )

@@ -20,7 +20,7 @@ from optexport.exporters.flat_graph import FlatGraph
 def export(graph: FlatGraph, file_format: Format, folder: Path, passes: Sequence[str]) -> tuple[ArtifactRecord, bool]:
     """Writes an exported file, or copies it from the cache.
 
-    The cache skips large models and graphs with unknown functions.
+    The cache skips large models, graphs with unknown functions, and formats of other packages, whose code may change.
 
     Returns:
         The record of the file, and True if it comes from the cache.
@@ -64,12 +64,12 @@ def of_graph(graph_module: fx.GraphModule) -> str | None:
 
 
 def of_file(path: Path, file_format: str) -> str | None:
-    """Returns a digest of an exported file, or None if the cache is off."""
-    return keys.of_file(path, file_format) if store.enabled() else None
+    """Returns a digest of an exported file, or None if the cache does not apply."""
+    return keys.of_file(path, file_format) if store.enabled() and file_format in registry.BUILT_IN else None
 
 
 def _find_key(graph: FlatGraph, file_format: Format, passes: Sequence[str]) -> str | None:
-    if (digest := of_graph(graph.flat)) is None:
+    if file_format not in registry.BUILT_IN or (digest := of_graph(graph.flat)) is None:
         return None
     inputs = [keys.of_tensors([graph.example]), str(graph.signature), graph.metadata(passes)]
     versions = registry.versions([file_format])

@@ -112,9 +112,8 @@ def find_problem(format_class: object, name: str) -> str | None:
         return f"{format_class!r} is not a subclass of optexport.exporters.Format"
     if inspect.isabstract(format_class):
         return f"{format_class.__name__} must define {' and '.join(sorted(format_class.__abstractmethods__))}"
-    if missing := [
-        key for key in ("name", "file_name", "runtime") if not isinstance(getattr(format_class, key, 0), str)
-    ]:
+    texts = {key: getattr(format_class, key, None) for key in ("name", "file_name", "runtime")}
+    if missing := [key for key, text in texts.items() if not (isinstance(text, str) and text)]:
         return f"{format_class.__name__} must set {' and '.join(missing)}"
     if format_class.name != name or not re.fullmatch("[a-z][a-z0-9]*", name):
         return (
@@ -122,7 +121,8 @@ def find_problem(format_class: object, name: str) -> str | None:
             f"(found {format_class.name!r} and {name!r})"
         )
     path = PurePath(format_class.file_name)
-    if path.name != format_class.file_name or not path.suffix or path.suffix in RESERVED_SUFFIXES:
+    taken = RESERVED_SUFFIXES if name in BUILT_IN else (*RESERVED_SUFFIXES, *(get_format(n).suffix for n in BUILT_IN))
+    if path.name != format_class.file_name or not path.suffix or path.suffix in taken:
         return f"{format_class.__name__}.file_name must have its own suffix (found {format_class.file_name!r})"
     return None
 

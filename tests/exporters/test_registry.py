@@ -46,7 +46,9 @@ def test_built_in_format_is_valid(name: str) -> None:
         ({"file_name": "folder/model.small"}, "must have its own suffix"),
         ({"file_name": "model"}, "must have its own suffix"),
         ({"file_name": "model.json"}, "must have its own suffix"),
+        ({"file_name": "model.onnx"}, "must have its own suffix"),
         ({"runtime": None}, "must set runtime"),
+        ({"runtime": ""}, "must set runtime"),
     ],
 )
 def test_invalid_class_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:

@@ -262,8 +262,8 @@ MUTATIONS = (
     Mutation(
         "ended-row-goes-on",
         "optexport/generation/runtime.py",
-        "token = torch.where(ended, pad, logits.argmax(-1))",
-        "token = logits.argmax(-1)",
+        "token = torch.where(ended, pad, choose(logits, real))",
+        "token = choose(logits, real)",
         ("tests/generation/test_tokens.py", "tests/generation/test_export.py"),
     ),
     Mutation(
