@@ -56,6 +56,7 @@ def test_environment_variable_is_equal_to_the_option(spy: Path, monkeypatch: pyt
 def test_format_of_a_package_is_custom_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Small(OpenVinoFormat):
         name = "small"
+        file_name = "model.small"
 
     monkeypatch.setenv(VARIABLE, "1")
     text = '[model]\nsource = "org/name"\n[export]\nformats = ["onnx", "small"]'

@@ -134,7 +134,7 @@ def _graph(module: nn.Module, example: dict[str, torch.Tensor]) -> FlatGraph:
     return FlatGraph(traced.graph_module, traced.signature, example, "0" * 64, ())
 
 
-@pytest.mark.parametrize("kind", ["tagger", "loop"])
+@pytest.mark.parametrize("kind", ["tagger", pytest.param("loop", marks=pytest.mark.slow)])
 def test_second_file_has_the_same_bytes(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, example = (model(), inputs()) if kind == "tagger" else (Loop().eval(), {"x": torch.randn(2, 5, 4)})
