@@ -17,10 +17,11 @@ from optexport.cli._group import Command, json_option, print_json
 @click.option("--layers", is_flag=True, help="Also run the ONNX files of both and compare their values layer by layer.")
 @json_option
 def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_json: bool) -> None:
-    """Compare the bundles A and B. A file in a bundle stands for the bundle.
+    """Compare the bundles A and B.
 
     Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
-    Tables then show what differs in configs, versions, rules, errors, file sizes and latencies.
+    Tables then show what differs in configs, versions, rules, errors, file sizes and latencies. A file in a bundle
+    stands for the bundle.
 
     The exit code is 0 whether or not the bundles differ, and 4 if one of them is damaged.
     """

@@ -71,7 +71,7 @@ BAD: list[dict[str, Any]] = [
     {"parity": {"effort": "lots"}},
     {"parity": {"metrics": {"cosine": "high"}}},
     {"gate": {"max_size_mb": 0}},
-    {"export": {"formats": ["onxx"]}},
+    {"export": {"formats": ["ONNX"]}},
     {"export": {"formats": []}},
     {"export": {"layout": "flat"}},
     {"export": {"allow_fixed_shape": "yes"}},
