@@ -422,7 +422,6 @@ def _check_bundle(file_format: Format, name: str, model: FormatModel, folder: Pa
     from optexport.cache import store
 
     module, inputs, others, axes = model
-    module.eval()
     bundle, again = folder / "bundle", folder / "again" / "bundle"
     with store.disabled():
         for output in (bundle, again):  # raises if a file differs from the model

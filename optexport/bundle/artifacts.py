@@ -29,16 +29,15 @@ def write_artifact(graph: FlatGraph, file_format: str, folder: Path, passes: Seq
     chosen = get_format(file_format)
     chosen.check_installed("export.formats")
     passes = [name for name in chosen.list_passes() if name in passes]  # in the order in which they are applied
+    location = f"{type(chosen).__module__}:{type(chosen).__qualname__}.write"
     try:
         fixed_shape = chosen.write(graph, folder / chosen.file_name, passes)
-    except Exception as error:
+    except Exception as error:  # code of other packages may raise anything
         if file_format in BUILT_IN or isinstance(error, OptexportError):
             raise
-        location = f"{type(chosen).__module__}:{type(chosen).__qualname__}.write"
         message = f"the format {file_format} failed: {type(error).__name__}: {first_line(error)}"
         raise ExportError(message, location=location, hint=_REPAIR) from error
     if not (folder / chosen.file_name).is_file():
-        location = f"{type(chosen).__module__}:{type(chosen).__qualname__}.write"
         raise ExportError(f"the format {file_format} wrote no file {chosen.file_name}", location=location, hint=_REPAIR)
     return ArtifactRecord(
         format=file_format, path=chosen.file_name, device=graph.device, fixed_shape=fixed_shape, passes=passes

@@ -88,25 +88,23 @@ class Parts:
         A row that ended with a token of ``eos`` continues with ``pad``.
         """
         step_inputs, choose = self.begin(inputs), (sampling or Sampling()).start()
-        new_tokens: list[torch.Tensor] = []
-        so_far = step_inputs["input_ids"]
-        ended = torch.zeros(step_inputs["input_ids"].shape[0], dtype=torch.bool)
-        while len(new_tokens) < tokens and not bool(ended.all()):
+        text = step_inputs["input_ids"]
+        prompt_length = text.shape[1]
+        ended = torch.zeros(text.shape[0], dtype=torch.bool)
+        while text.shape[1] < prompt_length + tokens and not bool(ended.all()):
             logits, past = self.step(step_inputs)
-            real = so_far
-            if self.encoder is None:  # padding at the start is no text, the last token is
-                real = torch.where(step_inputs["attention_mask"] == 0, so_far[:, -1:], so_far)
+            mask = step_inputs.get("attention_mask")
+            # The padding before a text is not part of it, but its last token is.
+            real = text if mask is None else torch.where(mask == 0, text[:, -1:], text)
             token = torch.where(ended, pad, choose(logits, real))
-            so_far = torch.cat([so_far, token[:, None]], 1)
+            text = torch.cat([text, token[:, None]], 1)
             ended = ended | torch.isin(token, torch.tensor(list(eos), dtype=torch.int64))
-            new_tokens.append(token)
             step_inputs = {**step_inputs, **past, "input_ids": token[:, None]}
-            if "attention_mask" in step_inputs:
-                mask = step_inputs["attention_mask"]
+            if mask is not None:
                 step_inputs["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
                 if mask.shape[1] == self.recompute_length:
-                    step_inputs = self.begin({"input_ids": so_far, "attention_mask": step_inputs["attention_mask"]})
-        return torch.stack(new_tokens, 1)
+                    step_inputs = self.begin({"input_ids": text, "attention_mask": step_inputs["attention_mask"]})
+        return text[:, prompt_length:]
 
 
 class Generator:
