@@ -16,13 +16,14 @@ from optexport._utils.paths import as_path
 from optexport._utils.progress import Progress
 from optexport._utils.size_ranges import round_up
 from optexport.bundle import contents
-from optexport.config.consistency import check_formats, check_precision
+from optexport.config.consistency import check_device, check_formats, check_precision
 from optexport.config.derived import resolve_passes
 from optexport.config.inputs import LARGEST_SIZE
 from optexport.config.load import validate_settings
 from optexport.config.requirements import check_formats_installed
 from optexport.config.schema import FORMATS, Effort, Layout
 from optexport.errors import ConfigError, TraceError, did_you_mean
+from optexport.exporters import registry
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values
 from optexport.job import Job
@@ -40,6 +41,7 @@ from optexport.pipeline.api_arguments import (
 )
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
+from optexport.runtime.devices import Device
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs
@@ -58,6 +60,7 @@ def export(  # noqa: PLR0913 - options of the public API
     *,
     transformations: Rules | None = None,
     formats: str | Sequence[str] = FORMATS,
+    device: Device = "cpu",
     dynamic: Dynamic | None = None,
     values: Mapping[str, Any] | None = None,
     noise_multiple: float = 4.0,
@@ -88,6 +91,7 @@ def export(  # noqa: PLR0913 - options of the public API
         transformations: One or more transformations or names of rules, in the order of application; by default
             "preset". ``["preset", MyRule()]`` adds a rule to the preset.
         formats: Formats, such as "onnx"; by default "torchscript", "onnx" and "pt2".
+        device: The device that the files run on: "cpu" or "cuda". The model and the inputs stay on the CPU.
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``. A dimension with a
             single size is fixed. By default, every axis that the model leaves dynamic.
         values: Inputs of whole numbers that index an axis, as in ``[inputs.values]``: ``{"lengths": {"indexes":
@@ -149,7 +153,10 @@ def export(  # noqa: PLR0913 - options of the public API
     _check_dimensions(dynamic or {}, batches)
     config = validate_settings(
         {
-            "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
+            "model": {
+                "source": f"python:{type(model).__module__}:{type(model).__qualname__}",
+                "device": device,
+            },
             "inputs": {"values": dict(values or {})},
             "parity": {
                 "noise_multiple": noise_multiple,
@@ -175,6 +182,8 @@ def export(  # noqa: PLR0913 - options of the public API
     )
     check_formats(config, "export")
     check_formats_installed(config, "export")
+    check_device(config, "export")
+    registry.check_device(config.model.device, config.export.formats, "device")
     check_precision(config, "export")
     config = resolve_passes(config)
     rules = name_rules(transformations)

@@ -1,6 +1,6 @@
 """Devices: settings of torch and ONNX Runtime, and errors without a CUDA device.
 
-`tests.runtime.test_cuda` tests results on a CUDA device.
+`tests.gpu.test_cuda` tests results on a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import torch
 
-from optexport import Bundle, DeviceError, verify
+from optexport import Bundle, ConfigError, DeviceError, export, verify
 from optexport._utils import packages
 from optexport.diagnosis.bisect_artifacts import diagnose_artifacts
 from optexport.exporters import targets
@@ -60,6 +60,25 @@ def test_run_without_a_cuda_device_is_refused_before_any_work(tmp_path: Path) ->
     assert "finds no CUDA device" in error
     assert 'remove device = "cuda"' in error
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"halves.py", "mine.toml"}
+
+
+@NO_CARD
+def test_python_export_without_a_cuda_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="finds no CUDA device"):
+        export(exports.Block().eval(), exports.batch(2, 5), tmp_path / "out", device="cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_export_refuses_features_of_the_cpu_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='precision is only supported on the CPU, and model.device is "cuda"'):
+        export(
+            exports.Block().eval(),
+            exports.batch(2, 5),
+            tmp_path / "out",
+            device="cuda",
+            precision={"torchscript": "bfloat16"},
+            metrics={"cosine": 0.99},
+        )
 
 
 def test_check_needs_no_cuda_device(tmp_path: Path) -> None:
