@@ -17,6 +17,6 @@ export PYTHONUNBUFFERED=1 OPTEXPORT_CACHE=
   "$python" -c 'import sys, torch, transformers, onnxruntime
 print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__,
       "onnxruntime", onnxruntime.__version__, onnxruntime.get_available_providers())'
-  timeout 200 "$python" -m pytest -m gpu tests/gpu -rs --durations=5
-  timeout 270 "$python" -m tests.gpu.speed "$folder/speed"
+  timeout 150 "$python" -m pytest -m gpu tests/gpu -rs --durations=5
+  timeout 320 "$python" -m tests.gpu.speed "$folder/speed"
 } 2>&1 | tee "$folder/log.txt"
