@@ -1,6 +1,6 @@
 """Times the exported files on an NVIDIA GPU, next to other ways to run the same model.
 
-    python -m tests.gpu.speed FOLDER [MODEL...] [--rounds 6] [--device cuda]
+    python -m tests.gpu.speed FOLDER [MODEL...] [--rounds 4] [--device cuda]
 
 Each model is exported for the device, which includes its checks there. Then all callables take turns in this process,
 in float32 without TF32. Inputs and outputs stay on the device, and every call is synchronized. The table goes to
@@ -25,7 +25,7 @@ from optexport.runtime import devices, onnx_session
 from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
 from tests.benchmarks.models import RACERS, Racer
-from tests.benchmarks.peers import PEERS, _traced
+from tests.benchmarks.peers import _torch_onnx, _traced
 from tests.benchmarks.turns import in_turns
 
 # Models that need no package, with the shapes to measure: small calls, where launching kernels takes most of the time,
@@ -77,14 +77,10 @@ def torch_calls(racer: Racer, folder: Path, device: Device) -> tuple[dict[str, C
     print(result.summary(), flush=True)
     sessions = {}
     if has_onnx:
-        files = {f"{_OURS} onnx": result.files["onnx"]}
-        for peer in ("torch.onnx", "transformers") if racer.task is not None else ("torch.onnx",):
-            files[peer] = folder / peer / "model.onnx"
-            files[peer].parent.mkdir(parents=True, exist_ok=True)
-            write = PEERS[peer].write
-            assert write is not None
-            write(racer, racer.load(), files[peer])
-        for key, path in files.items():
+        plain = folder / "torch.onnx" / "model.onnx"
+        plain.parent.mkdir(parents=True, exist_ok=True)
+        _torch_onnx(racer, racer.load(), plain)
+        for key, path in {f"{_OURS} onnx": result.files["onnx"], "torch.onnx": plain}.items():
             sessions[key] = onnx_session.open_session(path, onnxruntime.SessionOptions(), device)
     moved: nn.Module = model.to(device)
     inputs = {key: tensor.to(device) for key, tensor in example.items()}
@@ -109,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("models", nargs="*", default=list(SHAPES), metavar="MODEL", help=", ".join(SHAPES))
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", choices=get_args(Device), default="cuda")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
