@@ -120,6 +120,8 @@ def find_problem(format_class: object, name: str) -> str | None:
             f"{format_class.__name__}.name must be the name of the entry point, in lower-case letters and digits "
             f"(found {format_class.name!r} and {name!r})"
         )
+    if name in BUILT_IN and BUILT_IN[name] not in [f"{cls.__module__}:{cls.__name__}" for cls in format_class.__mro__]:
+        return f"{format_class.__name__}.name is the name of a built-in format (found {name!r})"
     path = PurePath(format_class.file_name)
     taken = RESERVED_SUFFIXES if name in BUILT_IN else (*RESERVED_SUFFIXES, *(get_format(n).suffix for n in BUILT_IN))
     if path.name != format_class.file_name or not path.suffix or path.suffix in taken:

@@ -98,8 +98,12 @@ def check_format(format_class: type[Format], models: Mapping[str, FormatModel] |
         format_class: The class of the format.
         models: Models by name, each with its inputs at two sizes and the names of their axes; by default
             `format_models`.
+
+    Raises:
+        ConfigError: The class is invalid.
     """
-    _check_import(format_class)
+    with registry.registered(format_class):  # raises if the class is invalid
+        _check_import(format_class)
     for name, (model, inputs, others, axes) in (format_models() if models is None else models).items():
         with registry.registered(format_class), tempfile.TemporaryDirectory() as folder:
             _check_bundle(

@@ -26,6 +26,20 @@ class Small(Format):
         raise NotImplementedError
 
 
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("small", "'small' is not a subclass of optexport.exporters.Format"),
+        (Small(), "is not a subclass of optexport.exporters.Format"),
+        (type("Taken", (Small,), {"name": "onnx"}), "Taken.name is the name of a built-in format"),
+    ],
+    ids=["text", "object", "taken"],
+)
+def test_check_format_refuses_what_is_no_format(wrong: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_format(wrong)
+
+
 def test_unknown_format_is_refused_with_the_most_similar_name() -> None:
     with pytest.raises(ConfigError, match="unknown format") as caught:
         get_format("openvimo")
