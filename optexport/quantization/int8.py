@@ -18,6 +18,7 @@ from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
+from optexport.quantization.int8_rows import quantize_rows
 from optexport.quantization.sensitivity import Choice, LayerChoices, gated_cases, layers_in, resolve_keep_float32
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
@@ -27,7 +28,12 @@ from optexport.signature.signature import Batch
 # fastest on MiniLM (AMD EPYC with AVX512-VNNI). Its cosine similarity is 0.997, that with 32 is 0.999.
 _BLOCK = 128
 # Operator types that each precision quantizes. Dynamic convolutions are slow in ONNX Runtime.
-OPERATORS = {"int8": ("MatMul",), "int8-blocks": ("MatMul",), "int8-static": ("MatMul", "Conv")}
+OPERATORS = {
+    "int8": ("MatMul",),
+    "int8-rows": ("MatMul",),
+    "int8-blocks": ("MatMul",),
+    "int8-static": ("MatMul", "Conv"),
+}
 # With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
 # other values there.
 _SEVEN_BITS = True
@@ -164,6 +170,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         target: Path of the quantized file.
         nodes: Names of the nodes to quantize; at least one.
         precision: "int8": MatMul with a scale per weight column, and a dynamic scale for the whole other factor.
+            "int8-rows": a scale per weight column, and per row of the other factor, whose channels are smoothed.
             "int8-blocks": a scale per block of a weight column, and per block of a row of the other factor.
             "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
             and outputs come from calibration.
@@ -218,6 +225,12 @@ def _quantize_in_blocks(source: Path, target: Path, nodes: Collection[str], _: S
     quantizer.model.save_model_to_file(str(target), _size(source) > EXTERNAL_DATA_ABOVE)
 
 
+def _quantize_rows(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
+    model = onnx.load(source)
+    quantize_rows(source, model, nodes, batches)
+    onnx.save(model, target, save_as_external_data=_size(source) > EXTERNAL_DATA_ABOVE, location=f"{target.name}.data")
+
+
 def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
@@ -248,6 +261,7 @@ def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches
 
 _QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]], None]] = {
     "int8": _quantize_dynamic,
+    "int8-rows": _quantize_rows,
     "int8-blocks": _quantize_in_blocks,
     "int8-static": _quantize_static,
 }

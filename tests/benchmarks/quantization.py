@@ -37,7 +37,7 @@ from tests.benchmarks import profiling, workloads
 from tests.benchmarks.peers import PEERS
 
 # The formats to lower, with the precision.
-LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
+LOWERED = (("onnx", "int8"), ("onnx", "int8-rows"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
 SHAPES = ((1, 16), (8, 128))
 TUNED = {"export": {"passes": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
 _SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()

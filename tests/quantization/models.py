@@ -137,6 +137,26 @@ def stacked() -> nn.Module:
         return randomise(Stacked()).eval()
 
 
+class Repeated(nn.Module):
+    """One layer, applied three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + self.layer(x.tanh())
+        return x
+
+
+def repeated() -> nn.Module:
+    """Returns a model that applies one layer three times."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(Repeated()).eval()
+
+
 class Convolved(nn.Module):
     """A convolution and a layer, in two outputs. Only bfloat16 lowers the convolution."""
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 
+from optexport import Bundle
 from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ConfigError, ParityError
 from optexport.parity import verify
@@ -18,7 +20,7 @@ from optexport.report.result import Result
 from tests._helpers import exports
 from tests.quantization import models
 
-METHODS = ("int8", "int8-blocks", "int8-static")
+METHODS = ("int8", "int8-rows", "int8-blocks", "int8-static")
 
 
 def _record(result: Result) -> PrecisionRecord:
@@ -33,7 +35,9 @@ def _kept(result: Result) -> dict[str, str]:
 
 def _float_products(path: Path) -> list[str]:
     """Returns the weights of the products that are still computed in float32."""
-    return [node.input[1] for node in onnx.load(path).graph.node if node.op_type in ("MatMul", "Gemm")]
+    nodes = onnx.load(path).graph.node
+    restored = {name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output}
+    return [node.input[1] for node in nodes if node.op_type in ("MatMul", "Gemm") and node.input[1] not in restored]
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +102,7 @@ def test_file_records_its_precision(result: Result) -> None:
 def test_no_layer_is_kept_if_all_tolerate_int8(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
     assert _kept(result) == {}
-    weights = _float_products(result.files["onnx"])
-    assert [name for name in weights if not name.endswith("DequantizeLinear_Output")] == []
+    assert _float_products(result.files["onnx"]) == []
     assert all(layer.alone == [] for layer in _record(result).layers)
 
 
@@ -112,6 +115,38 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
         output = run(models.write(tmp_path / name, f'onnx = "{method}"')).output
         files.append({p.name: p.read_bytes() for p in output.iterdir() if p.name not in exports.UNEQUAL})
     assert files[0] == files[1]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Exports the planted model in int8 with a scale per row."""
+    return run(models.write(tmp_path_factory.mktemp("rows"), 'onnx = "int8-rows"'))
+
+
+@pytest.mark.slow
+def test_smoothing_lowers_the_layer_with_an_outlier(rows: Result) -> None:
+    assert _kept(rows) == {}
+    assert _record(rows).chosen[0].value > 0.9999
+    assert verify.verify(rows.output).passed
+
+
+@pytest.mark.slow
+def test_shared_weight_stays_shared_in_rows(tmp_path: Path) -> None:
+    result = run(models.write(tmp_path, 'onnx = "int8-rows"', model="repeated"))
+    assert _kept(result) == {}
+    assert sorted(len(w.dims) for w in onnx.load(result.files["onnx"]).graph.initializer if w.data_type == 3)[-2:] == [
+        1,
+        2,
+    ]
+
+
+@pytest.mark.slow
+def test_row_does_not_depend_on_other_rows(rows: Result) -> None:
+    bundle = Bundle.load(rows.output, "onnx")
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1, 1e3, 0, 10])[:, None]
+    together = bundle(x=x)["output"]
+    for index in range(5):
+        np.testing.assert_array_equal(bundle(x=x[index : index + 1])["output"][0], together[index])
 
 
 @pytest.mark.slow
