@@ -13,6 +13,7 @@ from optexport.bundle.parity_records import ORIGINAL
 from optexport.errors import ExportError, describe_error
 from optexport.parity import distances
 from optexport.parity.gates import Gate, GateResult, judge
+from optexport.parity.metrics import unpadded_positions
 from optexport.parity.noise_floor import Tolerance, relax_for_lower_precision
 from optexport.parity.reference import Outputs, Reference, store_results
 from optexport.runtime.runners import Run
@@ -318,7 +319,8 @@ def _compare(
         failure = _find_failure(candidate, original, exact, distance, allowed)
         is_beyond = failure is not None
         if not is_beyond and case.name in uncounted and original.is_floating_point() and not tolerance.fixed:
-            failure = _find_gross_failure(name, reference, distance, magnitude)
+            unpadded = unpadded_positions(case.batch, distance.shape)
+            failure = _find_gross_failure(name, reference, distance[unpadded], magnitude[unpadded])
         compared.append(CaseParity(case.name, farthest, distances.largest(allowed), failure))
         from_original = distances.largest(distances.distance(candidate, original))
         if case.name in tolerance.own_limits:

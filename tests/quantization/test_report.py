@@ -252,3 +252,31 @@ class Distances(nn.Module):
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((8, 8), dtype=np.float32))
     done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+def test_padding_is_no_gross_error(tmp_path: Path) -> None:
+    """At padding, nobody reads a result. In bfloat16, the model's result there has no correct digit."""
+    model = """
+import torch
+from torch import nn
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, attention_mask):
+        far = 3000.0 * (attention_mask[..., None] == 0)
+        return self.layer(x + far) - self.layer(far.expand_as(x))
+"""
+    (tmp_path / "positions.py").write_text(model, encoding="utf-8")
+    text = COUNTED.replace("n = [2, 2000]", "n = [2, 20]").replace(
+        '"f"]\n', '"f"]\nattention_mask = ["batch", "n"]\n', 1
+    )
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    x = np.random.default_rng(0).standard_normal((4, 4, 8), dtype=np.float32)
+    np.savez(tmp_path / "data.npz", x=x, attention_mask=np.array([[1, 1, 1, 0]] * 4))
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0, done.output
