@@ -124,7 +124,8 @@ def export(  # noqa: PLR0913 - options of the public API
 
     Raises:
         ConfigError: An argument is invalid.
-        TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
+        TraceError: The model is in train mode, fails on the inputs, cannot be traced, or fixes an axis that is declared
+            dynamic.
         ParityError: The result differs from the original; ``output`` is not written.
         GateError: The result is within the tolerance, but a gate fails.
         TransformationError: A rule raises, or returns something other than a graph.
