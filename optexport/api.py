@@ -177,7 +177,7 @@ def export(  # noqa: PLR0913 - options of the public API
             "precision": None if precision is None else dict(precision),
             "bench": as_enabled_table(bench, "enabled"),
             "tune": as_table(tune, "budget"),
-            "tracking": ({"experiment": output.name} if tracking else {}) | as_enabled_table(tracking, "uri"),
+            "tracking": {"experiment": output.name} | as_enabled_table(tracking, "uri"),
         },
         "export",
     )
