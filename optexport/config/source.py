@@ -171,9 +171,11 @@ def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:
     if path.suffix in _WEIGHTS_SUFFIXES:
         message, hint = _explain_weights(path, source)
     elif path.suffix == ".onnx":
-        message, hint = (
-            f"{source} is an ONNX file, not a PyTorch model",
-            "Set source to the model that it was made from.",
+        message = f"{source} is an ONNX file, not a PyTorch model"
+        hint = (
+            "optexport starts from PyTorch: set source to the model that the file was made from. "
+            f"To measure the file: optexport bench {shlex.quote(source)}. "
+            "To compare the files of two bundles: optexport diff A/model.onnx B/model.onnx"
         )
     elif path.suffix == ".py":
         hint = f'Choose a function in it that builds the model, and write "python:{_module_name(source)}:FUNCTION".'
