@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from optexport.generation.runtime import Generator as Generator
     from optexport.inference.bundle import Bundle as Bundle
     from optexport.parity.verify import verify as verify
+    from optexport.pipeline.benchmark import benchmark as benchmark
     from optexport.pipeline.diff import diff as diff
     from optexport.pipeline.run import run as run
     from optexport.report.result import Result as Result
@@ -68,6 +69,7 @@ _MODULES = {
     "GenerationResult": "generation.result",
     "Generator": "generation.runtime",
     "Result": "report.result",
+    "benchmark": "pipeline.benchmark",
     "diff": "pipeline.diff",
     "export": "api",
     "export_generation": "generation.export",

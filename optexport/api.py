@@ -124,7 +124,8 @@ def export(  # noqa: PLR0913 - options of the public API
 
     Raises:
         ConfigError: An argument is invalid.
-        TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
+        TraceError: The model is in train mode, fails on the inputs, cannot be traced, or fixes an axis that is declared
+            dynamic.
         ParityError: The result differs from the original; ``output`` is not written.
         GateError: The result is within the tolerance, but a gate fails.
         TransformationError: A rule raises, or returns something other than a graph.
@@ -176,7 +177,7 @@ def export(  # noqa: PLR0913 - options of the public API
             "precision": None if precision is None else dict(precision),
             "bench": as_enabled_table(bench, "enabled"),
             "tune": as_table(tune, "budget"),
-            "tracking": ({"experiment": output.name} if tracking else {}) | as_enabled_table(tracking, "uri"),
+            "tracking": {"experiment": output.name} | as_enabled_table(tracking, "uri"),
         },
         "export",
     )

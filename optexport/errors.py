@@ -183,6 +183,10 @@ class TraceError(OptexportError):
     exit_code = 3
 
 
+class ModelError(TraceError):
+    """A failure of the model itself on its inputs, without a trace."""
+
+
 class UntraceableError(TraceError):
     """A failure of ``torch.export`` on a model that runs; fewer dynamic sizes may help."""
 

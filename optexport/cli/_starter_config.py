@@ -17,7 +17,7 @@ from optexport.cli._starter_inputs import (
     quoted,
     starter_inputs,
 )
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, find_source_folder, source_kind
+from optexport.config.source import SourceKind, find_source_folder, model_name, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.transformations.registry import PRESET, RULES, canonical_name
 
@@ -25,8 +25,6 @@ from optexport.transformations.registry import PRESET, RULES, canonical_name
 _TASKS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
 _ENDINGS = {**_TASKS, "ForConditionalGeneration": "text2text-generation", "LMHeadModel": "text-generation"}
 _SENTENCES = "modules of sentence-transformers"
-# Names of functions that say nothing about the model.
-_USUAL_FACTORIES = ("build", "load", "make", "create")
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -116,25 +114,6 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         f"experiment = {quoted(name if choices.experiment is None else choices.experiment)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def model_name(source: str, folder: Path) -> str:
-    """Returns a name for the output and the experiment of a model.
-
-    Args:
-        folder: The folder that a relative source starts at.
-    """
-    kind = source_kind(source, folder)
-    path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
-    name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
-    if kind is SourceKind.PYTHON:
-        module = source.removeprefix("python:").partition(":")[0].rpartition(".")[2]
-        name = module if name in _USUAL_FACTORIES else f"{module}-{name}"
-    if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
-        name = source.partition(":/")[2].strip("/").replace("/", "-") or name
-    for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
-        name = name.removesuffix(suffix) or name  # do not name the output folder after the file
-    return name
 
 
 def _inputs(choices: Choices, config: dict[str, Any], kind: SourceKind, parameters: Sequence[str]) -> StarterInputs:

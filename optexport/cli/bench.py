@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -14,7 +13,6 @@ from optexport.cli._console import console
 from optexport.cli._format_option import check_formats
 from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
-from optexport.report.progress import show_progress
 
 
 def _sizes(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
@@ -115,20 +113,23 @@ def bench(
     """
     from optexport._utils.platform import machine
     from optexport.bench import report, run
-    from optexport.bench.turns import Settings
+    from optexport.pipeline.benchmark import benchmark
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"cannot write {output.name}: the folder {output.parent} does not exist.")
     if output is not None:
         run.check_output(output, [*paths, *against])
-    with show_progress(True) as progress, contextlib.ExitStack() as stack:
-
-        def announce(text: str) -> None:
-            stack.close()
-            stack.enter_context(progress.step(text))
-
-        settings = Settings(threads, rounds, seconds)
-        result = run.bench(paths, against, shapes, settings, formats, inputs, announce)
+    result = benchmark(
+        paths,
+        against=against,
+        shapes=shapes,
+        threads=threads,
+        rounds=rounds,
+        seconds=seconds,
+        formats=formats,
+        inputs=inputs,
+        progress=True,
+    )
     document = {"machine": machine(), **report.as_json(result)}
     if output is not None:
         try:

@@ -169,10 +169,10 @@ def export(
     Without --input and --data, the inputs are generated from the model's config.json or the .pt2 file.
     """
     from optexport.bundle.layout import output_folders
-    from optexport.cli._starter_config import Choices, model_name, starter_config
+    from optexport.cli._starter_config import Choices, starter_config
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_machine
-    from optexport.config.source import check_module
+    from optexport.config.source import check_module, model_name
     from optexport.exporters.registry import DEFAULT_FORMATS
     from optexport.report import junit as report_junit
 

@@ -23,7 +23,7 @@ from optexport.config.consistency import (
 from optexport.config.custom_code import check_custom_code
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.schema import Config, TransformationConfig
-from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, source_kind
+from optexport.config.source import SourceKind, check_module, check_source, check_source_keys, model_name, source_kind
 from optexport.config.tracking_uri import check_database_folder
 from optexport.config.validation import Mistakes, explain_errors
 from optexport.transformations import registry
@@ -48,7 +48,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
         ConfigError: As for `load_config`.
     """
     raw = toml_file.parse(text, path)
-    config = validate_settings(raw, str(path))
+    config = _name_outputs(validate_settings(raw, str(path)), path.parent)
     check_custom_code(config, str(path))  # must come first: looking up rules may import a package
     mistakes = Mistakes(str(path))
     mistakes.collect(toml_file.check_secrets, raw, text, str(path))
@@ -74,6 +74,16 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
         mistakes.collect(check_table, config, str(path))
     mistakes.raise_all()
     return config
+
+
+def _name_outputs(config: Config, folder: Path) -> Config:
+    """Returns the config with an output and an experiment; by default, they have the name of the model."""
+    name, export, tracking = model_name(config.model.source, folder), config.export, config.tracking
+    if "output" not in export.model_fields_set:
+        export = export.model_copy(update={"output": f"build/{name}"})
+    if "experiment" not in tracking.model_fields_set:
+        tracking = tracking.model_copy(update={"experiment": name})
+    return config.model_copy(update={"export": export, "tracking": tracking})
 
 
 def validate_settings(raw: dict[str, Any], location: str) -> Config:

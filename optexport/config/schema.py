@@ -59,6 +59,11 @@ Format = Annotated[
 FORMATS = DEFAULT_FORMATS
 
 
+def _hide_default(schema: dict[str, Any]) -> None:
+    """Leaves out a default that `optexport.config.load` replaces by one with the name of the model."""
+    schema.pop("default", None)
+
+
 def _folder(path: str) -> str:
     if "\0" in path or Path(path) == Path("/"):
         raise InvalidValueError(
@@ -190,7 +195,7 @@ class ExportConfig(Table):
     Attributes:
         formats: The formats to export: ``"torchscript"``, ``"onnx"``, ``"pt2"``, ``"openvino"``, or one of an installed
             package.
-        output: The folder of the bundle.
+        output: The folder of the bundle; by default ``build/NAME``, with the name of the model.
         opset: The ONNX opset; by default the exporter's default. The exporter writes older opsets incorrectly, and ONNX
             Runtime does not read newer ones.
         passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them. By
@@ -201,7 +206,9 @@ class ExportConfig(Table):
     """
 
     formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_without_duplicates)] = list(FORMATS)
-    output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
+    output: Annotated[str, AfterValidator(_folder)] = Field(
+        default="build/model", min_length=1, json_schema_extra=_hide_default
+    )
     opset: int | None = Field(default=None, ge=18, le=26)
     passes: dict[Format, list[str]] = {}
     layout: Layout | None = None
@@ -263,12 +270,12 @@ class TrackingConfig(Table):
         enabled: Whether the run is tracked.
         uri: The tracking URI of MLflow; a relative path starts at the config. By default ``MLFLOW_TRACKING_URI``, or
             ``sqlite:///mlflow.db`` if that is not set.
-        experiment: The name of the experiment.
+        experiment: The name of the experiment; by default the name of the model.
     """
 
     enabled: bool = True
     uri: Annotated[str, AfterValidator(check_uri), Field(min_length=1)] | None = None
-    experiment: str = Field(default="optexport", min_length=1, max_length=500)
+    experiment: str = Field(default="optexport", min_length=1, max_length=500, json_schema_extra=_hide_default)
 
     @property
     def store(self) -> str:

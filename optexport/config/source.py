@@ -24,6 +24,9 @@ _WEIGHTS_SUFFIXES = (".pth", ".bin", ".safetensors", ".ckpt")
 # Placeholders in the template of a batch, replaced for each model of a registry.
 NAME, VERSION = "{name}", "{version}"
 
+# Names of functions that say nothing about the model.
+_USUAL_FACTORIES = ("build", "load", "make", "create")
+
 _PATH_HINT = "Correct the path, which is relative to the folder of the config."
 _FACTORY = '"python:my_model:build"'
 
@@ -168,9 +171,11 @@ def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:
     if path.suffix in _WEIGHTS_SUFFIXES:
         message, hint = _explain_weights(path, source)
     elif path.suffix == ".onnx":
-        message, hint = (
-            f"{source} is an ONNX file, not a PyTorch model",
-            "Set source to the model that it was made from.",
+        message = f"{source} is an ONNX file, not a PyTorch model"
+        hint = (
+            "optexport starts from PyTorch: set source to the model that the file was made from. "
+            f"To measure the file: optexport bench {shlex.quote(source)}. "
+            "To compare the files of two bundles: optexport diff A/model.onnx B/model.onnx"
         )
     elif path.suffix == ".py":
         hint = f'Choose a function in it that builds the model, and write "python:{_module_name(source)}:FUNCTION".'
@@ -259,6 +264,25 @@ def _check_input_files(inputs: InputsConfig, path: Path) -> None:
     for image in inputs.images or []:
         if not _is_file(path.parent, image):
             raise ConfigError(f"the file {image} does not exist", location=f"{path}: inputs.images", hint=_PATH_HINT)
+
+
+def model_name(source: str, folder: Path) -> str:
+    """Returns the name of a model, for its output and its experiment.
+
+    Args:
+        folder: The folder that a relative source starts at.
+    """
+    kind = source_kind(source, folder)
+    path = (folder / source).resolve().name if _is_dir(folder, source) else source.rstrip("/").rpartition("/")[2]
+    name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
+    if kind is SourceKind.PYTHON:
+        module = source.removeprefix("python:").partition(":")[0].rpartition(".")[2]
+        name = module if name in _USUAL_FACTORIES else f"{module}-{name}"
+    if kind is SourceKind.MLFLOW:  # the last part of the URI is a version
+        name = source.partition(":/")[2].strip("/").replace("/", "-") or name
+    for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
+        name = name.removesuffix(suffix) or name  # do not name the output folder after the file
+    return name if name.strip(".") else "model"
 
 
 def find_package_folder(package: str) -> Path | None:

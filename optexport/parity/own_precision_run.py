@@ -11,7 +11,7 @@ from torch import nn
 
 from optexport._utils.module_state import State, restoring_state
 from optexport._utils.weight_data import DataAccess
-from optexport.errors import TraceError, describe_error
+from optexport.errors import ModelError, TraceError, describe_error
 from optexport.parity import distances
 from optexport.parity.cases.case import Case
 from optexport.parity.reference import Call, Outputs, Reference, store_results
@@ -36,7 +36,8 @@ def run_in_own_precision(
         declared: True if the user declared the sizes. Otherwise a size that the model rejects is skipped.
 
     Raises:
-        TraceError: The model fails on the traced or a declared case, or its results change between calls.
+        ModelError: The model fails on the traced or a declared case.
+        TraceError: Its results change between calls.
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
@@ -59,7 +60,7 @@ def run_in_own_precision(
                 continue
             is_resized = bool(checked) and not case.data
             suggestion = suggest_values(case.batch) if is_resized else None
-            raise TraceError(
+            raise ModelError(
                 f"the original model fails on case {case.name}: {describe_error(error)}",
                 location=type(model).__name__,
                 hint=f"{suggestion} Otherwise, declare in inputs.dynamic only sizes that the model accepts."

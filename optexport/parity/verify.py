@@ -20,15 +20,17 @@ from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import CaseMetric, Gate, pool_cases
 from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference_file import read_reference
+from optexport.parity.verified import Verified
 
 
-def verify(folder: str | Path) -> ParityChecker:
+def verify(folder: str | Path) -> Verified:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
     Gates are checked again on the stored cases, except gates on user metrics, whose code is not in the bundle.
 
     Returns:
-        The comparison of each file in each of its runtimes, after the original.
+        The comparison of each file in each of its runtimes, after the original. Its `summary` has the text of
+        ``optexport verify``, and `passed` the verdict.
 
     Raises:
         ConfigError: The folder is not a bundle.
@@ -39,8 +41,11 @@ def verify(folder: str | Path) -> ParityChecker:
     return check_files(folder, digests.read_manifest(folder))
 
 
-def check_files(folder: Path, manifest: Manifest) -> ParityChecker:
+def check_files(folder: Path, manifest: Manifest, shown_folder: Path | None = None) -> Verified:
     """Runs and compares the files of a bundle whose digests are already verified.
+
+    Args:
+        shown_folder: The folder as the user wrote it.
 
     Raises:
         BundleError: A file cannot be loaded.
@@ -50,7 +55,14 @@ def check_files(folder: Path, manifest: Manifest) -> ParityChecker:
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
     tolerances = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
-    checker = ParityChecker(reference, tolerances, gates_of(manifest))
+    checker = Verified(
+        reference,
+        tolerances,
+        gates_of(manifest),
+        folder=shown_folder or folder,
+        unchecked=list_unchecked_gates(manifest),
+        fixed=[artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None],
+    )
     try:
         for artifact in manifest.artifacts:
             for target, run in targets.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import restoring_state
+from optexport._utils.user_lines import describe_error_and_line
+from optexport.errors import ModelError, OptexportError
 from optexport.signature.signature import as_arguments, flatten_outputs
 from optexport.tracing import dynamo_exporter
 
@@ -34,6 +36,32 @@ def run(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
         eager(model),
     ):
         return model(**copy.deepcopy(as_arguments(inputs)))
+
+
+def check_runs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Checks that a model runs on its inputs.
+
+    Raises:
+        ModelError: The model's code raises an exception.
+    """
+    try:
+        run(model, inputs)
+    except OptexportError:  # a mistake in the config that the added processing finds
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise model_error(model, inputs, error) from error
+
+
+def model_error(model: nn.Module, inputs: Mapping[str, torch.Tensor], error: Exception) -> ModelError:
+    """Returns the error for a model that fails on its inputs without being traced."""
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+    return ModelError(
+        f"the model itself fails on the inputs {shapes}: {describe_error_and_line(error)}",
+        location=type(model).__name__,
+        hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
+        if model._forward_pre_hooks or model._forward_hooks
+        else "Use inputs with dtypes, ranges and sizes that the model accepts.",
+    )
 
 
 def run_or_error(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:

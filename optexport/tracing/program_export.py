@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from optexport._utils.module_state import restoring_state
-from optexport._utils.user_lines import describe_error_and_line, find_line
+from optexport._utils.user_lines import find_line
 from optexport.errors import (
     FixedSizeError,
     OptexportError,
@@ -28,7 +28,7 @@ from optexport.tracing.fallbacks.branch_merging import merge_ways
 from optexport.tracing.fallbacks.caught_trace_errors import refuse_caught_errors
 from optexport.tracing.fallbacks.scalar_tensors import ScalarTracker
 from optexport.tracing.fallbacks.value_branches import calling_all_ways
-from optexport.tracing.model_run import run_or_error
+from optexport.tracing.model_run import model_error, run_or_error
 from optexport.tracing.number_tensors import write_numbers_as_tensors
 from optexport.tracing.patches.size_keys import UNHASHABLE, allowing_size_keys, allows_size_keys, replacing_dicts
 from optexport.tracing.patches.symbolic_sizes import SymbolicSizes
@@ -206,7 +206,7 @@ def _explain(
 ) -> TraceError:
     name = type(model).__name__
     if isinstance(own_error := run_or_error(model, example), Exception):
-        return _model_error(model, example, own_error)
+        return model_error(model, example, own_error)
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:
         conditions = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
@@ -255,16 +255,4 @@ def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError
         f"{error}{f', at {line}' if line else ''}; torch.export would not finish in a reasonable time",
         location=type(model).__name__,
         hint="Keep only the batch in inputs.dynamic; all other dimensions are fixed then.",
-    )
-
-
-def _model_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
-    """Returns the error for a model that fails on its inputs without being traced."""
-    shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
-    return TraceError(
-        f"the model itself fails on the inputs {shapes}: {describe_error_and_line(error)}",
-        location=type(model).__name__,
-        hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
-        if model._forward_pre_hooks or model._forward_hooks
-        else "Use inputs with dtypes, ranges and sizes that the model accepts.",
     )

@@ -20,7 +20,7 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport.bundle import parts
 from optexport.config.schema import TrackingConfig
-from optexport.errors import BundleError, CheckError, ConfigError, SourceError, TrackingError
+from optexport.errors import BundleError, CheckError, ConfigError, ModelError, SourceError, TrackingError
 from optexport.redaction import redact, redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
@@ -93,7 +93,8 @@ class Tracker:
     def end(self, error: BaseException | None = None) -> None:
         """Ends the run: as KILLED after an interrupt, as FAILED after another error, otherwise as FINISHED.
 
-        A failed check also sends its tables and its folder. A mistake in the config or the source deletes the run.
+        A failed check also sends its tables and its folder. A mistake in the config or the source deletes the run;
+        most are found before it starts.
 
         Args:
             error: The error that ended the work; None if the work succeeded. The run then ends as FAILED only if the
@@ -110,7 +111,7 @@ class Tracker:
         if error is None or self.run_id is None:
             return
         end_failed(self._client, self.run_id, reason_of(error), status_of(error))
-        if isinstance(error, ConfigError | SourceError):
+        if isinstance(error, ConfigError | SourceError | ModelError):
             with contextlib.suppress(Exception), store.short_timeout():
                 self._client.delete_run(self.run_id)
         if isinstance(error, CheckError) and self.failure is None:

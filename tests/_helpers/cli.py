@@ -87,6 +87,7 @@ source = "python:{source}"
 {inputs}
 [export]
 formats = ["pt2"]
+output = "build/model"
 [tracking]
 enabled = false
 """

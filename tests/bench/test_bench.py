@@ -23,14 +23,16 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
+import optexport
 from optexport.bench import turns as racing
 from optexport.bench.artifact import Artifact, file_size, open_artifacts
 from optexport.bench.measure import choose_pairs, measure
+from optexport.bench.report import as_json
 from optexport.bench.run import bench
 from optexport.bench.turns import Settings, race
 from optexport.bench.worker import _sample
 from optexport.bench.workload import other_sizes
-from optexport.errors import BenchError
+from optexport.errors import BenchError, ConfigError
 from optexport.signature.signature import Dim
 from tests._helpers import exports
 from tests._helpers.cli import message
@@ -404,3 +406,34 @@ def test_small_and_large_sizes_of_texts() -> None:
     ]
     assert other_sizes({}, {}) == []
     assert other_sizes({"batch": 1}, {"batch": Dim("batch")}) == [{"batch": 8}]
+
+
+@pytest.mark.slow
+def test_python_function_gives_the_report_of_the_command() -> None:
+    output = exports.exported().output
+    sizes = {"batch": 3, "sequence": 7}
+    report = optexport.benchmark(output, against=output, shapes=sizes, formats="onnx", rounds=2, seconds=0.001)
+    read = document(output, "--against", output, "--format", "onnx", "--shape", "batch=3,sequence=7")
+    measured = as_json(report)
+    for key in ("threads", "rounds", "artifacts", "notes"):
+        assert measured[key] == read[key]
+    assert [row["sizes"] for row in measured["figures"]] == [sizes] * 2
+    assert repr(report) == f"Report({output}: onnx, {output}: onnx (2); 1 inconclusive)"
+    assert "p50 ms" in report.summary()
+    assert "p50 ms" in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"paths": "missing"}, "paths: missing: the path does not exist"),
+        ({"paths": []}, "paths: there is nothing to measure"),
+        ({"against": 3}, "against"),
+        ({"shapes": {"batch": 0}}, "benchmark: shapes"),
+        ({"rounds": 0}, "benchmark: rounds"),
+        ({"seconds": math.nan}, "benchmark: seconds"),
+    ],
+)
+def test_python_function_checks_its_arguments(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        optexport.benchmark(**{"paths": tmp_path} | options)

@@ -32,7 +32,7 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 def test_bundle_is_not_written_into_another_bundle(call: Caller, tmp_path: Path) -> None:
     """The outer bundle became invalid and could not be replaced."""
     place = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
-    inside = config().replace("formats", 'output = "out/deep/sub"\nformats')
+    inside = config().replace("build/model", "out/deep/sub")
     for command in ("check", "run"):
         error = message(call(command, inside), 2)
         assert f"export.output: {place / 'deep' / 'sub'}: " in error
@@ -42,7 +42,7 @@ def test_bundle_is_not_written_into_another_bundle(call: Caller, tmp_path: Path)
 
 def test_link_to_itself_is_a_config_error(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    error = message(call("check", config().replace("formats", 'output = "loop"\nformats')), 2)
+    error = message(call("check", config().replace("build/model", "loop")), 2)
     assert "loop" in error
     assert "defect" not in error
 

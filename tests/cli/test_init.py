@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError
 from optexport.loading import pretrained_files
 from optexport.transformations.registry import PRESET
+from tests._helpers import exports
 from tests.tiers import examples
 
 TINY: dict[str, Any] = {
@@ -442,6 +446,22 @@ def test_factory_that_cannot_be_read_gets_the_usual_guess(tmp_path: Path) -> Non
 def test_onnx_file_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"")
     with pytest.raises(
-        ConfigError, match=r"model.onnx is an ONNX file, not a PyTorch model\nHint: Set source to the mod"
+        ConfigError, match=r"model.onnx is an ONNX file, not a PyTorch model\nHint: optexport starts from"
     ):
         started("model.onnx", tmp_path)
+
+
+@pytest.mark.slow
+def test_commands_for_an_onnx_file_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exports.exported().output, "A")
+    shutil.copytree(exports.exported().output, "B")
+    shutil.copy("A/model.onnx", "the model.onnx")
+    done = CliRunner().invoke(cli, ["init", "the model.onnx"])
+    assert done.exit_code == 2
+    hints = re.findall(r"optexport ((?:bench|diff) .+?\.onnx'?)(?:\.|$)", done.output, re.MULTILINE)
+    commands = [shlex.split(hint) for hint in hints]
+    assert commands == [["bench", "the model.onnx"], ["diff", "A/model.onnx", "B/model.onnx"]]
+    for command in commands:
+        done = CliRunner().invoke(cli, [*command, *["--rounds", "1"] * (command[0] == "bench")])
+        assert done.exit_code == 0, done.output

@@ -41,7 +41,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "inputs of wrong dtype": (
         config(inputs='tensors.x = { shape = ["batch", 4], dtype = "int64" }'),
         3,
-        "the original model fails on case traced",
+        "the model itself fails on the inputs x [2, 4]",
     ),
     "inputs of nothing": (config(inputs=""), 2, "nothing describes the model's inputs"),
     "dimension of no input": (
@@ -103,21 +103,21 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
         "python:halves:Forever: match returns the same Match for linear after rewrite",
     ),
     "output that is a file": (
-        config().replace("formats", 'output = "halves.py"\nformats'),
+        config().replace("build/model", "halves.py"),
         2,
         "the path exists and is not a bundle",
     ),
     "output that is a folder": (
-        config().replace("formats", 'output = "."\nformats'),
+        config().replace("build/model", "."),
         2,
         "the path exists and is not a bundle",
     ),
     "output below a file": (
-        config().replace("formats", 'output = "halves.py/x"\nformats'),
+        config().replace("build/model", "halves.py/x"),
         2,
         "the output cannot be written",
     ),
-    "output of too long a name": (config().replace("formats", f'output = "{"n" * 3000}"\nformats'), 2, "export.output"),
+    "output of too long a name": (config().replace("build/model", "n" * 3000), 2, "export.output"),
 }
 
 
@@ -259,7 +259,7 @@ def test_paths_expand_home_and_are_relative_to_the_config(
     monkeypatch.chdir("/")
     (tmp_path / "home").mkdir()
     np.savez(tmp_path / "home" / "x.npz", x=np.ones((2, 4), "float32"))
-    text = config(inputs='data = "~/x.npz"').replace("formats", 'output = "~/bundle"\nformats')
+    text = config(inputs='data = "~/x.npz"').replace("build/model", "~/bundle")
     result = call("run", text)
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "home" / "bundle" / "manifest.json").is_file()

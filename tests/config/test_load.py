@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from optexport.cli._starter_config import starter_config
 from optexport.config.load import load_config, parse_config
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
@@ -328,7 +329,9 @@ def test_changed_config_is_loaded_as_written_or_refused(raw: dict[str, Any]) -> 
     config = try_load(raw)
     if config is not None:
         loaded = config.model_dump(exclude_unset=True)
-        assert math.isnan(_sum_of_numbers(raw)) or loaded == raw
+        named = {("export", "output"): config.export.output, ("tracking", "experiment"): config.tracking.experiment}
+        written = raw | {table: {key: name, **raw.get(table, {})} for (table, key), name in named.items()}
+        assert math.isnan(_sum_of_numbers(raw)) or loaded == written
         # The manifest of a bundle contains the config as strict JSON.
         json.dumps(config.model_dump(mode="json"), allow_nan=False)
 
@@ -422,3 +425,29 @@ def test_benchmark_at_a_size_between_multiples_is_refused() -> None:
     settings = {**GOOD, "inputs": {**inputs, "dynamic": dynamic}}
     assert try_load({**settings, "bench": {"shapes": [{"batch": 1, "height": 104}]}}) is not None
     assert try_load({**settings, "bench": {"shapes": [{"batch": 1, "height": 100}]}}) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("org/some-model", "some-model"),
+        ("./some-model", "some-model"),
+        (".", "project"),
+        ("python:network:load", "network"),
+        ("python:network:Small", "network-Small"),
+        ("mlflow:models:/ranker@champion", "ranker@champion"),
+    ],
+)
+def test_output_and_experiment_are_named_after_the_model(source: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    (folder / "some-model").mkdir(parents=True)
+    for path in (folder, folder / "some-model"):
+        (path / "config.json").write_text("{}")
+    (folder / "network.py").touch()
+    text = f'[model]\nsource = "{source}"\n'
+    config = parse_config(text, folder / "mine.toml")
+    assert (config.export.output, config.tracking.experiment) == (f"build/{name}", name)
+    chosen = parse_config(f'{text}[export]\noutput = "out"\n[tracking]\nexperiment = "all"\n', folder / "mine.toml")
+    assert (chosen.export.output, chosen.tracking.experiment) == ("out", "all")
+    started = parse_config(starter_config(source, folder), folder / "mine.toml")
+    assert (started.export.output, started.tracking.experiment) == (f"build/{name}", name)

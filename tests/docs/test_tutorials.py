@@ -64,7 +64,7 @@ class Session:
         return output
 
 
-def _run_console(block: str, session: Session) -> None:
+def run_console(block: str, session: Session) -> None:
     for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, shown = step.partition("\n")
         output = session.run(command)
@@ -98,7 +98,7 @@ def test_tutorial_runs_as_written(
         if kind == "file":
             Path(name).write_text(block, encoding="utf-8")
         elif language == "console":
-            _run_console(block, session)
+            run_console(block, session)
         elif language == "python" and kind != "quote":
             _run_python(block, capsys)
         else:

@@ -294,4 +294,4 @@ def test_labels_decided_by_rounding_are_an_error(tmp_path: Path) -> None:
         run(config)
     assert isinstance(caught.value, ParityError)
     assert "so they depend on rounding" in str(caught.value)
-    assert not (tmp_path / "build" / "model").exists()
+    assert not (tmp_path / "build" / "ties_to_decide-Ties").exists()

@@ -36,6 +36,7 @@ source = "python:locked_model:load"
 [inputs]
 data = "rows.jsonl"
 [export]
+output = "build/model"
 formats = ["pt2"]
 [parity]
 effort = "quick"

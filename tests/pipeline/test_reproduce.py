@@ -47,6 +47,7 @@ source = "python:reproduced:load"
 use = "merge-linears"
 formats = ["onnx"]
 [export]
+output = "build/model"
 formats = ["torchscript", "onnx", "pt2"]
 [export.passes]
 torchscript = ["freeze"]

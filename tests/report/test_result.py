@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 import optexport
 from tests._helpers import exports
+from tests._helpers.cli import CliRunner, cli
+from tests._helpers.tampering import tamper_onnx
 
 
 def test_repr_is_one_line_with_the_verdict() -> None:
@@ -50,10 +54,23 @@ def test_comparisons_have_one_line_each() -> None:
     assert texts[1] == "TargetParity(graph, passed, 2 of 2 outputs within tolerance)"
 
 
-def test_a_verification_has_one_line() -> None:
-    checked = optexport.verify(exports.exported().output)
-    assert repr(checked).startswith("ParityChecker(passed, ")
-    assert "onnx-optimized" in repr(checked)
+def test_a_verification_reads_like_its_command() -> None:
+    output = exports.exported().output
+    checked = optexport.verify(output)
+    assert repr(checked) == f"Verified(passed, torchscript, onnx, onnx-optimized, pt2 in {output})"
+    assert checked.summary() == CliRunner().invoke(cli, ["verify", str(output)]).stdout
+    assert "OK (files unchanged; stored outputs reproduced by torchscript, onnx" in checked._repr_html_()
+
+
+def test_a_failed_verification_reads_like_its_command(tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    tamper_onnx(bundle / "model.onnx")
+    exports.reseal(bundle, "model.onnx")
+    checked = optexport.verify(bundle)
+    assert repr(checked).startswith("Verified(failed, ")
+    assert isinstance(checked.failure, optexport.ParityError)
+    assert checked.summary() == CliRunner().invoke(cli, ["verify", str(bundle)]).stderr
+    assert "the files do not reproduce the stored outputs" in checked._repr_html_()
 
 
 def test_a_bundle_describes_itself() -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import mlflow
 import pytest
 import sqlalchemy
+import torch
 from click.testing import CliRunner
 from mlflow.exceptions import MlflowException
 
+import optexport
 from optexport.cli.main import cli
 from optexport.config.schema import TrackingConfig
-from optexport.errors import ConfigError, SourceError, TraceError, TrackingError
+from optexport.errors import ConfigError, ModelError, SourceError, TraceError, TrackingError, UntraceableError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
 from optexport.tracking import store
@@ -43,11 +45,14 @@ def in_forward(folder: Path, statement: str) -> None:
     )
 
 
+FAILS = "raise RuntimeError('no such size')"
+
+
 def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri)
-    in_forward(tmp_path, "raise RuntimeError('no such size')")
-    with pytest.raises(TraceError) as caught:
+    in_forward(tmp_path, f"if torch.compiler.is_exporting():\n            {FAILS}")
+    with pytest.raises(UntraceableError) as caught:
         pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
@@ -77,6 +82,31 @@ def test_a_mistake_in_the_source_or_the_config_leaves_no_run(
         (module,) = tmp_path.glob("tracked_*.py")
         module.write_text(mistake)
     with pytest.raises(kind):
+        pipeline_run.run(config)
+    assert runs(uri, "tracked") == []
+
+
+def test_a_model_that_fails_on_its_inputs_starts_no_run(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri)
+    in_forward(tmp_path, FAILS)
+    with pytest.raises(ModelError, match="no such size"):
+        pipeline_run.run(config)
+    tracked = {"uri": uri, "experiment": "tracked"}
+    for model, message in (
+        (torch.nn.Linear(3, 3), "the model is in train mode"),
+        (torch.nn.Linear(4, 4).eval(), r"the model itself fails on the inputs input \[2, 3\]"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            optexport.export(model, {"input": torch.ones(2, 3)}, tmp_path / "out" / "linear", tracking=tracked)
+    assert mlflow.MlflowClient(uri).get_experiment_by_name("tracked") is None
+
+
+def test_a_declared_size_that_the_model_rejects_leaves_no_run(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri)
+    in_forward(tmp_path, f"if not torch.compiler.is_exporting() and x.shape[0] > 8:\n            {FAILS}")
+    with pytest.raises(ModelError, match="no such size"):
         pipeline_run.run(config)
     assert runs(uri, "tracked") == []
 
