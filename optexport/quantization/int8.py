@@ -179,6 +179,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         precision: "int8": MatMul with a scale per weight column, and a dynamic scale for the whole other factor.
             "int8-rows": a scale per weight column, and per row of the other factor, whose channels are smoothed.
             "int8-blocks": a scale per block of a weight column, and per block of a row of the other factor.
+            "int8-weights", "int4-weights": a scale and a zero point per block of a weight column; computed in float32.
             "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
             and outputs come from calibration.
         batches: Calibration inputs.
@@ -276,9 +277,9 @@ def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches
     )
 
 
-# Accuracy level 4 also rounds the other factor to int8, in blocks; level 1 computes in float32. For CPUs, ONNX Runtime
-# 1.31 has such a kernel for 4 bits. With 8 bits it is ten times as slow as float32 for one token (weight_bits.py), as
-# if it wrote the whole weight in float32 at each call.
+# Accuracy level 4 also rounds the other factor to int8, in blocks; level 1 computes in float32. On CPUs, ONNX Runtime
+# 1.31 is fast at both levels with 4 bits. With 8 bits, level 1 takes ten times as long as float32 for one token
+# (tests/benchmarks/weight_bits.py).
 _QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]], None]] = {
     "int8": _quantize_dynamic,
     "int8-rows": _quantize_rows,
