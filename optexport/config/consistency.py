@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optexport.config.inputs import InputsConfig, RangeConfig
     from optexport.config.schema import Config
 
-# The precisions in which every row has its own result, which generation needs: they have no scales for a whole batch.
+# Precisions of a decoder with a cache: they need no calibration, and no row depends on other rows of its batch.
 _GENERATION_PRECISIONS = ("int8-blocks", "int8-weights", "int4-weights")
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
