@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport.bundle.outcomes import LEAST_ROUNDS
-from optexport.config.metrics import METRICS
+from optexport.config.metrics import GENERATION_METRIC, METRICS
 from optexport.config.schema import FORMATS, IMAGES, LABEL_OUTPUTS, LABELS, PROBABILITIES
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, did_you_mean
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from optexport.config.inputs import InputsConfig, RangeConfig
     from optexport.config.schema import Config
 
+# Precisions of a decoder with a cache: they need no calibration, and no row depends on other rows of its batch.
+_GENERATION_PRECISIONS = ("int8-blocks", "int8-weights", "int4-weights")
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
 
@@ -182,10 +185,9 @@ def check_generation(config: Config, location: str) -> None:
         "bench": config.bench.enabled,
         "tune": config.tune is not None,
         "gate": config.gate != type(config.gate)(),
-        "precision": config.precision is not None,
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
-        "parity.metrics": config.parity.metrics is not None,
+        "parity.metrics": config.parity.metrics is not None and config.precision is None,
         "inputs.images": inputs.images is not None,
         "inputs.tensors": inputs.tensors is not None,
         "inputs.axes": bool(inputs.axes),
@@ -198,12 +200,45 @@ def check_generation(config: Config, location: str) -> None:
             location=f"{location}: {key}",
             hint=f"Remove {key}, or remove [generation] to export one forward pass without a cache.",
         )
+    check_generation_precision(config, location)
     if config.model.source.endswith(".pt2"):
         raise ConfigError(
             "a .pt2 file has no generate()",
             location=f"{location}: generation",
             hint="Set model.source to a transformers model, or remove [generation].",
         )
+
+
+def check_generation_precision(config: Config, location: str) -> None:
+    """Checks ``[precision]`` and its gates for a model that is exported in parts.
+
+    Raises:
+        ConfigError: The decoder cannot have this precision, or its tokens have no gate.
+    """
+    if config.precision is None:
+        return
+    for name in FORMATS:
+        precision = config.precision.of(name)
+        if precision is not None and (name != "onnx" or precision not in _GENERATION_PRECISIONS):
+            raise ConfigError(
+                f"a decoder with a cache cannot be exported in {precision}",
+                location=f"{location}: precision.{name}",
+                hint=f"Write onnx = {' or '.join(map(json.dumps, _GENERATION_PRECISIONS))}, or remove {name}.",
+            )
+    metrics = config.parity.metrics or {}
+    if GENERATION_METRIC not in metrics:
+        raise ConfigError(
+            "a decoder of lower precision needs a gate on its tokens",
+            location=f"{location}: parity.metrics",
+            hint=f"Add {GENERATION_METRIC} = 0.95 to [parity.metrics].",
+        )
+    for name, gate in metrics.items():
+        if gate.output not in (None, "logits"):
+            raise ConfigError(
+                f"gates of a decoder apply to its logits, found {gate.output}",
+                location=f"{location}: parity.metrics.{name}",
+                hint="Remove output.",
+            )
 
 
 def check_precision(config: Config, location: str) -> None:

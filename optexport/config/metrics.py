@@ -18,6 +18,8 @@ METRICS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "iou": (0.0, ("classes",)),
     "greedy_tokens": (0.0, ()),
 }
+# The metric that a decoder in lower precision must have; its minimum also applies to the new tokens.
+GENERATION_METRIC = "argmax_agreement"
 # The prefix of a metric that is a Python function.
 CUSTOM_METRIC = "python:"
 DEFAULT_K = 5

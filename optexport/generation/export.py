@@ -17,7 +17,9 @@ from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
 from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, check_output_path, check_replaceable
 from optexport.bundle.parts import PARTS
+from optexport.config.consistency import check_generation_precision, check_precision
 from optexport.config.load import validate_settings
+from optexport.config.metrics import GENERATION_METRIC, METRICS
 from optexport.config.schema import FORMATS, Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
@@ -28,6 +30,7 @@ from optexport.generation.runtime import Parts
 from optexport.generation.tokens import TokenComparison
 from optexport.job import Job
 from optexport.loading.loader import Loaded
+from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import as_list, as_pretrained, check_arguments, name_rules
 from optexport.report.progress import show_progress
@@ -48,6 +51,8 @@ def export_generation(  # noqa: PLR0913 - options of the public API
     formats: Sequence[str] = FORMATS,
     new_tokens: int = 64,
     noise_multiple: float = 4.0,
+    metrics: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
     tokenizer: Any = None,
@@ -74,6 +79,9 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         formats: As for `optexport.export`.
         new_tokens: How many tokens are compared; fewer if the model does not have enough positions.
         noise_multiple: As for `optexport.export`.
+        metrics: As for `optexport.export`, for the logits of a decoder in lower precision.
+        precision: The precision of the decoder, as in ``[precision]``: ``{"onnx": "int4-weights"}``. The share of
+            tokens that it predicts like the model must reach the metric ``argmax_agreement``.
         effort: As for `optexport.export`.
         opset: As for `optexport.export`.
         tokenizer: A tokenizer of transformers, for `Generator.generate_text`; it is saved in the bundles.
@@ -85,21 +93,29 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         ParityError: The results or the generated tokens differ from the original.
         ExportError: A file cannot be written in its format.
     """
-    check_arguments(model)
+    check_arguments(model, metrics=metrics, precision=precision)
     pretrained = as_pretrained(tokenizer=tokenizer)
     rules, output = name_rules(transformations), as_path(output, "output").resolve()
     config = validate_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
-            "parity": {"noise_multiple": noise_multiple, "effort": effort},
+            "parity": {
+                "noise_multiple": noise_multiple,
+                "effort": effort,
+                "metrics": None if metrics is None else dict(metrics),
+            },
             "export": {"formats": as_list(formats), "output": output.name, "opset": opset},
+            "precision": None if precision is None else dict(precision),
         },
         "export_generation",
     )
+    check_precision(config, "export_generation")
+    check_generation_precision(config, "export_generation")
+    custom_metrics = load_metrics(config.parity.metrics, Path())
 
     def make_job(part: Component, location: Path) -> Job:
         loaded = Loaded(part.module, pretrained=pretrained)
-        return Job(config, loaded, part.batches[0], part.batches, part.dynamic, rules, location)
+        return Job(config, loaded, part.batches[0], part.batches, part.dynamic, rules, location, metrics=custom_metrics)
 
     batches = [prompts] if isinstance(prompts, Mapping) else prompts
     with show_progress(progress) as shown:
@@ -128,7 +144,7 @@ def produce(
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_dir.drafting(output, check_output, output_lock) as draft:
-        jobs = [make_job(part, draft / part.name) for part in parts]
+        jobs = [_set_precision(make_job(part, draft / part.name), part.name) for part in parts]
         progress.count.expect([*(step for job in jobs for step in run.list_steps(job)), "tokens"])
         for part, job in zip(parts, jobs, strict=True):
             # At quick effort only the first batch is checked: the prefill, with a cache of length 0. The sizes are not
@@ -146,9 +162,27 @@ def produce(
         with progress.step("tokens"):
             start = getattr(parts[0].module, "start", None)
             compared = _compare(model, parts, results, prompts, new_tokens, start, draft)
+            metrics = jobs[-1].config.parity.metrics
+            if metrics is not None:
+                tokens.check_agreement(compared, metrics[GENERATION_METRIC].min)
         digest_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared), tokens.ignored_settings(model))
+
+
+def _set_precision(job: Job, part: str) -> Job:
+    """Returns the job of a part: the encoder is not lowered, and gates of the decoder apply to its logits."""
+    config, gates = job.config, job.config.parity.metrics
+    if config.precision is None or gates is None:
+        return job
+    if part == "encoder":
+        parity = config.parity.model_copy(update={"metrics": None})
+        return replace(job, config=config.model_copy(update={"precision": None, "parity": parity}), metrics={})
+    named = {
+        name: gate.model_copy(update={"output": "logits"}) if name in METRICS else gate for name, gate in gates.items()
+    }
+    parity = config.parity.model_copy(update={"metrics": named})
+    return replace(job, config=config.model_copy(update={"parity": parity}))
 
 
 def _compare(
@@ -170,9 +204,13 @@ def _compare(
         room = (find_token_limit(model.config, decoder=True) or _UNLIMITED) - _length(case[1], model)
         checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, room))))
     compared = []
-    for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
+    for artifact in manifests["decoder"].artifacts:
+        name = artifact.format
         candidate = runtime.open_parts(draft, manifests, name, start, original.recompute_length)
-        compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
+        if artifact.precision is None:
+            compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
+        else:
+            compared += [tokens.count_agreeing(candidate, name, case, ids) for case, ids in checked]
     return compared
 
 

@@ -79,5 +79,7 @@ def _line(comparison: TokenComparison) -> str:
         f"row {tie.row} stops at token {tie.token}, a tie of two logits {tie.gap:.2g} apart" for tie in comparison.ties
     ]
     count = f"{comparison.compared} of {comparison.rows * comparison.tokens} compared, all equal"
+    if comparison.agreeing is not None:
+        count = f"{comparison.agreeing} of {comparison.compared} predicted after the model's own tokens"
     rows = f"{comparison.rows} {'row' if comparison.rows == 1 else 'rows'}"
     return "; ".join([f"{comparison.format}, {comparison.prompt} ({rows}): {count}", *ties])

@@ -30,6 +30,7 @@ from optexport.generation.result import GenerationResult
 from optexport.inputs import preparation
 from optexport.job import Job
 from optexport.loading.loader import Loaded
+from optexport.parity.gates import load_metrics
 from optexport.pipeline import steps
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
@@ -61,6 +62,7 @@ def run_generation(
     new_tokens = config.generation.new_tokens
     with naming_config(path):
         rules = load_rules(config, folder, without)
+        metrics = load_metrics(config.parity.metrics, folder)
         config = resolve_config(config, rules)
         output = config.output_path(folder)
         export.check_output(output)
@@ -85,7 +87,16 @@ def run_generation(
             first = part.batches[0]
             component = Loaded(part.module, revision=loaded.revision, pretrained=loaded.pretrained)
             return Job(
-                config, component, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name)
+                config,
+                component,
+                first,
+                part.batches,
+                part.dynamic,
+                rules,
+                location,
+                text,
+                metrics=metrics,
+                origin=origin(part.name),
             )
 
         is_tracked = config.tracking.enabled

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
+from optexport.config.metrics import GENERATION_METRIC
 from optexport.errors import ParityError
 from optexport.generation.components import Prompt
 from optexport.generation.runtime import Parts
@@ -51,7 +52,9 @@ class TokenComparison:
 
     Attributes:
         prompt: The index of the prompt, and which of its rows.
-        compared: How many new tokens were compared, in all rows; all of them are equal.
+        compared: How many new tokens were compared, in all rows; all of them are equal without lower precision.
+        agreeing: How many of them a file of lower precision predicts, each after the model's own tokens; None for other
+            files.
     """
 
     format: str
@@ -60,6 +63,7 @@ class TokenComparison:
     tokens: int
     compared: int
     ties: tuple[Tie, ...]
+    agreeing: int | None = None
 
 
 def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
@@ -132,7 +136,7 @@ def compare(
         compared += first
         if not len(differing):
             continue
-        logits = _logits(original, prompt, expected[:, :first])[row]
+        logits = _logits(original, prompt, expected[:, :first])[row, -1]
         expected_token, actual_token = int(expected[row, first]), int(actual[row, first])
         gap = float(logits[expected_token] - logits[actual_token])
         if not gap <= _SIDES * limit:
@@ -146,10 +150,43 @@ def compare(
     return TokenComparison(file_format, name, expected.shape[0], expected.shape[1], compared, tuple(ties))
 
 
-def _logits(original: Parts, prompt: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the original's logits after a prompt and more tokens, [batch, vocabulary]."""
-    inputs = original.begin(prompt)
+def count_agreeing(
+    candidate: Parts, file_format: str, case: tuple[str, Prompt], expected: torch.Tensor
+) -> TokenComparison:
+    """Counts the tokens of the original that files of lower precision predict after the original's earlier tokens.
+
+    Their own tokens are not compared: after the first different token, all others may differ.
+
+    Args:
+        expected: The new tokens of the original, [batch, tokens].
+    """
+    name, prompt = case
+    rows, new = expected.shape
+    predicted = _logits(candidate, prompt, expected[:, :-1])[:, -new:].argmax(-1)
+    return TokenComparison(file_format, name, rows, new, rows * new, (), int((predicted == expected).sum()))
+
+
+def check_agreement(comparisons: Sequence[TokenComparison], minimum: float) -> None:
+    """Checks the share of tokens that files of lower precision predict, over all prompts.
+
+    Raises:
+        ParityError: The share is below the minimum.
+    """
+    lowered = [comparison for comparison in comparisons if comparison.agreeing is not None]
+    agreeing, compared = sum(one.agreeing or 0 for one in lowered), sum(one.compared for one in lowered)
+    if lowered and agreeing < minimum * compared:
+        raise ParityError(
+            f"{GENERATION_METRIC} of the new tokens is {agreeing / compared:.6g} ({agreeing} of {compared} agree); "
+            f"the gate is {minimum:g}",
+            location=f"{lowered[0].format}: tokens",
+            hint=f"Lower {GENERATION_METRIC} in [parity.metrics], or add layers to precision.keep_float32.",
+        )
+
+
+def _logits(parts: Parts, prompt: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the logits of a prompt and more tokens, [batch, sequence, vocabulary]."""
+    inputs = parts.begin(prompt)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], 1)
     if "attention_mask" in inputs:
         inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
-    return original.step(inputs)[0]
+    return parts.decoder(inputs)["logits"]

@@ -1,1 +1,1 @@
-"""Lower precision: int8 and half precision, within the limits of the gates."""
+"""Lower precision: int8, int4 and half precision, within the limits of the gates."""

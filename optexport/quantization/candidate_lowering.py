@@ -50,7 +50,7 @@ class CandidateLowering:
         return caster.cast(self._find_float32_layers(precision, caster.layers, choose))
 
     def quantize_file(self, source: Path, target: Path, precision: str, graph_module: fx.GraphModule) -> None:
-        """Writes an ONNX file in int8. Temporary files are written to the folder of the source."""
+        """Writes an ONNX file in lower precision. Temporary files are written to the folder of the source."""
         quantizer = Quantizer(source, precision, self._checker)
 
         def choose() -> Choice:

@@ -49,7 +49,7 @@ class Lowering(Protocol):
         """Returns a copy of a graph in half precision, and the applied rule."""
 
     def quantize_file(self, source: Path, target: Path, precision: str, graph_module: fx.GraphModule) -> None:
-        """Writes an ONNX file in int8, from a file in float32 and its graph."""
+        """Writes a quantized ONNX file, from a file in float32 and its graph."""
 
 
 @dataclass(frozen=True)

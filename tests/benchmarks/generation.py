@@ -1,16 +1,18 @@
 """Measures exported generative models against `model.generate` and onnxruntime-genai, in tokens per second.
 
-    python -m tests.benchmarks.generation FOLDER [--threads N] [--rounds N] [--prompt N] [--new N]
+    python -m tests.benchmarks.generation FOLDER [--threads N] [--rounds N] [--prompt N] [--new N] [--precision NAME...]
 
 FOLDER gets a Llama with random weights (100 million parameters) and its exports; a second call uses them again.
 Prefill is the time to the first token, decode the time of each later one. The three take turns in one process.
 onnxruntime-genai takes part if it is installed, with the file that its own builder makes of the same weights.
+With --precision, the export in float32 takes turns with exports in lower precision, all of whose layers are lowered.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import optexport
 from optexport._utils.platform import machine
+
+# Low, so that no layer returns to float32: the weights are random.
+_GATE = {"argmax_agreement": 0.1}
 
 Run = Callable[[np.ndarray[Any, Any], int], None]  # takes a prompt [1, sequence], and how many tokens to add
 
@@ -56,18 +61,27 @@ def eager(model: LlamaForCausalLM) -> Run:
     return run
 
 
-def exported(model: LlamaForCausalLM, folder: Path) -> Run:
+def exported(model: LlamaForCausalLM, folder: Path, precision: str | None = None) -> Run:
     """Returns greedy generation with the ONNX file of an export."""
     if not folder.is_dir():
         prompt = torch.randint(2, 8_000, (2, 12))
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-        optexport.export_generation(model, inputs, folder, formats=["onnx"], new_tokens=16, progress=True)
+        lowered: dict[str, Any] = {} if precision is None else {"precision": {"onnx": precision}, "metrics": _GATE}
+        optexport.export_generation(model, inputs, folder, formats=["onnx"], new_tokens=16, progress=True, **lowered)
     generator = optexport.Generator.load(folder)
 
     def run(prompt: np.ndarray[Any, Any], new: int) -> None:
         generator.generate(prompt, max_new_tokens=new, eos_token_id=())
 
     return run
+
+
+def describe(folder: Path) -> str:
+    """Returns the size of an export's file, and how many tokens a lowered file predicts like the model."""
+    tokens = json.loads((folder / "generation.json").read_text())["tokens"]
+    size = (folder / "decoder" / "model.onnx").stat().st_size / 1e6
+    agreeing, compared = (sum(row[key] or 0 for row in tokens) for key in ("agreeing", "compared"))
+    return f"{folder.name}: {size:.0f} MB" + (f", {agreeing} of {compared} tokens agree" if agreeing else "")
 
 
 def genai(source: Path, folder: Path) -> Run:
@@ -91,6 +105,12 @@ def genai(source: Path, folder: Path) -> Run:
     return run
 
 
+def spread(base: list[float], own: list[float]) -> str:
+    """Returns the median and the range of the ratios of paired times."""
+    ratios = [one / other for one, other in zip(base, own, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -98,11 +118,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--precision", nargs="*", default=[])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = make_model(arguments.folder / "model")
-    runs = {"eager": eager(model), "optexport": exported(model, arguments.folder / "optexport")}
-    if importlib.util.find_spec("onnxruntime_genai") is not None:
+    runs = {"optexport": exported(model, arguments.folder / "optexport")}
+    if arguments.precision:
+        runs |= {name: exported(model, arguments.folder / name, name) for name in arguments.precision}
+    else:
+        runs = {"eager": eager(model), **runs}
+    if importlib.util.find_spec("onnxruntime_genai") is not None and not arguments.precision:
         runs["onnxruntime-genai"] = genai(arguments.folder / "model", arguments.folder / "genai")
     prompt = np.random.default_rng(0).integers(2, 8_000, (1, arguments.prompt))
     first: dict[str, list[float]] = {name: [] for name in runs}
@@ -120,14 +145,16 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.0f} million parameters, prompt of {arguments.prompt}, {arguments.new} new tokens,", end=" ")
     print(f"{arguments.threads} threads, {arguments.rounds} rounds. {machine()}")
-    print("| | prefill, tokens/s | decode, tokens/s | decode over eager, median (range) |")
-    print("|---|---|---|---|")
+    base = next(iter(runs))
+    print(f"| | prefill, tokens/s | decode, tokens/s | prefill over {base}, median (range) | decode |")
+    print("|---|---|---|---|---|")
     for name in runs:
         prefill = arguments.prompt / statistics.median(first[name])
         decode = 1 / statistics.median(later[name])
-        ratios = [own / other for own, other in zip(later["eager"], later[name], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {prefill:.0f} | {decode:.1f} | {spread} |")
+        spreads = [spread(times[base], times[name]) for times in (first, later)]
+        print(f"| {name} | {prefill:.0f} | {decode:.1f} | {' | '.join(spreads)} |")
+    for name in ("optexport", *arguments.precision):
+        print(describe(arguments.folder / name))
 
 
 if __name__ == "__main__":

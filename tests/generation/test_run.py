@@ -6,15 +6,18 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from mlflow import MlflowClient
 
+from optexport import verify
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.config.load import parse_config
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, ParityError
 from optexport.generation.export import check_output
-from optexport.generation.run import _prompt
+from optexport.generation.run import _prompt, run_generation
 from optexport.generation.runtime import Generator
 from optexport.loading.loader import Loaded
 from optexport.pipeline.run import run
@@ -112,7 +115,6 @@ def test_a_failed_check_of_a_part_has_one_mlflow_run(tmp_path: Path) -> None:
         ("[bench]\nenabled = true", "bench"),
         ("[tune]", "tune"),
         ("[gate]\nmax_size_mb = 5.0", "gate"),
-        ("[precision]\ntorchscript = 'bfloat16'\n[parity.metrics]\nargmax_agreement = 0.9", "precision"),
         ("[parity.metrics]\nargmax_agreement = 0.9", "parity.metrics"),
         ("[inputs.tensors.input_ids]\nshape = [2, 3]\ndtype = 'int64'", "inputs.tensors"),
         ("[inputs]\ntexts = ['a']\n[inputs.dynamic]\nbatch = [1, 4]", "inputs.dynamic"),
@@ -148,3 +150,61 @@ def test_right_padded_prompts_become_left_padded() -> None:
     actual = _prompt({"input_ids": ids, "attention_mask": mask}, Loaded(models.make("gpt2")))
     assert actual["input_ids"].tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 0, 3, 4]]
     assert actual["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path: Path) -> None:
+    lowered = '[precision]\nonnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = 0.5\n'
+    _write(tmp_path).write_text(_CONFIG.replace('"gpt2"', f'"{family}"') + lowered)
+    result = run_generation(tmp_path / "config.toml")
+    for name, part in result.parts.items():
+        (artifact,) = part.manifest.artifacts
+        nodes = {node.op_type for node in onnx.load(part.files["onnx"]).graph.node}
+        assert ("MatMulNBits" in nodes, artifact.precision is not None) == ((name == "decoder",) * 2)
+    (decoder,) = result.parts["decoder"].manifest.artifacts
+    assert decoder.precision is not None
+    assert decoder.precision.precision == "int4-weights"
+    assert {(gate.measure, gate.output) for gate in decoder.precision.chosen} == {("argmax_agreement", "logits")}
+    agreeing = [comparison.agreeing or 0 for comparison in result.tokens]
+    compared = [comparison.compared for comparison in result.tokens]
+    assert compared == [16, 8]
+    assert sum(agreeing) >= 0.5 * sum(compared)
+    assert f"{agreeing[0]} of 16 predicted after the model's own tokens" in result.summary()
+    assert verify(result.output / "decoder").passed
+    prompt = np.array([[5, 6, 7, 8]])
+    assert Generator.load(result.output).generate(prompt, max_new_tokens=3, eos_token_id=()).shape[1] in (4, 7)
+
+
+@pytest.mark.slow
+def test_decoder_whose_tokens_miss_the_gate_fails(tmp_path: Path) -> None:
+    lowered = '[precision]\nonnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = 0.5\ncosine = 0.9999999\n'
+    _write(tmp_path).write_text(_CONFIG + lowered)
+    with pytest.raises(ParityError, match="no choice of layers in int4-weights passes") as raised:
+        run_generation(tmp_path / "config.toml")
+    assert raised.value.exit_code == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "place", "message"),
+    [
+        ('onnx = "int8"\n[parity.metrics]\nargmax_agreement = 0.9', "precision.onnx", "cannot be exported in int8"),
+        (
+            'torchscript = "bfloat16"\n[parity.metrics]\nargmax_agreement = 0.9',
+            "precision.torchscript",
+            "cannot be exported in bfloat16",
+        ),
+        ('onnx = "int4-weights"\n[parity.metrics]\ncosine = 0.9', "parity.metrics", "needs a gate on its tokens"),
+        (
+            'onnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = { min = 0.9, output = "present_0_key" }',
+            "parity.metrics.argmax_agreement",
+            "apply to its logits, found present_0_key",
+        ),
+    ],
+)
+def test_unsuitable_precision_of_a_decoder_is_refused(table: str, place: str, message: str, tmp_path: Path) -> None:
+    text = f'[model]\nsource = "python:tests.generation.models:make"\n[generation]\n[precision]\n{table}\n'
+    with pytest.raises(ConfigError, match=message) as raised:
+        parse_config(text, tmp_path / "config.toml")
+    assert raised.value.location == f"{tmp_path / 'config.toml'}: {place}"

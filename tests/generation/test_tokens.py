@@ -71,6 +71,18 @@ def test_different_token_is_an_error_with_its_place_and_gap() -> None:
         tokens.compare(_counting(-1e-7), _counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
 
 
+def test_lowered_file_is_counted_after_the_tokens_of_the_original() -> None:
+    """Only the token after 4 differs, and it does not change the later ones."""
+    actual = tokens.count_agreeing(_counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED)
+    assert actual == tokens.TokenComparison("onnx", "prompt 0", 2, 5, 10, (), agreeing=8)
+    tokens.check_agreement([actual], 0.8)
+    with pytest.raises(
+        ParityError,
+        match=r"onnx: tokens: argmax_agreement of the new tokens is 0.8 \(8 of 10 agree\); the gate is 0.81",
+    ):
+        tokens.check_agreement([actual], 0.81)
+
+
 def test_expected_tokens_do_not_depend_on_the_generation_config() -> None:
     model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
     plain = tokens.likeliest_tokens(model, prompt, 20)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests._helpers.models import randomise
 
@@ -194,6 +195,29 @@ def merging() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomise(Merging()).eval()
+
+
+class Decoder(nn.Module):
+    """A small Llama without a cache."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=tied,
+        )  # fmt: skip
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.llama(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+
+def decoder(*, tied: bool = False) -> nn.Module:
+    """Returns a decoder whose output layer may share the weight of the embedding."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Decoder(tied=tied).eval()
 
 
 def metric(own: object, original: object) -> float:
