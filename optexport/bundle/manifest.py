@@ -169,9 +169,7 @@ class PrecisionRecord(_Record):
         chosen: The gate values with the final selection of layers.
     """
 
-    precision: Literal[
-        "int8", "int8-rows", "int8-blocks", "int8-static", "int8-weights", "int4-weights", "bfloat16", "float16"
-    ]
+    precision: Literal["int8", "int8-rows", "int8-blocks", "int8-static", "int4-blocks", "bfloat16", "float16"]
     layers: list[LayerRecord]
     lowered: list[GateValueRecord]
     chosen: list[GateValueRecord]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optexport.config.schema import Config
 
 # Precisions of a decoder with a cache: they need no calibration, and no row depends on other rows of its batch.
-_GENERATION_PRECISIONS = ("int8-blocks", "int8-weights", "int4-weights")
+_GENERATION_PRECISIONS = ("int8-blocks", "int4-blocks")
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
 

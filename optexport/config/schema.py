@@ -242,7 +242,7 @@ class PrecisionConfig(Table):
         keep_float32: Layers, or modules with all layers in them, that always stay in float32.
     """
 
-    onnx: Literal["int8", "int8-rows", "int8-blocks", "int8-static", "int8-weights", "int4-weights"] | None = None
+    onnx: Literal["int8", "int8-rows", "int8-blocks", "int8-static", "int4-blocks"] | None = None
     torchscript: Half | None = None
     pt2: Half | None = None
     keep_float32: list[Annotated[str, Field(min_length=1)]] = []

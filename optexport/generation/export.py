@@ -80,7 +80,7 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         new_tokens: How many tokens are compared; fewer if the model does not have enough positions.
         noise_multiple: As for `optexport.export`.
         metrics: As for `optexport.export`, for the logits of a decoder in lower precision.
-        precision: The precision of the decoder, as in ``[precision]``: ``{"onnx": "int4-weights"}``. The share of
+        precision: The precision of the decoder, as in ``[precision]``: ``{"onnx": "int4-blocks"}``. The share of
             tokens that it predicts like the model must reach the metric ``argmax_agreement``.
         effort: As for `optexport.export`.
         opset: As for `optexport.export`.

@@ -28,18 +28,17 @@ from optexport.signature.signature import Batch
 # Elements of a weight column, or of a row of the other factor, that share a scale. Of 32, 64, 128 and 256, 128 is the
 # fastest on MiniLM (AMD EPYC with AVX512-VNNI). Its cosine similarity is 0.997, that with 32 is 0.999.
 _BLOCK = 128
-# The same for precisions of weights alone. Of 32, 64 and 128, with and without zero points, 32 with zero points has the
-# smallest error: 0.0825 of the norm of MiniLM's weights in 4 bits, against 0.109 for 128 without. The file of a Llama
-# is 14 % larger, and no choice is measurably faster (AMD EPYC, 2 cores, AVX512-VNNI; tests/benchmarks/weight_bits.py).
-_WEIGHT_BLOCK = 32
+# The same for 4 bits. Of 32, 64 and 128, with and without zero points, 32 with zero points has the smallest error:
+# 0.0825 of the norm of MiniLM's weights, against 0.109 for 128 without. The file of a Llama is 14 % larger, and no
+# choice is measurably faster (AMD EPYC, 2 cores, AVX512-VNNI; tests/benchmarks/weight_bits.py).
+_BLOCK_OF_4_BITS = 32
 # Operator types that each precision quantizes. Dynamic convolutions are slow in ONNX Runtime.
 OPERATORS = {
     "int8": ("MatMul",),
     "int8-rows": ("MatMul",),
     "int8-blocks": ("MatMul",),
     "int8-static": ("MatMul", "Conv"),
-    "int8-weights": ("MatMul",),
-    "int4-weights": ("MatMul",),
+    "int4-blocks": ("MatMul",),
 }
 # With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
 # other values there.
@@ -179,7 +178,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         precision: "int8": MatMul with a scale per weight column, and a dynamic scale for the whole other factor.
             "int8-rows": a scale per weight column, and per row of the other factor, whose channels are smoothed.
             "int8-blocks": a scale per block of a weight column, and per block of a row of the other factor.
-            "int8-weights", "int4-weights": a scale and a zero point per block of a weight column; computed in float32.
+            "int4-blocks": the same with weights in 4 bits, and a zero point per block of a weight column.
             "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
             and outputs come from calibration.
         batches: Calibration inputs.
@@ -226,7 +225,6 @@ def _quantize_in_blocks(
     bits: int,
     block_size: int,
     is_symmetric: bool,
-    accuracy_level: int,
 ) -> None:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -236,7 +234,7 @@ def _quantize_in_blocks(
         bits=bits,
         block_size=block_size,
         is_symmetric=is_symmetric,
-        accuracy_level=accuracy_level,
+        accuracy_level=4,  # rounds the other factor to int8; ONNX Runtime 1.31 is slower if it computes in float32
         nodes_to_exclude=[node.name for node in model.graph.node if node.name not in nodes],
     )
     quantizer.process()
@@ -277,20 +275,12 @@ def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches
     )
 
 
-# Accuracy level 4 also rounds the other factor to int8, in blocks; level 1 computes in float32. On CPUs, ONNX Runtime
-# 1.31 is fast at both levels with 4 bits. With 8 bits, level 1 takes ten times as long as float32 for one token
-# (tests/benchmarks/weight_bits.py).
 _QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]], None]] = {
     "int8": _quantize_dynamic,
     "int8-rows": _quantize_rows,
-    "int8-blocks": partial(_quantize_in_blocks, bits=8, block_size=_BLOCK, is_symmetric=True, accuracy_level=4),
+    "int8-blocks": partial(_quantize_in_blocks, bits=8, block_size=_BLOCK, is_symmetric=True),
     "int8-static": _quantize_static,
-    "int8-weights": partial(
-        _quantize_in_blocks, bits=8, block_size=_WEIGHT_BLOCK, is_symmetric=False, accuracy_level=1
-    ),
-    "int4-weights": partial(
-        _quantize_in_blocks, bits=4, block_size=_WEIGHT_BLOCK, is_symmetric=False, accuracy_level=1
-    ),
+    "int4-blocks": partial(_quantize_in_blocks, bits=4, block_size=_BLOCK_OF_4_BITS, is_symmetric=False),
 }
 
 

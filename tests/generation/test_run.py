@@ -155,7 +155,7 @@ def test_right_padded_prompts_become_left_padded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path: Path) -> None:
-    lowered = '[precision]\nonnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = 0.5\n'
+    lowered = '[precision]\nonnx = "int4-blocks"\n[parity.metrics]\nargmax_agreement = 0.5\n'
     _write(tmp_path).write_text(_CONFIG.replace('"gpt2"', f'"{family}"') + lowered)
     result = run_generation(tmp_path / "config.toml")
     for name, part in result.parts.items():
@@ -164,7 +164,7 @@ def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path
         assert ("MatMulNBits" in nodes, artifact.precision is not None) == ((name == "decoder",) * 2)
     (decoder,) = result.parts["decoder"].manifest.artifacts
     assert decoder.precision is not None
-    assert decoder.precision.precision == "int4-weights"
+    assert decoder.precision.precision == "int4-blocks"
     assert {(gate.measure, gate.output) for gate in decoder.precision.chosen} == {("argmax_agreement", "logits")}
     agreeing = [comparison.agreeing or 0 for comparison in result.tokens]
     compared = [comparison.compared for comparison in result.tokens]
@@ -178,9 +178,9 @@ def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path
 
 @pytest.mark.slow
 def test_decoder_whose_tokens_miss_the_gate_fails(tmp_path: Path) -> None:
-    lowered = '[precision]\nonnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = 0.5\ncosine = 0.9999999\n'
+    lowered = '[precision]\nonnx = "int4-blocks"\n[parity.metrics]\nargmax_agreement = 0.5\ncosine = 0.9999999\n'
     _write(tmp_path).write_text(_CONFIG + lowered)
-    with pytest.raises(ParityError, match="no choice of layers in int4-weights passes") as raised:
+    with pytest.raises(ParityError, match="no choice of layers in int4-blocks passes") as raised:
         run_generation(tmp_path / "config.toml")
     assert raised.value.exit_code == 4
     assert not (tmp_path / "out").exists()
@@ -195,9 +195,9 @@ def test_decoder_whose_tokens_miss_the_gate_fails(tmp_path: Path) -> None:
             "precision.torchscript",
             "cannot be exported in bfloat16",
         ),
-        ('onnx = "int4-weights"\n[parity.metrics]\ncosine = 0.9', "parity.metrics", "needs a gate on its tokens"),
+        ('onnx = "int4-blocks"\n[parity.metrics]\ncosine = 0.9', "parity.metrics", "needs a gate on its tokens"),
         (
-            'onnx = "int4-weights"\n[parity.metrics]\nargmax_agreement = { min = 0.9, output = "present_0_key" }',
+            'onnx = "int4-blocks"\n[parity.metrics]\nargmax_agreement = { min = 0.9, output = "present_0_key" }',
             "parity.metrics.argmax_agreement",
             "apply to its logits, found present_0_key",
         ),

@@ -1,4 +1,4 @@
-"""ONNX files whose weights alone have 8 or 4 bits, for decoders."""
+"""ONNX files with weights in blocks of 8 or 4 bits, for decoders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optexport.pipeline.run import run
 from optexport.report.result import Result
 from tests.quantization import models
 
-BITS = {"int8-weights": 8, "int4-weights": 4}
+BITS = {"int8-blocks": 8, "int4-blocks": 4}
 # Two decoder layers with seven matrices each, some of them merged, and the output layer: the weights of all products.
 _PRODUCT_WEIGHTS = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 64 * 512
 _INPUTS = '[inputs.tensors.input_ids]\nshape = ["batch", "sequence"]\ndtype = "int64"\nhigh = 512\n'
@@ -66,13 +66,13 @@ def _embedding(path: Path) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(_write(tmp_path_factory.mktemp("int4"), "int4-weights"))
+    return run(_write(tmp_path_factory.mktemp("int4"), "int4-blocks"))
 
 
 def test_all_weights_of_products_have_four_bits(result: Result) -> None:
     nodes = _bits(result.files["onnx"])
     assert sum(node["K"] * node["N"] for node in nodes) == _PRODUCT_WEIGHTS
-    assert {(node["bits"], node["block_size"], node["accuracy_level"]) for node in nodes} == {(4, 32, 1)}
+    assert {(node["bits"], node["block_size"], node["accuracy_level"]) for node in nodes} == {(4, 32, 4)}
     initializers = {weight.name for weight in onnx.load(result.files["onnx"]).graph.initializer}
     products = [node for node in onnx.load(result.files["onnx"]).graph.node if node.op_type in ("MatMul", "Gemm")]
     assert not [node for node in products if node.input[1] in initializers]
@@ -80,7 +80,7 @@ def test_all_weights_of_products_have_four_bits(result: Result) -> None:
 
 def test_manifest_records_the_precision_and_its_gate(result: Result) -> None:
     record = _record(result)
-    assert record.precision == "int4-weights"
+    assert record.precision == "int4-blocks"
     assert len(record.layers) == len(_bits(result.files["onnx"]))
     assert not [layer for layer in record.layers if layer.kept is not None]
     (chosen,) = record.chosen
@@ -108,8 +108,9 @@ def test_weights_of_products_are_smaller_and_the_embedding_is_unchanged(
         files[name] = run(_write(folder, name, tied=tied)).files["onnx"]
     nodes = _bits(files[precision])
     assert {node["bits"] for node in nodes} == {BITS[precision]}
-    # A block of 32 weights also has a scale in float32, and a zero point.
-    per_weight = BITS[precision] / 8 + 4 / 32 + BITS[precision] / 8 / 32
+    # A block of 128 weights also has a scale in float32; one of 32 weights in 4 bits has a zero point, too. Rows of 64
+    # weights are padded to a block.
+    per_weight = 2 * (1 + 4 / 128) if precision == "int8-blocks" else 0.5 + 4 / 32 + 0.5 / 32
     assert _size(files[precision]) < 1.05 * (_PRODUCT_WEIGHTS * per_weight + 4 * 64 * 512) + 4096
     assert _size(files[""]) > 4 * _PRODUCT_WEIGHTS
     assert files[precision].stat().st_size < files[""].stat().st_size / 1.5
@@ -117,7 +118,7 @@ def test_weights_of_products_are_smaller_and_the_embedding_is_unchanged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "gate"), [("int8-weights", 0.999), ("int4-weights", 0.995)])
+@pytest.mark.parametrize(("precision", "gate"), [("int8-blocks", 0.999), ("int4-blocks", 0.995)])
 def test_only_the_sensitive_layer_returns_to_float32(tmp_path: Path, precision: str, gate: float) -> None:
     result = run(models.write(tmp_path, f'onnx = "{precision}"', gates=f"cosine = {gate}"))
     kept = {layer.layer: layer.kept for layer in _record(result).layers if layer.kept is not None}
