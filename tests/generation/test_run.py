@@ -152,7 +152,7 @@ def test_right_padded_prompts_become_left_padded() -> None:
     assert actual["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_decoder_in_lower_precision_is_gated_on_its_tokens(family: str, tmp_path: Path) -> None:
     lowered = '[precision]\nonnx = "int4-blocks"\n[parity.metrics]\nargmax_agreement = 0.5\n'

@@ -95,7 +95,7 @@ def test_bundle_verifies_by_its_gates(result: Result) -> None:
     assert checker.passed
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("precision", BITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_products_are_smaller_and_the_embedding_is_unchanged(
@@ -117,7 +117,7 @@ def test_weights_of_products_are_smaller_and_the_embedding_is_unchanged(
     np.testing.assert_array_equal(*map(_embedding, files.values()))
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(("precision", "gate"), [("int8-blocks", 0.999), ("int4-blocks", 0.995)])
 def test_only_the_sensitive_layer_returns_to_float32(tmp_path: Path, precision: str, gate: float) -> None:
     result = run(models.write(tmp_path, f'onnx = "{precision}"', gates=f"cosine = {gate}"))
@@ -126,7 +126,7 @@ def test_only_the_sensitive_layer_returns_to_float32(tmp_path: Path, precision: 
     assert len(_bits(result.files["onnx"])) == len(models.OTHERS)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize("precision", BITS)
 def test_gate_that_no_choice_passes_fails(tmp_path: Path, precision: str) -> None:
     with pytest.raises(ParityError, match=f"no choice of layers in {precision} passes") as raised:

@@ -97,7 +97,7 @@ def test_file_records_its_precision(result: Result) -> None:
     assert "optexport.weights_sha256" in props
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("method", METHODS)
 def test_no_layer_is_kept_if_all_tolerate_int8(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
@@ -106,7 +106,7 @@ def test_no_layer_is_kept_if_all_tolerate_int8(tmp_path: Path, method: str) -> N
     assert all(layer.alone == [] for layer in _record(result).layers)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("method", METHODS)
 def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
     files = []
@@ -223,7 +223,7 @@ def test_fixed_tolerance_applies_in_addition_to_the_gates(tmp_path: Path) -> Non
         run(path)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, 2)
 @pytest.mark.parametrize("method", METHODS)
 def test_product_with_a_stack_of_matrices_is_not_a_layer(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="stacked"))
