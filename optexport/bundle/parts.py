@@ -24,7 +24,7 @@ class _Tokens(BaseModel):
     start: _Token | None
     recompute_length: _Token | None = None
     eos: list[_Token]
-    pad: _Token
+    pad: _Token | None
 
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:

@@ -109,6 +109,8 @@ def export_generation(  # noqa: PLR0913 - options of the public API
         },
         "export_generation",
     )
+    if metrics is not None and precision is None:
+        raise ConfigError("metrics apply to a decoder in lower precision only", location="metrics", hint="Remove it.")
     check_precision(config, "export_generation")
     check_generation_precision(config, "export_generation")
     custom_metrics = load_metrics(config.parity.metrics, Path())
@@ -137,6 +139,7 @@ def produce(
         make_job: Returns the job of a part in a folder.
         output_lock: Takes over the lock of the folder. No other run replaces the folder until the stack is closed.
     """
+    prompts = [_with_mask(prompt) for prompt in prompts] if isinstance(prompts, list | tuple) else prompts
     _check(model, prompts, new_tokens)
     check_output(output)
     prompts = [{name: t if t.is_floating_point() else t.long() for name, t in prompt.items()} for prompt in prompts]
@@ -162,9 +165,9 @@ def produce(
         with progress.step("tokens"):
             start = getattr(parts[0].module, "start", None)
             compared = _compare(model, parts, results, prompts, new_tokens, start, draft)
-            metrics = jobs[-1].config.parity.metrics
-            if metrics is not None:
-                tokens.check_agreement(compared, metrics[GENERATION_METRIC].min)
+            decoder = jobs[-1].config
+            if decoder.precision is not None and decoder.parity.metrics is not None:
+                tokens.check_agreement(compared, decoder.parity.metrics[GENERATION_METRIC].min)
         digest_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared), tokens.ignored_settings(model))
@@ -209,8 +212,9 @@ def _compare(
         candidate = runtime.open_parts(draft, manifests, name, start, original.recompute_length)
         if artifact.precision is None:
             compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
-        else:
-            compared += [tokens.count_agreeing(candidate, name, case, ids) for case, ids in checked]
+        else:  # the first row alone would count twice
+            whole = [(case, ids) for case, ids in checked if any(case[1] is prompt for prompt in prompts)]
+            compared += [tokens.count_agreeing(candidate, name, case, ids) for case, ids in whole]
     return compared
 
 
@@ -234,19 +238,26 @@ def _document(
     model: nn.Module, results: Mapping[str, Result], compared: Sequence[TokenComparison], start: int | None
 ) -> dict[str, Any]:
     config: Any = model.generation_config
-    eos = config.eos_token_id
-    ends = [] if eos is None else [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
-    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
+    eos, pad = config.eos_token_id, config.pad_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
     return {
         "version": 1,
         "parts": {name: digest_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
         "start": start,
         "recompute_length": find_recompute_length(model),
-        "eos": ends,
-        "pad": int(pad),
+        "eos": [int(token) for token in ends if token >= 0],  # older configs have -1 for none
+        "pad": int(pad) if pad is not None and pad >= 0 else None,
         "tokens": [asdict(comparison) for comparison in compared],
         "left_out": list(tokens.ignored_settings(model)),
     }
+
+
+def _with_mask(prompt: Prompt) -> Prompt:
+    """Returns a prompt with a mask of ones if it has tokens and no mask."""
+    ids = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or "attention_mask" in prompt:
+        return prompt
+    return {**prompt, "attention_mask": torch.ones_like(ids)}
 
 
 def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,7 +112,12 @@ class Generator:
     """Generates tokens or texts with exported files, with the most likely token or by sampling."""
 
     def __init__(
-        self, parts: Parts, inputs: Sequence[TensorRecord], eos: Sequence[int], pad: int, bundle: Path | None = None
+        self,
+        parts: Parts,
+        inputs: Sequence[TensorRecord],
+        eos: Sequence[int],
+        pad: int | None,
+        bundle: Path | None = None,
     ) -> None:
         self._parts, self._inputs, self._eos, self._pad, self._bundle = parts, inputs, tuple(eos), pad, bundle
 
@@ -161,7 +167,7 @@ class Generator:
         """Returns the new text for each text, without special tokens.
 
         Args:
-            texts: One text, or several; they are padded on the left.
+            texts: One text, or several; they are padded on the left, or on the right for an encoder.
             settings: As for `generate`, except its inputs.
 
         Raises:
@@ -171,7 +177,8 @@ class Generator:
         texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ConfigError("expected one or more texts", location="generate_text")
-        options = {"padding": True, "padding_side": "left"} if preprocessors.pad_token(tokenizer) is not None else {}
+        side = "left" if self._parts.encoder is None else "right"  # padding before a text changes its positions
+        options = {"padding": True, "padding_side": side} if preprocessors.pad_token(tokenizer) is not None else {}
         encoded = tokenizer(texts, return_attention_mask=True, **options)
         ids = self.generate(encoded["input_ids"], encoded["attention_mask"], **settings)
         start = 1 if self._parts.encoder is not None else len(encoded["input_ids"][0])
@@ -186,7 +193,7 @@ class Generator:
         eos_token_id: int | Sequence[int] | None = None,
         do_sample: bool = False,
         temperature: float = 1.0,
-        top_k: int | None = None,
+        top_k: int | None = 50,
         top_p: float = 1.0,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
@@ -203,7 +210,7 @@ class Generator:
             eos_token_id: The tokens that end a row; by default from the model's generation config, and none if ``()``.
             do_sample: Whether to draw each token at random; by default, each is the most likely one.
             temperature: Divides the logits before a draw: below 1, likely tokens become more likely.
-            top_k: Draws only from this many of the most likely tokens.
+            top_k: Draws only from this many of the most likely tokens; from all if 0 or None.
             top_p: Draws only from the most likely tokens that together have this probability.
             repetition_penalty: Makes tokens of the prompt and earlier ones less likely if above 1.
             seed: The seed of the draws. With ``torch.manual_seed(seed)`` first, ``model.generate`` draws the same.
@@ -216,20 +223,16 @@ class Generator:
             ConfigError: The arguments are invalid, or the files do not run with them.
         """
         tensors = self._prepare({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < 1:
             message = f"the number must be at least 1 (found {max_new_tokens})"
             raise ConfigError(message, location="generate: max_new_tokens")
         if self._parts.encoder is None:
             check_left_padded(tensors, "generate")
         sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+        eos = self._eos if eos_token_id is None else _token_ids(eos_token_id)
+        pad = self._pad if self._pad is not None else next(iter(eos), 0)
         try:
-            eos = self._eos if eos_token_id is None else np.atleast_1d(np.asarray(eos_token_id, np.int64)).tolist()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{eos_token_id!r} is not a token id or a list of them", location="generate: eos_token_id"
-            ) from error
-        try:
-            new = self._parts.generate(tensors, max_new_tokens, eos, self._pad, sampling)
+            new = self._parts.generate(tensors, int(max_new_tokens), eos, pad, sampling)
         except Exception as error:  # each runtime has its own exceptions
             raise ConfigError(
                 f"the exported files fail on these inputs: {first_line(error)}",
@@ -262,6 +265,14 @@ class Generator:
         return tensors
 
 
+def _token_ids(value: Any) -> list[int]:
+    """Converts a token id, or several, to a list."""
+    tokens: list[Any] = [value] if isinstance(value, str | numbers.Number) else list(value)
+    if not all(isinstance(token, numbers.Integral) for token in tokens):
+        raise ConfigError(f"{value!r} is not a token id or a list of them", location="generate: eos_token_id")
+    return [int(token) for token in tokens]
+
+
 def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Converts lists to arrays; rejects rows of different lengths."""
     try:
@@ -270,7 +281,7 @@ def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "the rows of an input have different lengths",
             location="generate",
-            hint="Pad the rows on the left, and give attention_mask.",
+            hint="Pad the rows (on the left if the model has no encoder), and give attention_mask.",
         ) from error
 
 

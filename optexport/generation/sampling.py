@@ -6,8 +6,10 @@ The order of the steps is that of transformers: repetition penalty, temperature,
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,20 +29,21 @@ class Sampling:
 
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int | None = None
+    top_k: int | None = 50
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, is_valid, expectation in (
-            ("temperature", 0 < self.temperature < math.inf, "a positive number"),
-            ("top_k", self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= 1), "at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, and at most 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number"),
+            ("temperature", _is_positive(self.temperature), "a positive number"),
+            ("top_k", self.top_k is None or _is_whole(self.top_k), "a whole number, and at least 0"),
+            ("top_p", isinstance(self.top_p, numbers.Real) and 0 <= float(self.top_p) <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", _is_positive(self.repetition_penalty), "a positive number"),
+            ("seed", self.seed is None or _is_whole(self.seed), "a whole number from 0 to 2**63 - 1"),
         ):
             if not is_valid:
-                message = f"expected {expectation}, found {getattr(self, name)}"
+                message = f"expected {expectation}, found {getattr(self, name)!r}"
                 raise ConfigError(message, location=f"generate: {name}")
         for name in ("temperature", "top_k", "top_p", "seed"):
             if not self.do_sample and getattr(self, name) != getattr(Sampling, name):
@@ -53,7 +56,7 @@ class Sampling:
         if self.seed is None:
             random.seed()
         else:
-            random.manual_seed(self.seed)
+            random.manual_seed(int(self.seed))
 
         def choose(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             logits = self._penalize(logits.float(), tokens)
@@ -73,12 +76,12 @@ class Sampling:
         return logits.scatter(1, tokens, torch.where(earlier < 0, earlier * penalty, earlier / penalty))
 
     def _filter(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leaves the likely tokens: ``top_k`` of them, then those that have ``top_p`` of the probability.
+        """Leaves the ``top_k`` likeliest tokens (all if 0 or None), then those that have ``top_p`` of the probability.
 
         The latter is nucleus sampling (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration").
         """
-        if self.top_k is not None:
-            smallest = logits.topk(min(self.top_k, logits.shape[-1]))[0][:, -1:]
+        if self.top_k:
+            smallest = logits.topk(min(int(self.top_k), logits.shape[-1]))[0][:, -1:]
             logits = logits.masked_fill(logits < smallest, -math.inf)
         if self.top_p < 1:
             ascending, order = logits.sort(-1)
@@ -86,3 +89,11 @@ class Sampling:
             is_removed[:, -1] = False
             logits = logits.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
         return logits
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and 0 <= int(value) < 2**63

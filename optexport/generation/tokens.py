@@ -19,7 +19,7 @@ from optexport.tracing import dynamo_exporter
 # Each of two logits may have an error of one tolerance.
 _SIDES = 2
 # Settings that make `generate` take another token than the most likely, or end elsewhere than at an end token. Each
-# value leaves the result unchanged; so does None. Sampling is not in the list, because do_sample = False turns it off.
+# value leaves the result unchanged; so does None. A multilingual Whisper starts with tokens of language and task.
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
@@ -27,7 +27,7 @@ _NEUTRAL: Mapping[str, Any] = {
     **{name: [] for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings")},
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("constraints", "force_words_ids", "forced_decoder_ids", "dola_layers", "max_time"), None),
-    **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
+    **dict.fromkeys(("do_sample", "is_multilingual", "remove_invalid_values", "token_healing"), False),
     **dict.fromkeys(("sequence_bias", "watermarking_config"), None),
 }
 
@@ -75,7 +75,10 @@ def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
             first_row = {name: tensor[:1] for name, tensor in prompt.items()}
             if "attention_mask" in first_row:
                 is_token = first_row["attention_mask"][0] != 0
-                first_row = {name: tensor[:, is_token] for name, tensor in first_row.items()}
+                first_row = {
+                    name: tensor[:, is_token] if tensor.shape[:2] == (1, len(is_token)) else tensor
+                    for name, tensor in first_row.items()
+                }
             yield f"prompt {index}, first row", first_row
 
 
@@ -90,7 +93,7 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
         num_beams=1,
         max_new_tokens=tokens,
         use_cache=True,
-        pad_token_id=0 if own.pad_token_id is None else own.pad_token_id,
+        pad_token_id=max(0, own.pad_token_id or 0),
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,
     )
@@ -174,7 +177,7 @@ def check_agreement(comparisons: Sequence[TokenComparison], minimum: float) -> N
     """
     lowered = [comparison for comparison in comparisons if comparison.agreeing is not None]
     agreeing, compared = sum(one.agreeing or 0 for one in lowered), sum(one.compared for one in lowered)
-    if lowered and agreeing < minimum * compared:
+    if lowered and agreeing / compared < minimum:
         raise ParityError(
             f"{GENERATION_METRIC} of the new tokens is {agreeing / compared:.6g} ({agreeing} of {compared} agree); "
             f"the gate is {minimum:g}",

@@ -248,10 +248,15 @@ class ParityChecker:
         results_before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         tolerances = self.tolerances if precision is None else relax_for_lower_precision(self.tolerances, reference)
         empty = {name for name in tolerances if not any(o[name].numel() for o in self.reference.outputs)}
-        uncounted = self._uncounted(reference) if precision is not None else frozenset()
         outputs = (
             _compare(
-                name, results, results_before, reference, tolerance, always_empty=name in empty, uncounted=uncounted
+                name,
+                results,
+                results_before,
+                reference,
+                tolerance,
+                always_empty=name in empty,
+                uncounted=self._uncounted(reference, name) if precision is not None else (),
             )
             for name, tolerance in tolerances.items()
         )
@@ -260,11 +265,13 @@ class ParityChecker:
         self.targets.append(TargetParity(target, tuple(outputs), made_from, gate_results, precision))
         return self.targets[-1]
 
-    def _uncounted(self, reference: Reference) -> frozenset[str]:
-        """Returns the ordinary cases that gates skip because they use user data only."""
-        counted = {case for gate in self.gates for case in gate.cases}
-        is_user_data = any(gate.is_user_data for gate in self.gates)
-        return frozenset(c.name for c in reference.cases if is_user_data and not c.extreme and c.name not in counted)
+    def _uncounted(self, reference: Reference, output: str) -> frozenset[str]:
+        """Returns the ordinary cases of an output that no gate counts: other cases than user data, or all."""
+        gates = [gate for gate in self.gates if gate.output in (None, output)]
+        if gates and not any(gate.is_user_data for gate in gates):
+            return frozenset()
+        counted = {case for gate in gates for case in gate.cases}
+        return frozenset(case.name for case in reference.cases if not case.extreme and case.name not in counted)
 
 
 # Limits for files of lower precision on cases that no gate counts. The distance is relative to the length of the output
@@ -319,7 +326,7 @@ def _compare(
         failure = _find_failure(candidate, original, exact, distance, allowed)
         is_beyond = failure is not None
         if not is_beyond and case.name in uncounted and original.is_floating_point() and not tolerance.fixed:
-            unpadded = unpadded_positions(case.batch, distance.shape)
+            unpadded = unpadded_positions(case.batch, distance.shape[:-1])  # as the metrics do
             failure = _find_gross_failure(name, reference, distance[unpadded], magnitude[unpadded])
         compared.append(CaseParity(case.name, farthest, distances.largest(allowed), failure))
         from_original = distances.largest(distances.distance(candidate, original))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import State, restoring_state
+from optexport._utils.platform import is_of_memory
 from optexport._utils.weight_data import DataAccess
 from optexport.errors import ModelError, TraceError, describe_error
 from optexport.parity import distances
@@ -60,7 +61,8 @@ def run_in_own_precision(
                 continue
             is_resized = bool(checked) and not case.data
             suggestion = suggest_values(case.batch) if is_resized else None
-            raise ModelError(
+            failure = TraceError if is_of_memory(error) else ModelError
+            raise failure(
                 f"the original model fails on case {case.name}: {describe_error(error)}",
                 location=type(model).__name__,
                 hint=f"{suggestion} Otherwise, declare in inputs.dynamic only sizes that the model accepts."

@@ -125,7 +125,8 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
         # onnxruntime rejects stacked matrices in blocks, and otherwise scales them along the wrong axis.
         if weights[node.input[1]] == 2 or node.op_type == "Conv":
             layers.setdefault(layer_of(node.input[1]), []).append(node.name)
-    external = model.ByteSize() > EXTERNAL_DATA_ABOVE
+    external = _size(source) > EXTERNAL_DATA_ABOVE
+    _remove(target)
     onnx.save(model, target, save_as_external_data=external, location=f"{target.name}.data")
     return layers
 
@@ -187,6 +188,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         ExportError: onnxruntime cannot quantize the file.
     """
     try:
+        _remove(target)
         with _silence_logging():
             _QUANTIZERS[precision](source, target, nodes, batches)
             quantized = _list_float32_layers(source, precision) - _list_float32_layers(target, precision)
@@ -290,6 +292,12 @@ def _list_float32_layers(path: Path, precision: str) -> set[str]:
     restored = {name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output}
     layers = [node for node in nodes if node.op_type in OPERATORS[precision] and node.domain == ""]
     return {node.name for node in layers if node.input[1] not in restored}
+
+
+def _remove(path: Path) -> None:
+    """Removes an earlier attempt: onnx appends to an existing file of weights."""
+    for file in (path, path.with_name(f"{path.name}.data")):
+        file.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

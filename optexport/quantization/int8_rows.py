@@ -69,10 +69,20 @@ def quantize_rows(source: Path, model: onnx.ModelProto, nodes: Collection[str], 
     graph.ClearField("node")
     graph.node.extend(rewritten)
     graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
-    used = {name for node in rewritten for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    replaced = {*matrices} - _used_names(graph)
+    kept = [tensor for tensor in graph.initializer if tensor.name not in replaced]
     graph.ClearField("initializer")
     graph.initializer.extend(kept)
+
+
+def _used_names(graph: onnx.GraphProto) -> set[str]:
+    """Returns the names of all values that nodes read, also those in branches, and of the outputs."""
+    names = {value.name for value in graph.output}
+    for node in graph.node:
+        names.update(node.input)
+        for attribute in node.attribute:
+            names |= _used_names(attribute.g)
+    return names
 
 
 def _quantize_input(name: str) -> Iterator[onnx.NodeProto]:
@@ -149,7 +159,8 @@ def _channel_magnitudes(source: Path, model: onnx.ModelProto, batches: Sequence[
         largest: dict[str, Array] = {}
         for batch in batches:
             for name, tensor in run(batch).items():
-                values = tensor.abs().reshape(-1, tensor.shape[-1]).amax(0).numpy()
+                magnitudes = tensor.abs().reshape(-1, tensor.shape[-1]).numpy()
+                values = magnitudes.max(0, initial=0.0, where=np.isfinite(magnitudes))
                 largest[name] = np.maximum(largest.get(name, values), values)
         cached.write_text(json.dumps({name: values.tolist() for name, values in largest.items()}), encoding="utf-8")
     stored = json.loads(cached.read_text(encoding="utf-8"))

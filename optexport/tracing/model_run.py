@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from optexport._utils.module_state import restoring_state
+from optexport._utils.platform import is_of_memory
 from optexport._utils.user_lines import describe_error_and_line
-from optexport.errors import ModelError, OptexportError
+from optexport.errors import ModelError, OptexportError, TraceError, describe_error
 from optexport.signature.signature import as_arguments, flatten_outputs
 from optexport.tracing import dynamo_exporter
 
@@ -43,6 +44,7 @@ def check_runs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         ModelError: The model's code raises an exception.
+        TraceError: There is not enough memory.
     """
     try:
         run(model, inputs)
@@ -52,8 +54,11 @@ def check_runs(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
         raise model_error(model, inputs, error) from error
 
 
-def model_error(model: nn.Module, inputs: Mapping[str, torch.Tensor], error: Exception) -> ModelError:
+def model_error(model: nn.Module, inputs: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
     """Returns the error for a model that fails on its inputs without being traced."""
+    if is_of_memory(error):
+        message = f"there is not enough memory to run the model: {describe_error(error)}"
+        return TraceError(message, location=type(model).__name__, hint="Free memory, or use smaller inputs.")
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
     return ModelError(
         f"the model itself fails on the inputs {shapes}: {describe_error_and_line(error)}",

@@ -82,7 +82,7 @@ def test_document_names_ignored_settings_and_tokens() -> None:
     model.generation_config.repetition_penalty = 3.0
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = [7, 8], None
     document = export._document(model, {}, [], None)
-    assert (document["left_out"], document["eos"], document["pad"]) == (["repetition_penalty"], [7, 8], 7)
+    assert (document["left_out"], document["eos"], document["pad"]) == (["repetition_penalty"], [7, 8], None)
 
 
 def test_one_decoder_file_is_checked_on_all_tokens() -> None:
@@ -112,6 +112,24 @@ def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     assert (tmp_path / "old" / "decoder" / "notes.txt").read_text() == "kept"
 
 
+def test_negative_tokens_mean_none() -> None:
+    model = models.make("gpt2")
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = -1, -1
+    document = export._document(model, {}, [], None)
+    assert (document["eos"], document["pad"]) == ([], None)
+
+
+def test_prompt_without_a_mask_has_no_padding() -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    assert export._with_mask({"input_ids": ids})["attention_mask"].tolist() == [[1, 1, 1]]
+    assert list(export._with_mask({"input_features": ids})) == ["input_features"]
+
+
+def test_metrics_without_lower_precision_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="metrics apply to a decoder in lower precision only"):
+        export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "out", metrics={"cosine": 0.9})
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "change",
@@ -119,7 +137,6 @@ def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
         {"eos": None},
         {"eos": 3},
         {"pad": -5},
-        {"pad": None},
         {"start": "x"},
         {"recompute_length": 3.5},
         {"version": 2},

@@ -60,8 +60,7 @@ def test_the_filters_are_those_of_transformers(settings: dict[str, Any]) -> None
     if (penalty := settings.get("repetition_penalty")) is not None:
         steps.append(RepetitionPenaltyLogitsProcessor(penalty))
     steps.append(TemperatureLogitsWarper(settings.get("temperature", 1.0)))
-    if (top_k := settings.get("top_k")) is not None:
-        steps.append(TopKLogitsWarper(top_k))
+    steps.append(TopKLogitsWarper(settings.get("top_k", 50)))
     if (top_p := settings.get("top_p")) is not None:
         steps.append(TopPLogitsWarper(top_p))
     expected = LogitsProcessorList(steps)(tokens, logits)
@@ -76,7 +75,7 @@ def test_the_filters_are_those_of_transformers(settings: dict[str, Any]) -> None
 def test_files_draw_the_tokens_of_generate(family: str, settings: dict[str, Any]) -> None:
     prompt = models.prompts(family)[0]
     torch.manual_seed(5)
-    own = models.make(family).generate(**prompt, max_new_tokens=24, **{"top_k": 0, **settings}, eos_token_id=None)
+    own = models.make(family).generate(**prompt, max_new_tokens=24, **settings, eos_token_id=None)
     seed = {"seed": 5} if settings.get("do_sample") else {}
     actual = Generator.load(_exported(family)).generate(
         **prompt, max_new_tokens=24, **settings, **seed, eos_token_id=()
@@ -116,8 +115,10 @@ def test_without_a_seed_draws_differ() -> None:
     ("settings", "message"),
     [
         ({"do_sample": True, "temperature": 0.0}, "temperature: expected a positive number, found 0.0"),
-        ({"do_sample": True, "top_k": 0}, "top_k: expected at least 1, found 0"),
-        ({"do_sample": True, "top_p": 1.5}, "top_p: expected a number above 0, and at most 1, found 1.5"),
+        ({"do_sample": True, "temperature": None}, "temperature: expected a positive number, found None"),
+        ({"do_sample": True, "top_k": -1}, "top_k: expected a whole number, and at least 0, found -1"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p: expected a number from 0 to 1, found 1.5"),
+        ({"do_sample": True, "seed": 1.5}, r"seed: expected a whole number from 0 to 2\*\*63 - 1, found 1.5"),
         ({"repetition_penalty": -1.0}, "repetition_penalty: expected a positive number"),
         ({"temperature": 0.5}, "temperature: has no effect on the most likely token"),
         ({"seed": 3}, "seed: has no effect on the most likely token"),

@@ -16,7 +16,9 @@ from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ConfigError, ParityError
 from optexport.parity import verify
 from optexport.pipeline.run import run
+from optexport.quantization.int8_rows import quantize_rows
 from optexport.report.result import Result
+from optexport.runtime import runners
 from tests._helpers import exports
 from tests.quantization import models
 
@@ -147,6 +149,40 @@ def test_row_does_not_depend_on_other_rows(rows: Result) -> None:
     together = bundle(x=x)["output"]
     for index in range(5):
         np.testing.assert_array_equal(bundle(x=x[index : index + 1])["output"][0], together[index])
+
+
+def test_weights_of_branches_and_outputs_stay(tmp_path: Path) -> None:
+    """The weights that only branches read were removed."""
+    value, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    weights = {"weight": np.eye(4, dtype=np.float32), "bias": np.arange(4, dtype=np.float32)}
+
+    def branch(name: str, body: onnx.NodeProto) -> onnx.GraphProto:
+        return onnx.helper.make_graph([body], name, [], [value(name, onnx.TensorProto.FLOAT, None)])
+
+    branches = {
+        "then_branch": branch("then", node("Add", ["product", "bias"], ["then"])),
+        "else_branch": branch("else", node("MatMul", ["product", "weight"], ["else"])),
+    }
+    graph = onnx.helper.make_graph(
+        [node("MatMul", ["x", "weight"], ["product"], "layer"), node("If", ["flag"], ["y"], **branches)],
+        "graph",
+        [value("x", onnx.TensorProto.FLOAT, ["n", 4]), value("flag", onnx.TensorProto.BOOL, [])],
+        [value("y", onnx.TensorProto.FLOAT, ["n", 4])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    batches = [
+        {"x": torch.randn(3, 4), "flag": torch.tensor(True)},
+        {"x": torch.zeros(0, 4), "flag": torch.tensor(True)},
+    ]
+    quantize_rows(tmp_path / "model.onnx", model, ["layer"], batches)
+    onnx.save(model, tmp_path / "rows.onnx")
+    run_file = runners.open_onnx(tmp_path / "rows.onnx", ["y"], optimized=True)
+    x = torch.tensor([[1.0, 2.0, -3.0, 4.0]])
+    for flag in (True, False):
+        expected = x + torch.arange(4.0) if flag else x
+        torch.testing.assert_close(run_file({"x": x, "flag": torch.tensor(flag)})["y"], expected, atol=0.05, rtol=0)
 
 
 @pytest.mark.slow

@@ -76,10 +76,11 @@ def gate_result(measure: str) -> dict[str, Any]:
     return {"measure": measure, "output": None, **values, "failure": None, "cases": []}
 
 
-def runs(uri: str, experiment: str = "optexport") -> list[Run]:
+def runs(uri: str, experiment: str | None = None) -> list[Run]:
+    """Returns the runs of an experiment, by default of all."""
     client = mlflow.MlflowClient(uri)
-    match = client.get_experiment_by_name(experiment)
-    return [] if match is None else list(client.search_runs([match.experiment_id]))
+    ids = [one.experiment_id for one in client.search_experiments() if experiment in (None, one.name)]
+    return list(client.search_runs(ids)) if ids else []
 
 
 def only_run(uri: str) -> Run:
