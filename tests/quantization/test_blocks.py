@@ -69,6 +69,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(_write(tmp_path_factory.mktemp("int4"), "int4-blocks"))
 
 
+@pytest.mark.slow
 def test_all_weights_of_products_have_four_bits(result: Result) -> None:
     nodes = _bits(result.files["onnx"])
     assert sum(node["K"] * node["N"] for node in nodes) == _PRODUCT_WEIGHTS
@@ -78,6 +79,7 @@ def test_all_weights_of_products_have_four_bits(result: Result) -> None:
     assert not [node for node in products if node.input[1] in initializers]
 
 
+@pytest.mark.slow
 def test_manifest_records_the_precision_and_its_gate(result: Result) -> None:
     record = _record(result)
     assert record.precision == "int4-blocks"
@@ -89,6 +91,7 @@ def test_manifest_records_the_precision_and_its_gate(result: Result) -> None:
     assert 0.9 <= chosen.value < 0.9999
 
 
+@pytest.mark.slow
 def test_bundle_verifies_by_its_gates(result: Result) -> None:
     checker = verify.verify(result.output)
     assert [target.target for target in checker.targets if target.precision] == ["onnx", "onnx-optimized"]

@@ -102,6 +102,7 @@ def test_a_model_that_fails_on_its_inputs_starts_no_run(tmp_path: Path) -> None:
     assert mlflow.MlflowClient(uri).get_experiment_by_name("tracked") is None
 
 
+@pytest.mark.slow
 def test_a_declared_size_that_the_model_rejects_leaves_no_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     config = stores.project(tmp_path, uri)
