@@ -150,8 +150,8 @@ def test_unsupported_models_are_refused_with_a_reason(
             r"the prompt is too long \(found \d+ tokens, the model takes 256\)",
         ),
         (
-            [{"input_ids": torch.ones(1, 3, dtype=torch.int64)}],
-            r"\(expected input_ids, attention_mask, found input_ids\)",
+            [{"input_ids": torch.ones(1, 3).long(), "token_type_ids": torch.ones(1, 3).long()}],
+            r"\(expected input_ids, attention_mask, found attention_mask, input_ids, token_type_ids\)",
         ),
         (
             [{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}],
