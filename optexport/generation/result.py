@@ -80,6 +80,6 @@ def _line(comparison: TokenComparison) -> str:
     ]
     count = f"{comparison.compared} of {comparison.rows * comparison.tokens} compared, all equal"
     if comparison.agreeing is not None:
-        count = f"{comparison.agreeing} of {comparison.compared} predicted after the model's own tokens"
+        count = f"{comparison.agreeing} of {comparison.compared} predicted, each after the model's earlier tokens"
     rows = f"{comparison.rows} {'row' if comparison.rows == 1 else 'rows'}"
     return "; ".join([f"{comparison.format}, {comparison.prompt} ({rows}): {count}", *ties])

@@ -38,7 +38,7 @@ def run_in_own_precision(
 
     Raises:
         ModelError: The model fails on the traced or a declared case.
-        TraceError: Its results change between calls.
+        TraceError: Its results change between calls, or there is not enough memory.
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
@@ -61,8 +61,8 @@ def run_in_own_precision(
                 continue
             is_resized = bool(checked) and not case.data
             suggestion = suggest_values(case.batch) if is_resized else None
-            failure = TraceError if is_of_memory(error) else ModelError
-            raise failure(
+            error_class = TraceError if is_of_memory(error) else ModelError
+            raise error_class(
                 f"the original model fails on case {case.name}: {describe_error(error)}",
                 location=type(model).__name__,
                 hint=f"{suggestion} Otherwise, declare in inputs.dynamic only sizes that the model accepts."

@@ -74,7 +74,7 @@ class Verified(ParityChecker):
         return notebook.preformatted(self.summary())
 
     def _uncounted(self, reference: Reference, output: str) -> frozenset[str]:
-        """Returns no case of an output whose only gate cannot be checked again."""
+        """Returns the cases as in the run. There, a gate that cannot be checked again counts all cases."""
         has_gate = any(gate.output in (None, output) for gate in self.gates)
         return super()._uncounted(reference, output) if has_gate or not self.unchecked else frozenset()
 

@@ -93,10 +93,10 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
 
 def export_in_memory(job: Job, progress: Progress) -> Result:
     """Exports a model that was loaded in Python, and tracks the run if its config asks for it."""
-    model_run.check_runs(job.loaded.model, job.example)
     if not job.config.tracking.enabled:
         result = export_bundle(job, progress)
         return replace(result, seconds=progress.elapsed)
+    model_run.check_runs(job.loaded.model, job.example)
     with (
         contextlib.ExitStack() as output_lock,
         start_tracking(job.config, None, job.output, job.origin, progress) as tracker,
@@ -110,7 +110,7 @@ def export_in_memory(job: Job, progress: Progress) -> Result:
 
 
 def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:
-    """Loads the model of a plan, its inputs and the custom metrics; the model must run on the inputs.
+    """Loads the model of a plan, its inputs and the custom metrics; before tracking, the model must run on the inputs.
 
     Args:
         workspace: A temporary folder for downloads, and for the bundle if the plan does not keep it.
@@ -120,7 +120,8 @@ def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:
         loaded = steps.load_model(plan.config, plan.folder, workspace)
     with progress.step("inputs"):
         job = steps.prepare_inputs(plan, loaded, metrics, workspace)
-        model_run.check_runs(job.loaded.model, job.example)
+        if plan.config.tracking.enabled:
+            model_run.check_runs(job.loaded.model, job.example)
     if plan.lock is not None:
         lockfile.check_model(plan.lock, job, plan.path)
     return job

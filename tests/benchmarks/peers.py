@@ -104,24 +104,24 @@ def _transformers(fusions: str | None) -> Callable[[Racer, nn.Module, Path], Non
 
         exporter = OnnxExporter()
         config = OnnxConfig(dynamic=True, ort_fusions=fusions)  # type: ignore[arg-type]
-        exporter.save_program(exporter.export(model, racer.inputs(_traced(racer)), config).program, path)  # type: ignore[arg-type]
+        exporter.save_program(exporter.export(model, racer.inputs(traced_shape(racer)), config).program, path)  # type: ignore[arg-type]
 
     return write
 
 
-def _torch_onnx(racer: Racer, model: nn.Module, path: Path) -> None:
-    inputs = racer.inputs(_traced(racer))
+def export_with_torch(racer: Racer, model: nn.Module, path: Path) -> None:
+    inputs = racer.inputs(traced_shape(racer))
     axes = {"text": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}.get(racer.kind, {0: torch.export.Dim.AUTO})
     shapes = dict.fromkeys(inputs, axes)
     torch.onnx.export(model, (), path, kwargs=inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
 
 
 def _jit_trace(racer: Racer, model: nn.Module, path: Path) -> None:
-    traced = torch.jit.trace(model, example_kwarg_inputs=racer.inputs(_traced(racer)), strict=False)
+    traced = torch.jit.trace(model, example_kwarg_inputs=racer.inputs(traced_shape(racer)), strict=False)
     torch.jit.save(torch.jit.freeze(traced), path)
 
 
-def _traced(racer: Racer) -> tuple[int, ...]:
+def traced_shape(racer: Racer) -> tuple[int, ...]:
     """Returns a shape whose sizes are all dynamic to torch.export, which fixes 0 and 1."""
     return (4, 17) if racer.kind == "text" else (2,)
 
@@ -145,7 +145,7 @@ _OLIVE = ("olive", ("olive-ai==0.13.0", "requests", "transformers==5.23.0", "onn
 PEERS: Mapping[str, Peer] = {
     "transformers": Peer("onnx", write=_transformers(None)),
     "transformers-ort-fusions": Peer("onnx", write=_transformers("cpu")),
-    "torch.onnx": Peer("onnx", write=_torch_onnx),
+    "torch.onnx": Peer("onnx", write=export_with_torch),
     "optimum-onnx": Peer("onnx", *_OPTIMUM, command=_optimum()),
     "optimum-onnx-O2": Peer("onnx", *_OPTIMUM, command=_optimum("--optimize", "O2")),
     "optimum-onnx-O3": Peer("onnx", *_OPTIMUM, command=_optimum("--optimize", "O3")),

@@ -41,7 +41,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "inputs of wrong dtype": (
         config(inputs='tensors.x = { shape = ["batch", 4], dtype = "int64" }'),
         3,
-        "the model itself fails on the inputs x [2, 4]",
+        "the original model fails on case traced",
     ),
     "inputs of nothing": (config(inputs=""), 2, "nothing describes the model's inputs"),
     "dimension of no input": (

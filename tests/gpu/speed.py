@@ -25,7 +25,7 @@ from optexport.runtime import devices, onnx_session
 from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
 from tests.benchmarks.models import RACERS, Racer
-from tests.benchmarks.peers import _torch_onnx, _traced
+from tests.benchmarks.peers import export_with_torch, traced_shape
 from tests.benchmarks.turns import in_turns
 
 # Models that need no package, with the shapes to measure: small calls, where launching kernels takes most of the time,
@@ -57,11 +57,11 @@ def time_model(name: str, folder: Path, rounds: int, device: Device) -> list[str
             inputs = {node.name: arrays[node.name] for node in session.get_inputs()}
             ready[key] = onnx_session.bind_session(session, inputs, device)
         times = in_turns(ready, rounds)
-        for key, own in times.items():
-            ratios = [eager / other for eager, other in zip(times["eager"], own, strict=True)]
+        for key, seconds in times.items():
+            ratios = [eager / own for eager, own in zip(times["eager"], seconds, strict=True)]
             text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             rows.append(
-                f"| {name} | {'x'.join(map(str, shape))} | {key} | {1e3 * statistics.median(own):.2f} | {text} |"
+                f"| {name} | {'x'.join(map(str, shape))} | {key} | {1e3 * statistics.median(seconds):.2f} | {text} |"
             )
     return rows
 
@@ -70,7 +70,7 @@ def torch_calls(racer: Racer, folder: Path, device: Device) -> tuple[dict[str, C
     """Returns the callables that take tensors, and the sessions of ONNX Runtime."""
     has_onnx = device == "cpu" or devices.CUDA_PROVIDER in onnxruntime.get_available_providers()
     model = racer.load()
-    example = racer.inputs(_traced(racer))
+    example = racer.inputs(traced_shape(racer))
     axes = {0: Dim("batch", 1, 64)} | ({1: Dim("sequence", 2, 512)} if racer.kind == "text" else {})
     formats = ("torchscript", "pt2", *(["onnx"] if has_onnx else []))
     result = export(
@@ -81,7 +81,7 @@ def torch_calls(racer: Racer, folder: Path, device: Device) -> tuple[dict[str, C
     if has_onnx:
         plain = folder / "torch.onnx" / "model.onnx"
         plain.parent.mkdir(parents=True, exist_ok=True)
-        _torch_onnx(racer, racer.load(), plain)
+        export_with_torch(racer, racer.load(), plain)
         for key, path in {f"{_OURS} onnx": result.files["onnx"], "torch.onnx": plain}.items():
             sessions[key] = onnx_session.open_session(path, onnxruntime.SessionOptions(), device)
     moved: nn.Module = model.to(device)

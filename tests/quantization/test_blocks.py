@@ -25,7 +25,7 @@ _DYNAMIC = "[inputs.dynamic]\nbatch = [1, 4]\nsequence = [2, 32]\n"
 
 
 def _write(folder: Path, precision: str, *, tied: bool = False, gate: float = 0.9) -> Path:
-    """Writes the config of a decoder; an empty precision is that of the model."""
+    """Writes the config of a decoder; without a precision, in float32."""
     config = models.write(
         folder,
         f'onnx = "{precision}"' if precision else "",

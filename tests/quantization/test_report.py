@@ -256,7 +256,7 @@ class Distances(nn.Module):
 
 @pytest.mark.slow
 def test_padding_is_no_gross_error(tmp_path: Path) -> None:
-    """At padding, nobody reads a result. In bfloat16, the model's result there has no correct digit."""
+    """Results at padding are not used. In bfloat16, the model's have no correct digit there."""
     model = """
 import torch
 from torch import nn
