@@ -4,8 +4,8 @@
 
 FOLDER is the folder of tests.benchmarks.generation, with its Llama of 100 million random parameters. All products of
 its decoder get weights in blocks. Each file takes turns with the file in float32: prefill of 128 tokens, and one token
-after 128. The error of trained weights is measured on MiniLM's linear layers: its norm over the norm of the weights, in the
-median layer. Accuracy level 1 computes in float32; level 4 rounds the other factor to 8 bits per block.
+after 128. The error of trained weights is measured on MiniLM's linear layers: its norm over the norm of the weights, in
+the median layer. Accuracy level 1 computes in float32; level 4 rounds the other factor to 8 bits per block.
 """
 
 from __future__ import annotations
