@@ -24,6 +24,9 @@ telemetry.disable()
 if TYPE_CHECKING:
     from optexport.api import export as export
     from optexport.api import symbolic_trace as symbolic_trace
+    from optexport.batch.run import run_batch as run_batch
+    from optexport.batch.summary import BatchResult as BatchResult
+    from optexport.bundle.sign import sign as sign
     from optexport.errors import BenchError as BenchError
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
@@ -44,9 +47,13 @@ if TYPE_CHECKING:
     from optexport.parity.verify import verify as verify
     from optexport.pipeline.benchmark import benchmark as benchmark
     from optexport.pipeline.diff import diff as diff
+    from optexport.pipeline.lock import lock as lock
+    from optexport.pipeline.reproduce import reproduce as reproduce
     from optexport.pipeline.run import run as run
     from optexport.report.result import Result as Result
     from optexport.signature.signature import Dim as Dim
+    from optexport.tracking.registry.promotion import promote as promote
+    from optexport.tracking.registry.promotion import rollback as rollback
     from optexport.tracking.resume import upload as upload
 
 _ERRORS = (
@@ -64,6 +71,7 @@ _ERRORS = (
     "TransformationError",
 )
 _MODULES = {
+    "BatchResult": "batch.summary",
     "Bundle": "inference.bundle",
     "Dim": "signature.signature",
     "GenerationResult": "generation.result",
@@ -73,8 +81,14 @@ _MODULES = {
     "diff": "pipeline.diff",
     "export": "api",
     "export_generation": "generation.export",
+    "lock": "pipeline.lock",
+    "promote": "tracking.registry.promotion",
+    "reproduce": "pipeline.reproduce",
+    "rollback": "tracking.registry.promotion",
     "run": "pipeline.run",
+    "run_batch": "batch.run",
     "run_generation": "generation.run",
+    "sign": "bundle.sign",
     "symbolic_trace": "api",
     "upload": "tracking.resume",
     "verify": "parity.verify",

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from optexport._utils.platform import usable_cores
+from optexport.batch.engine import Engine
 from optexport.batch.results import TaskResult, make_failed_result
-from optexport.batch.run import Engine
 from optexport.batch.supervisor import Limits, supervise
 from optexport.batch.tasks import Task
 

@@ -22,8 +22,8 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport._utils.extras import check_extra
 from optexport._utils.packages import versions
+from optexport.batch.engine import Engine
 from optexport.batch.results import TaskResult, make_failed_result
-from optexport.batch.run import Engine
 from optexport.batch.supervisor import Limits, log_name, supervise
 from optexport.batch.tasks import Task, find_tasks
 from optexport.bundle import layout

@@ -1,10 +1,10 @@
-"""Formats the results of a batch: a table, a JSON document, and data for MLflow."""
+"""The result of a batch: as a table, as a JSON document, and as data for MLflow."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from optexport._utils import notebook
 from optexport.batch.results import TaskResult, worst_exit_code
 from optexport.errors import OptexportError, TrackingError, on_one_line
 
@@ -25,6 +26,63 @@ _WORDS = {
     6: "gate failed",
     7: "not tracked",
 }
+
+
+@dataclass(frozen=True, repr=False)
+class BatchResult:
+    """Result of a batch.
+
+    Attributes:
+        results: The result of each config, in their order.
+        run_id: The MLflow run of the batch; None without one.
+        tracking_failures: Errors of MLflow.
+        empty: Why the batch had no config; None if it had some.
+    """
+
+    results: tuple[TaskResult, ...]
+    run_id: str | None
+    tracking_failures: tuple[OptexportError, ...] = ()
+    empty: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of ``optexport batch``: the worst one of its configs."""
+        return worst_exit_code(self.results) or (TrackingError.exit_code if self.tracking_failures else 0)
+
+    @property
+    def passed(self) -> bool:
+        """True if every config succeeded, and MLflow has all of it."""
+        return self.exit_code == 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the JSON document that ``optexport batch --json`` prints."""
+        return {
+            "passed": self.passed,
+            "exit_code": self.exit_code,
+            "configs": [asdict(result) for result in self.results],
+            "mlflow_run_id": self.run_id,
+            "tracking_failures": list(map(str, self.tracking_failures)),
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints a table of the results, and the errors below it."""
+        if self.empty is not None:
+            console.print(escape(self.empty), soft_wrap=True)
+        else:
+            print_table(self.results, console)
+        if self.run_id is not None:
+            console.print(f"MLflow run of the batch: {self.run_id}", soft_wrap=True)
+
+    def summary(self) -> str:
+        """Returns the text that ``optexport batch`` prints."""
+        return notebook.as_text(self.show)
+
+    def __repr__(self) -> str:
+        counts = Counter(map(describe, self.results))
+        return f"BatchResult({', '.join(f'{count} {words}' for words, count in counts.most_common()) or 'no config'})"
+
+    def _repr_html_(self) -> str:
+        return notebook.as_html(self.show)
 
 
 def describe(result: TaskResult) -> str:
@@ -67,24 +125,6 @@ def print_table(results: Sequence[TaskResult], console: Console) -> None:
             console.print(f"[bold]{escape(on_one_line(result.config))}[/]: {escape(result.error)}", soft_wrap=True)
     counts = Counter(map(describe, results))
     console.print(", ".join(f"{count} {words}" for words, count in counts.most_common()))
-
-
-def as_json(results: Sequence[TaskResult], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
-    """Returns the JSON document of a batch.
-
-    Args:
-        results: Results of the configs.
-        run_id: The MLflow run of the batch, if any.
-        failures: Errors of MLflow.
-    """
-    code = worst_exit_code(results) or (TrackingError.exit_code if failures else 0)
-    return {
-        "passed": code == 0,
-        "exit_code": code,
-        "configs": [asdict(result) for result in results],
-        "mlflow_run_id": run_id,
-        "tracking_failures": list(map(str, failures)),
-    }
 
 
 def columns(results: Sequence[TaskResult]) -> dict[str, list[Any]]:

@@ -59,16 +59,6 @@ def choose_store(option: str | None, config_path: Path | None, config: Config | 
         from optexport.tracking.store import resolved_uri
 
         return resolved_uri(config.tracking.store, config_path.parent)
-    from optexport.config import tracking_uri
+    from optexport.config.tracking_uri import find_uri
 
-    try:
-        uri = tracking_uri.check_uri(option) if option else tracking_uri.find_environment_uri()
-    except ValueError as error:
-        raise ConfigError(str(error), location="--uri") from error
-    if uri is None:
-        raise ConfigError(
-            "no MLflow store is set",
-            location="--uri",
-            hint="Give --uri URI or --config CONFIG, or set MLFLOW_TRACKING_URI.",
-        )
-    return uri
+    return find_uri(option, "--uri", "Give --uri URI or --config CONFIG, or set MLFLOW_TRACKING_URI.")

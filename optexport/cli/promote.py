@@ -40,7 +40,7 @@ def promote(
     from optexport.tracking.registry import promotion
 
     alias = choose_alias(alias, config)
-    before = promotion.promote(choose_store(uri, config_path, config), name, version, alias)
+    before = promotion.promote(name, version, choose_store(uri, config_path, config), alias=alias)
     show_move(name, alias, before, version, as_json=as_json)
 
 

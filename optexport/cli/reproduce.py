@@ -9,7 +9,6 @@ import click
 from optexport.cli._console import echo, stdout_to_stderr
 from optexport.cli._group import Command, key_option, no_custom_code_option
 from optexport.errors import ParityError
-from optexport.report.progress import show_progress
 
 
 @click.command(cls=Command, examples=["optexport reproduce build/my-model --folder ."])
@@ -31,19 +30,17 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
 
     It runs the code that the manifest names. Check a bundle of somebody else with --key, or use --no-custom-code.
     """
-    with show_progress(True) as progress:
-        from optexport._utils import packages
-        from optexport.bundle import digests
+    from optexport._utils import packages
+    from optexport.bundle import digests
+    from optexport.bundle.sign import check_key
 
-        if key is not None:
-            from optexport.bundle.signing import folder_signature
+    check_key(bundle, key)
+    # Before the slow import of torch, which may even fail for a package of another version.
+    packages.check(digests.read_manifest(bundle).versions)
+    from optexport.pipeline import reproduce as pipeline_reproduce
 
-            folder_signature.check(bundle, key)
-        packages.check(digests.read_manifest(bundle).versions)
-        from optexport.pipeline import reproduce as pipeline_reproduce
-
-        with stdout_to_stderr():
-            differing = pipeline_reproduce.reproduce(bundle, folder, progress)
+    with stdout_to_stderr():
+        differing = pipeline_reproduce.reproduce(bundle, folder, progress=True)
     if differing:
         details = "\n".join(differing)
         raise ParityError("the repeated export differs from the bundle", location=str(bundle), details=details)

@@ -34,5 +34,5 @@ def rollback(name: str, alias: str | None, uri: str | None, config_path: Path | 
     from optexport.tracking.registry import promotion
 
     alias = choose_alias(alias, config)
-    before, version = promotion.rollback(choose_store(uri, config_path, config), name, alias)
+    before, version = promotion.rollback(name, choose_store(uri, config_path, config), alias=alias)
     show_move(name, alias, before, version, as_json=as_json)

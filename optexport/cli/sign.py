@@ -29,7 +29,7 @@ def sign(bundle: Path, key: Path) -> None:
 
     An earlier signature is replaced. For a generative model, give the folder that has all parts.
     """
-    from optexport.bundle.signing import folder_signature
+    from optexport.bundle import sign as signing
 
-    folder_signature.sign(bundle, key)
+    signing.sign(bundle, key)
     echo(f"{bundle}: signed. To check the signature: optexport verify {bundle} --key PUBLIC.pem")

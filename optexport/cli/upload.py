@@ -31,10 +31,9 @@ def upload(
     """
     config = read_config(config_path)
     store = choose_store(uri, config_path, config)
-    if key is not None:
-        from optexport.bundle.signing import folder_signature
+    from optexport.bundle.sign import check_key
 
-        folder_signature.check(bundle, key)
+    check_key(bundle, key)
     from optexport.tracking.resume import log_bundle
 
     experiment = experiment or (None if config is None else config.tracking.experiment)

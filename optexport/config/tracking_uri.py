@@ -86,6 +86,25 @@ def find_environment_uri() -> str | None:
         raise ConfigError(error.message, location=ENVIRONMENT_URI, hint=error.hint) from error
 
 
+def find_uri(uri: str | None, location: str, hint: str) -> str:
+    """Returns a user's URI, or else the one in ``MLFLOW_TRACKING_URI``.
+
+    Args:
+        location: The name of the user's argument, for errors.
+        hint: How to set a URI.
+
+    Raises:
+        ConfigError: `check_uri` refuses the URI, or nothing sets one.
+    """
+    try:
+        found = check_uri(uri) if uri else find_environment_uri()
+    except ValueError as error:
+        raise ConfigError(str(error), location=location) from error
+    if found is None:
+        raise ConfigError("no MLflow store is set", location=location, hint=hint)
+    return found
+
+
 def check_database_folder(uri: str, path: Path) -> None:
     """Checks that MLflow can open a database next to a config.
 

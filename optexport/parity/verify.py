@@ -6,6 +6,7 @@ This needs torch and onnxruntime, but neither transformers nor the original mode
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from optexport._utils.paths import as_path
@@ -13,6 +14,7 @@ from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, REFERENCE
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parity_records import GateRecord, ToleranceRecord
+from optexport.bundle.sign import check_key
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.exporters import targets
@@ -23,21 +25,26 @@ from optexport.parity.reference_file import read_reference
 from optexport.parity.verified import Verified
 
 
-def verify(folder: str | Path) -> Verified:
+def verify(folder: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None) -> Verified:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
     Gates are checked again on the stored cases, except gates on user metrics, whose code is not in the bundle.
+
+    Args:
+        folder: The bundle.
+        key: A public key; the bundle must then have a valid signature.
 
     Returns:
         The comparison of each file in each of its runtimes, after the original. Its `summary` has the text of
         ``optexport verify``, and `passed` the verdict.
 
     Raises:
-        ConfigError: The folder is not a bundle.
-        BundleError: A file is missing, added or changed, or cannot be loaded.
+        ConfigError: The folder is not a bundle, or the key is unusable.
+        BundleError: A file is missing, added or changed, or cannot be loaded, or the signature is not valid.
         DeviceError: The device that the files need is missing.
     """
     folder = as_path(folder, "folder")
+    check_key(folder, key)
     return check_files(folder, digests.read_manifest(folder))
 
 

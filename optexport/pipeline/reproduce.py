@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from optexport._utils import packages, signals, torch_settings
+from optexport._utils.paths import as_path
 from optexport._utils.platform import processor
 from optexport._utils.progress import Progress
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured, read_measured
+from optexport.bundle.sign import check_key
 from optexport.cache import store
 from optexport.config import tracking_uri
 from optexport.config.custom_code import check_custom_code
@@ -29,20 +32,30 @@ from optexport.exporters import registry
 from optexport.pipeline import run
 from optexport.pipeline.plan import RunPlan
 from optexport.pipeline.rules import load_rules
+from optexport.report.progress import show_progress
 from optexport.runtime.untrusted import archives
 from optexport.transformations.registry import PLUGIN
 
 _SHOWN = 5
 
 
-def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
-    """Runs a bundle again, without tuning and benchmarks.
+def reproduce(
+    bundle: str | os.PathLike[str],
+    folder: str | os.PathLike[str] = ".",
+    *,
+    key: str | os.PathLike[str] | None = None,
+    progress: bool | Progress | None = None,
+) -> list[str]:
+    """Exports the model of a bundle again and compares the files, like ``optexport reproduce``.
 
-    The bundle's config contains the choices of an earlier tuning.
+    It runs the code that the manifest names. Tuning and benchmarks are not repeated: the bundle's config contains the
+    choices of an earlier tuning.
 
     Args:
         bundle: The bundle's folder, which stays unchanged.
         folder: The folder that paths in the bundle's config are relative to.
+        key: A public key; the bundle must then have a valid signature, which is checked before anything runs.
+        progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Returns:
         A line for each difference; empty if all files have the same bytes.
@@ -50,6 +63,14 @@ def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     Raises:
         OptexportError: The bundle is damaged, or the run fails; one of the subclasses.
     """
+    path = as_path(bundle, "bundle")
+    check_key(path, key)
+    packages.check(digests.read_manifest(path).versions)
+    with show_progress(progress) as shown:
+        return _reproduce(path, as_path(folder, "folder"), shown)
+
+
+def _reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     manifest = digests.read_manifest(bundle)
     if manifest.config.get("generation") is not None:
         raise ConfigError(

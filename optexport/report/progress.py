@@ -26,9 +26,7 @@ def show_progress(shown: bool | Progress | None) -> Iterator[Progress]:
         yield shown
         return
     progress = Progress()
-    if shown is None:
-        shown = hasattr(sys, "ps1")  # set by Python's prompt and by IPython, also in notebooks
-    if not shown:
+    if not _is_shown(shown):
         yield progress
     elif sys.stderr is None or not sys.stderr.isatty():
         progress.note = _print_line
@@ -37,6 +35,15 @@ def show_progress(shown: bool | Progress | None) -> Iterator[Progress]:
     else:
         with _show_running_step(progress):
             yield progress
+
+
+def choose_printer(shown: bool | None) -> Callable[[str], None]:
+    """Returns a function that prints a line on standard error, or does nothing; None is as for `show_progress`."""
+    return _print_line if _is_shown(shown) else lambda text: None
+
+
+def _is_shown(shown: bool | None) -> bool:
+    return hasattr(sys, "ps1") if shown is None else shown  # set by Python's prompt and by IPython, also in notebooks
 
 
 def _print_step(progress: Progress, print_line: Callable[[str], None], name: str, seconds: float | None) -> None:

@@ -13,7 +13,7 @@ from optexport._utils import atomic_dir
 from optexport._utils.paths import as_path
 from optexport.bundle import digests, parts
 from optexport.config import tracking_uri
-from optexport.errors import ConfigError, OptexportError, TrackingError
+from optexport.errors import OptexportError, TrackingError
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
@@ -54,12 +54,7 @@ def upload(bundle: str | os.PathLike[str], uri: str | None = None, *, experiment
         BundleError: The bundle was changed or did not pass its checks.
         TrackingError: The store cannot be reached or rejects the request.
     """
-    try:
-        store_uri = tracking_uri.find_environment_uri() if uri is None else tracking_uri.check_uri(uri)
-    except ValueError as error:
-        raise ConfigError(str(error), location="uri") from error
-    if store_uri is None:
-        raise ConfigError("no MLflow store is set", location="uri", hint="Pass uri=..., or set MLFLOW_TRACKING_URI.")
+    store_uri = tracking_uri.find_uri(uri, "uri", "Pass uri=..., or set MLFLOW_TRACKING_URI.")
     return log_bundle(as_path(bundle, "bundle"), store_uri, experiment)
 
 

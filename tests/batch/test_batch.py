@@ -16,9 +16,10 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+import optexport
 from optexport import verify
+from optexport.batch.engine import run_tasks
 from optexport.batch.results import TaskResult, worst_exit_code
-from optexport.batch.run import run
 from optexport.batch.tasks import Task, find_tasks
 from optexport.cli.main import cli
 from tests._helpers import stores
@@ -80,6 +81,38 @@ def test_crashes_and_memory_limits_do_not_affect_other_configs(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
     assert summary["rows"]["eats.toml"]["peak_memory"] > 2 << 30
     assert summary["exit_code"] == 1
+
+
+@pytest.mark.slow
+def test_python_runs_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleets.config(tmp_path, "a")
+    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+    result = optexport.run_batch(["*.toml"], jobs=2, retries=0, folder=tmp_path / "logs", progress=True)
+    assert [item.exit_code for item in result.results] == [0, 2]
+    assert (result.passed, result.exit_code) == (False, 2)
+    assert repr(result) == "BatchResult(1 passed, 1 invalid config)"
+    assert "1 passed, 1 invalid config" in result.summary()
+    assert "a.toml: passed" in capsys.readouterr().err
+    assert optexport.run_batch(tmp_path / "a.toml", folder=tmp_path / "logs", resume=True).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"jobs": 0}, "batch: jobs: expected at least 1, found 0"),
+        ({"timeout": "soon"}, 'batch: timeout: "soon" is not a duration'),
+        ({"memory": float("nan")}, "batch: memory: "),
+        ({"engine": "spark"}, 'batch: engine: expected "local" or "ray", found "spark"'),
+        ({"engine": "ray", "jobs": 2}, "batch: jobs: a Ray cluster decides itself how many configs it runs"),
+        ({"address": "auto"}, "batch: address: an address needs the engine ray"),
+        ({"from_registry": "name = 'a'"}, "batch: from_registry: a registry needs exactly one config, found 2"),
+    ],
+)
+def test_invalid_options_are_refused_before_any_run(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(optexport.ConfigError) as raised:
+        optexport.run_batch(["a.toml", "b.toml"], **options)
+    assert str(raised.value).startswith(message)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -224,7 +257,9 @@ def test_usage_errors_are_reported_before_any_run(tmp_path: Path) -> None:
     assert nothing.exit_code == 2
     assert "c*.toml: no file matches this pattern" in nothing.output
     assert call("a.toml", "--timeout", "soon").exit_code == 2
-    for memory in ("0", "nan", "inf", "1e300", "1e-12"):
+    not_a_number = call("a.toml", "--memory", "nan")
+    assert (not_a_number.exit_code, "batch: memory: " in not_a_number.output) == (2, True)
+    for memory in ("0", "inf", "1e300", "1e-12"):
         nonsense = call("a.toml", "--memory", memory)
         assert nonsense.exit_code == 2
         assert "is not in the range 0.1<=x<=1048576" in nonsense.output
@@ -257,7 +292,7 @@ def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
             yield task, TaskResult(task.name, str(task.path), task.digest, code, "another" if code else None)
 
     announced: list[TaskResult] = []
-    results = run(tasks, engine, tmp_path / "batch", announce=announced.append)
+    results = run_tasks(tasks, engine, tmp_path / "batch", announce=announced.append)
     assert results == announced
     assert [result.exit_code for result in results] == [0, 4]
     assert str(results[0].error).startswith("The result is not in the journal, so --resume runs this config again: ")

@@ -93,7 +93,7 @@ def test_second_run_uses_the_cache_and_gives_the_same_bytes(config: Path, format
     assert (first.cache_hits, second.cache_hits) == ((), steps)
     assert digests(second.output) == before
     entries = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
-    assert reproduce.reproduce(second.output, config.parent, Progress()) == []
+    assert reproduce.reproduce(second.output, config.parent) == []
     after = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
     assert after == entries, "what is made again as a proof must not be taken from an earlier run"
 
@@ -118,7 +118,7 @@ def test_change_below_float32_precision_is_recomputed(config: Path, monkeypatch:
     after = load_file(bundle / REFERENCE)
     differing = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[1] for name in differing} == {"float64"}
-    assert reproduce.reproduce(bundle, config.parent, Progress()) == []
+    assert reproduce.reproduce(bundle, config.parent) == []
 
 
 @pytest.mark.slow

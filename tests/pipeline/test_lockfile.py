@@ -14,6 +14,7 @@ import pytest
 from click.testing import Result
 from safetensors.numpy import save_file
 
+import optexport
 from optexport.config.load import parse_config
 from optexport.errors import ConfigError
 from optexport.pipeline import lockfile
@@ -61,6 +62,13 @@ def locked(tmp_path: Path) -> Path:
 def run(config: Path) -> Result:
     sys.modules.pop("locked_model", None)
     return CliRunner().invoke(cli, ["run", "--locked", str(config)])
+
+
+def test_python_locks_a_config(locked: Path) -> None:
+    before = lockfile.lock_path(locked).read_text()
+    lockfile.lock_path(locked).unlink()
+    assert optexport.lock(locked) == lockfile.lock_path(locked)
+    assert lockfile.lock_path(locked).read_text() == before
 
 
 def test_locked_run_passes_if_nothing_changed(locked: Path) -> None:

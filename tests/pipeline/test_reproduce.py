@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from optexport._utils import custom_code
-from optexport._utils.progress import Progress
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.measurements import read_measured
@@ -204,7 +203,7 @@ def test_reasons_come_before_a_difference_of_the_results(project: Path) -> None:
 
 def test_bundle_of_a_python_model_cannot_be_reproduced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the bundle has no config, because it was exported from Python"):
-        pipeline_reproduce.reproduce(exports.exported().output, tmp_path, Progress())
+        pipeline_reproduce.reproduce(exports.exported().output, tmp_path)
 
 
 def test_bundle_without_its_source_is_one_clear_error(project: Path) -> None:
@@ -270,9 +269,9 @@ def test_store_named_by_a_bundle_is_not_asked_for_a_model(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # mlflow sets this if it has a store
     bundle = _from_mlflow(original, tmp_path, uri.format(folder=tmp_path))
     with pytest.raises(ConfigError, match="the environment does not set an MLflow server for it"):
-        pipeline_reproduce.reproduce(bundle, tmp_path, Progress())
+        pipeline_reproduce.reproduce(bundle, tmp_path)
     assert not (tmp_path / "mine.db").exists()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(SourceError, match="model.source: mlflow:models:/name/1"):
-        pipeline_reproduce.reproduce(bundle, tmp_path, Progress())
+        pipeline_reproduce.reproduce(bundle, tmp_path)

@@ -298,7 +298,7 @@ def test_refused_credentials_are_named_in_the_hint(tmp_path: Path, status: int) 
         with pytest.raises(TrackingError, match=rf"is complete\. {hint}, run with the same options: optexport upload"):
             log_bundle(target, uri)
         with pytest.raises(TrackingError, match=rf"The alias did not move\. {hint}, run the command again\."):
-            promotion.promote(uri, "block", "1", "champion")
+            promotion.promote("block", "1", uri)
         (tmp_path / "a config.toml").touch()
         tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", target)
         tracker.start({}, {})
@@ -313,7 +313,7 @@ def test_a_server_with_empty_answers_is_reported_as_not_mlflow(tmp_path: Path) -
         answering(200, "{}") as uri,
         pytest.raises(TrackingError, match="the server is not an MLflow server") as caught,
     ):
-        promotion.promote(uri, "block", "1", "champion")
+        promotion.promote("block", "1", uri)
     assert caught.value.exit_code == 7
 
 

@@ -193,7 +193,7 @@ enabled = false
 def test_tuned_bundle_is_reproduced_without_a_search(result: Result) -> None:
     folder = next(parent for parent in result.output.parents if (parent / "rules_of_mine.py").is_file())
     progress = Progress()
-    assert reproduce(result.output, folder, progress) == []
+    assert reproduce(result.output, folder, progress=progress) == []
     assert not any("tun" in name for name in progress.seconds)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.config.registration import model_name
+from optexport.config.registration import DEFAULT_ALIAS, alias_name, model_name
+from optexport.config.tracking_uri import find_uri
 from optexport.errors import ConfigError, OptexportError, did_you_mean
 from optexport.tracking import store
 from optexport.tracking.registry import aliases
@@ -29,15 +30,26 @@ class _Progress:
     next_step: str = "run the command again."
 
 
-def promote(uri: str, name: str, version: str, alias: str) -> str | None:
-    """Moves the alias to a version and returns the previous holder, or None.
+def promote(name: str, version: str | int, uri: str | None = None, *, alias: str = DEFAULT_ALIAS) -> str | None:
+    """Moves the alias of a registered model to a version, like ``optexport promote``.
+
+    The version is not compared with the current one.
+
+    Args:
+        name: The name of the model in MLflow's registry.
+        version: The version that gets the alias.
+        uri: The MLflow store; by default that of ``MLFLOW_TRACKING_URI``.
+        alias: The alias to move.
+
+    Returns:
+        The version that held the alias before, or None.
 
     Raises:
-        ConfigError: The model or the version does not exist.
+        ConfigError: An argument is invalid, or the model or the version does not exist.
         TrackingError: The store cannot be reached or rejects the request.
     """
-    with _connect(uri, name) as (client, _):
-        return promote_version(client, name, version, alias)
+    with _connect(uri, name, alias) as (client, _):
+        return promote_version(client, name, str(version), alias)
 
 
 def promote_version(client: Any, name: str, version: str, alias: str) -> str | None:
@@ -58,18 +70,30 @@ def promote_version(client: Any, name: str, version: str, alias: str) -> str | N
     return before
 
 
-def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
-    """Moves the alias back to its previous holder and returns the old and new holder.
+def rollback(name: str, uri: str | None = None, *, alias: str = DEFAULT_ALIAS) -> tuple[str, str]:
+    """Moves the alias of a registered model back to the version that held it before, like ``optexport rollback``.
+
+    A second rollback goes one more version back.
+
+    Args:
+        name: The name of the model in MLflow's registry.
+        uri: The MLflow store; by default that of ``MLFLOW_TRACKING_URI``.
+        alias: The alias to move.
+
+    Returns:
+        The version that held the alias, and the one that holds it now.
 
     Raises:
-        ConfigError: No version holds the alias, or no earlier holder exists.
+        ConfigError: An argument is invalid, no version holds the alias, or no earlier holder exists.
         TrackingError: The store cannot be reached or rejects the request.
     """
-    with _connect(uri, name) as (client, progress):
+    with _connect(uri, name, alias) as (client, progress):
         before, after = roll_back_version(client, name, alias)
         # If the next answer is lost, the record of the rollback may be gone. A second rollback would then go too far.
         progress.alias = f"Version {after} holds {alias}."
-        progress.next_step = f"run this command, not another rollback:\n  {promote_command(name, after, alias, uri)}"
+        progress.next_step = (
+            f"run this command, not another rollback:\n  {promote_command(name, after, alias, client.tracking_uri)}"
+        )
         aliases.end_rollback(client, name, alias)
         return before, after
 
@@ -128,16 +152,18 @@ def _delete_rollback_tag(client: Any, entry: Any) -> None:
 
 
 @contextmanager
-def _connect(uri: str, name: str) -> Iterator[tuple[Any, _Progress]]:
+def _connect(uri: str | None, name: str, alias: str) -> Iterator[tuple[Any, _Progress]]:
     """Yields a client of the store, and adds the state of the alias to errors within the block."""
-    try:
-        model_name(name)
-    except ValueError as error:
-        raise ConfigError(str(error), location="NAME") from error
-    store.check_not_new(uri, Path())
+    for location, check, value in (("name", model_name, name), ("alias", alias_name, alias)):
+        try:
+            check(value)
+        except ValueError as error:
+            raise ConfigError(str(error), location=location) from error
+    store_uri = find_uri(uri, "uri", "Pass uri=..., or set MLFLOW_TRACKING_URI.")
+    store.check_not_new(store_uri, Path())
     progress = _Progress()
     try:
-        client = store.open_store(uri, Path())
+        client = store.open_store(store_uri, Path())
         aliases.get_model(client, name)
         progress.alias = "The alias may have moved; check it."
         yield client, progress
@@ -148,4 +174,4 @@ def _connect(uri: str, name: str) -> Iterator[tuple[Any, _Progress]]:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own errors
         hint = f"{progress.alias} {store.retry_condition(error)}, {progress.next_step}"
-        raise store.failure(error, uri, hint) from error
+        raise store.failure(error, store_uri, hint) from error

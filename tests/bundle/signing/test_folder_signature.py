@@ -21,7 +21,7 @@ import optexport
 from optexport._utils import atomic_dir
 from optexport.bench.artifact import open_artifacts
 from optexport.bundle import contents
-from optexport.bundle.layout import check_replaceable
+from optexport.bundle.layout import SIGNATURE, check_replaceable
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError
 from tests._helpers import exports, signed
@@ -50,6 +50,19 @@ def signed_bundle(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Pa
 def copied(signed_bundle: Path, tmp_path: Path) -> Path:
     """Returns a copy of a signed bundle, in a folder with another name."""
     return Path(shutil.copytree(signed_bundle, tmp_path / "moved"))
+
+
+def test_python_signs_and_checks_the_signature(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    (copied / SIGNATURE).unlink()
+    with pytest.raises(BundleError, match="the signature is missing"):
+        optexport.verify(copied, key=keys[1])
+    optexport.sign(str(copied), keys[0])
+    assert optexport.verify(copied, key=keys[1]).passed
+    other = signed.pair(tmp_path)[1]
+    with pytest.raises(BundleError, match="was made with another key"):
+        optexport.verify(copied, key=other)
+    with pytest.raises(BundleError, match="was made with another key"):
+        optexport.reproduce(copied, key=other)
 
 
 def refused(bundle: Path, public: Path) -> str:

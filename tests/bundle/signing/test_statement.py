@@ -21,7 +21,6 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
 import optexport
-from optexport._utils.progress import Progress
 from optexport.bundle.signing import sbom
 from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import ConfigError
@@ -163,5 +162,5 @@ def test_sbom_with_other_versions_than_the_bundle_is_refused(folder: Path, tmp_p
 
 
 def test_signed_bundle_can_be_reproduced(folder: Path) -> None:
-    assert reproduce.reproduce(folder / "bundle", folder, Progress()) == []
+    assert reproduce.reproduce(folder / "bundle", folder) == []
     check(folder / "bundle", folder / "key.pub.pem")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import optexport
 from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
 from optexport.tracking.registry import aliases, promotion
@@ -33,27 +34,61 @@ def test_promotion_and_rollback_follow_the_history(store: Registry) -> None:
     for _ in range(3):
         store.log()
     assert store.holder == "3"
-    assert promotion.promote(store.uri, "block", "1", "champion") == "3"
+    assert promotion.promote("block", "1", store.uri) == "3"
     assert store.history[-1] == ("1", "promote")
     assert store.tags("1")["optexport.register.why"] == "by hand"
-    assert promotion.promote(store.uri, "block", "1", "champion") == "1"
-    assert promotion.rollback(store.uri, "block", "champion") == ("1", "3")
+    assert promotion.promote("block", "1", store.uri) == "1"
+    assert promotion.rollback("block", store.uri) == ("1", "3")
     assert "optexport.rolled_back" in store.tags("1")
     assert "optexport.rolled_back" not in store.tags("3")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.rollback("block", store.uri) == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("2", "1")
     with pytest.raises(ConfigError, match="no version that held the alias before version 1") as caught:
-        promotion.rollback(store.uri, "block", "champion")
+        promotion.rollback("block", store.uri)
     assert "Choose one of the versions 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
     assert store.holder == "1"
+
+
+@pytest.mark.slow
+def test_python_moves_the_alias_in_the_store_of_the_environment(
+    store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        store.log()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    assert optexport.promote("block", 1) == "2"
+    assert optexport.rollback("block") == ("1", "2")
+    assert optexport.promote("block", "1", alias="candidate") is None
+    assert store.holder == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"alias": "latest"}, 'alias: "latest" is not a valid alias'),
+        ({"uri": "htp://host"}, 'uri: MLflow has no tracking store "htp"'),
+        ({}, "uri: no MLflow store is set"),
+    ],
+)
+def test_python_names_the_wrong_argument(
+    arguments: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for call in (
+        lambda: optexport.promote("block", "1", **arguments),
+        lambda: optexport.rollback("block", **arguments),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            call()
+        assert str(raised.value).startswith(message)
 
 
 def test_a_missing_database_is_reported_and_not_created(tmp_path: Path) -> None:
     """The database was created, and the error was about a missing model."""
     uri = f"sqlite:///{tmp_path / 'typo.db'}"
     for ask in (
-        lambda: promotion.promote(uri, "block", "1", "champion"),
-        lambda: promotion.rollback(uri, "block", "champion"),
+        lambda: promotion.promote("block", "1", uri),
+        lambda: promotion.rollback("block", uri),
     ):
         with pytest.raises(ConfigError, match="the database does not exist"):
             ask()
@@ -68,11 +103,11 @@ def test_repeating_an_interrupted_promotion_completes_it(store: Registry, writes
     store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
     with contextlib.suppress(KeyboardInterrupt):
         promotion.promote_version(_Ended(store.client, writes), "block", "2", "champion")
-    promotion.promote(store.uri, "block", "2", "champion")
+    promotion.promote("block", "2", store.uri)
     assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved")
     assert store.tags("2")["optexport.register.why"] == "by hand"
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "3")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("2", "3")
+    assert promotion.rollback("block", store.uri) == ("3", "2")
 
 
 @pytest.mark.slow
@@ -85,12 +120,12 @@ def test_repeating_an_interrupted_rollback_goes_back_one_version(store: Registry
         ended = _Ended(store.client, writes)
         promotion.roll_back_version(ended, "block", "champion")
         aliases.end_rollback(ended, "block", "champion")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("3", "2")
     assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
-    assert promotion.promote(store.uri, "block", "3", "champion") == "2"
+    assert promotion.promote("block", "3", store.uri) == "2"
     assert "optexport.rolled_back" not in store.tags("3")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.rollback("block", store.uri) == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("2", "1")
 
 
 @pytest.mark.slow
@@ -100,8 +135,8 @@ def test_a_promotion_cancels_an_interrupted_rollback(store: Registry) -> None:
     with pytest.raises(KeyboardInterrupt):
         promotion.roll_back_version(_Ended(store.client, 2), "block", "champion")
     for version in ("1", "2"):
-        promotion.promote(store.uri, "block", version, "champion")
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+        promotion.promote("block", version, store.uri)
+    assert promotion.rollback("block", store.uri) == ("2", "1")
 
 
 @pytest.mark.slow
@@ -120,7 +155,7 @@ def test_a_rollback_with_a_lost_answer_names_the_next_command(
     end_rollback = aliases.end_rollback
     with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, TrackingError)) as caught:
         patched.setattr(aliases, "end_rollback", lost)
-        promotion.rollback(store.uri, "block", "champion")
+        promotion.rollback("block", store.uri)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "Version 2 holds champion." in text
@@ -128,7 +163,7 @@ def test_a_rollback_with_a_lost_answer_names_the_next_command(
     result = CliRunner().invoke(cli, shlex.split(command.strip().splitlines()[0])[1:])
     assert result.exit_code == 0, result.output
     assert store.holder == "2"
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.rollback("block", store.uri) == ("2", "1")
 
 
 @pytest.mark.slow
@@ -140,10 +175,10 @@ def test_a_rollback_ignores_an_interrupted_promotion(store: Registry) -> None:
     store.client.delete_registered_model_tag("block", "optexport.history.champion")
     with pytest.raises(KeyboardInterrupt):
         promotion.promote_version(_Ended(store.client, 1), "block", "1", "champion")
-    promotion.promote(store.uri, "block", "2", "champion")
+    promotion.promote("block", "2", store.uri)
     assert store.history == [("2", "promote")]
     with pytest.raises(ConfigError, match="no version that held the alias before version 2"):
-        promotion.rollback(store.uri, "block", "champion")
+        promotion.rollback("block", store.uri)
 
 
 @pytest.mark.slow
@@ -151,9 +186,9 @@ def test_a_version_with_the_alias_again_loses_the_rollback_tag(store: Registry) 
     for _ in range(3):
         store.log()
     for version in ("2", "3"):
-        promotion.promote(store.uri, "block", version, "champion")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "3")
+        promotion.promote("block", version, store.uri)
+    assert promotion.rollback("block", store.uri) == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("2", "3")
     assert "optexport.rolled_back" in store.tags("2")
     assert "optexport.rolled_back" not in store.tags("3")
 
@@ -164,8 +199,8 @@ def test_promoting_the_holder_ends_an_interrupted_rollback(store: Registry) -> N
     for _ in range(3):
         store.log()
     promotion.roll_back_version(store.client, "block", "champion")  # up to its last write
-    promotion.promote(store.uri, "block", "2", "champion")
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    promotion.promote("block", "2", store.uri)
+    assert promotion.rollback("block", store.uri) == ("2", "1")
 
 
 @pytest.mark.slow
@@ -187,7 +222,7 @@ def test_uploading_a_bundle_again_does_not_undo_a_promotion(store: Registry) -> 
     """The first upload stopped after moving the alias and before recording the move."""
     store.log()
     target = store.send_undecided()
-    promotion.promote(store.uri, "block", "1", "champion")
+    promotion.promote("block", "1", store.uri)
     again = log_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
@@ -199,7 +234,7 @@ def test_uploading_a_bundle_again_does_not_undo_a_rollback(store: Registry) -> N
     """The first upload stopped after moving the alias and before recording the move."""
     store.log()
     target = store.send_undecided()
-    promotion.rollback(store.uri, "block", "champion")
+    promotion.rollback("block", store.uri)
     again = log_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
@@ -224,7 +259,7 @@ def test_a_rollback_skips_a_deleted_version(store: Registry) -> None:
     for _ in range(3):
         store.log()
     store.client.delete_model_version("block", "2")
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "1")
+    assert promotion.rollback("block", store.uri) == ("3", "1")
 
 
 @pytest.mark.slow
@@ -235,7 +270,7 @@ def test_a_rollback_uses_the_last_of_equal_history_entries(store: Registry) -> N
     entries = [{"version": version, "by": "promote", "at": "then"} for version in "12121"]
     store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
     store.client.set_registered_model_alias("block", "champion", "1")
-    assert promotion.rollback(store.uri, "block", "champion") == ("1", "2")
+    assert promotion.rollback("block", store.uri) == ("1", "2")
     assert [version for version, _ in store.history] == list("1212")
 
 
@@ -260,7 +295,7 @@ def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
     store.log()
     third = store.log(size=100_000)
     store.client.set_registered_model_alias("block", "champion", third.version)
-    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback("block", store.uri) == ("3", "2")
 
 
 @pytest.mark.slow
@@ -269,14 +304,14 @@ def test_a_rollback_undoes_a_move_by_another_program(store: Registry) -> None:
     [
         ("blok", "1", 'unknown registered model\nHint: Did you mean "block"'),
         ("block", "9", "unknown version"),
-        ("", "1", 'NAME: "" is not a valid name of a registered model'),
-        ("block/1", "1", 'NAME: "block/1" is not a valid name of a registered model'),
+        ("", "1", 'name: "" is not a valid name of a registered model'),
+        ("block/1", "1", 'name: "block/1" is not a valid name of a registered model'),
     ],
 )
 def test_a_missing_model_or_version_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
     store.log()
     with pytest.raises(ConfigError) as caught:
-        promotion.promote(store.uri, name, version, "champion")
+        promotion.promote(name, version, store.uri)
     assert words in str(caught.value)
     assert store.holder == "1"
 
@@ -285,7 +320,7 @@ def test_a_missing_model_or_version_cannot_be_promoted(store: Registry, name: st
 def test_an_unassigned_alias_cannot_be_rolled_back(store: Registry) -> None:
     store.log()
     with pytest.raises(ConfigError, match="no version holds the alias"):
-        promotion.rollback(store.uri, "block", "challenger")
+        promotion.rollback("block", store.uri, alias="challenger")
 
 
 @pytest.mark.slow
@@ -315,4 +350,4 @@ def test_an_overwritten_history_does_not_stop_a_registration(store: Registry, ta
     store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
     store.log()
     assert store.history == [("1", "others"), ("2", "ratchet")]
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.rollback("block", store.uri) == ("2", "1")

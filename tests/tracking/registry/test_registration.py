@@ -71,8 +71,8 @@ def test_a_champion_without_an_optexport_run_keeps_the_alias(store: Registry) ->
     assert (registered.version, registered.holder, registered.moved) == ("2", "1", False)
     assert registered.why == ("version 1 cannot be compared: its run was deleted or was not made by optexport",)
     assert store.tags("2")["optexport.register.why"] == registered.why[0]
-    assert promotion.promote(store.uri, "block", "2", "champion") == "1"
-    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.promote("block", "2", store.uri) == "1"
+    assert promotion.rollback("block", store.uri) == ("2", "1")
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_champion_promoted_during_comparison_is_compared_too(
     """Another run moves the alias to a better version while the old champion is compared."""
     store.log(size=100_000)
     store.log(size=1)
-    promotion.promote(store.uri, "block", "1", "champion")
+    promotion.promote("block", "1", store.uri)
     holders: list[str | None] = []
     compare = registry.regression_gate.compare
 
@@ -229,8 +229,8 @@ def test_any_model_name_can_get_a_second_version(store: Registry, name: str) -> 
         assert logged is not None
         versions.append(logged.version)
     assert versions == ["1", "2"]
-    assert promotion.promote(store.uri, name, "1", config.alias) == "2"
-    assert promotion.rollback(store.uri, name, config.alias) == ("1", "2")
+    assert promotion.promote(name, "1", store.uri, alias=config.alias) == "2"
+    assert promotion.rollback(name, store.uri, alias=config.alias) == ("1", "2")
 
 
 def test_the_default_alias_is_champion() -> None:
@@ -265,8 +265,8 @@ def test_an_alias_that_did_not_move_is_an_error(by: str, store: Registry, monkey
     store.log()
     act = {
         "register": store.log,
-        "promote": lambda: promotion.promote(store.uri, "block", "1", "champion"),
-        "rollback": lambda: promotion.rollback(store.uri, "block", "champion"),
+        "promote": lambda: promotion.promote("block", "1", store.uri),
+        "rollback": lambda: promotion.rollback("block", store.uri),
     }[by]
     with monkeypatch.context() as patch:
         patch.setattr(mlflow.MlflowClient, "set_registered_model_alias", lambda *_: None)
