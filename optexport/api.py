@@ -42,6 +42,7 @@ from optexport.pipeline.api_arguments import (
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.runtime.devices import Device
+from optexport.runtime.onnx_session import check_available
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs
@@ -70,6 +71,7 @@ def export(  # noqa: PLR0913 - options of the public API
     precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
+    providers: str | Sequence[str] = (),
     passes: Mapping[str, Sequence[str]] | None = None,
     layout: Layout | None = None,
     allow_fixed_shape: bool = False,
@@ -104,6 +106,8 @@ def export(  # noqa: PLR0913 - options of the public API
         precision: Formats in lower precision as in ``[precision]``: ``{"onnx": "int8"}``. Only the gates apply to them.
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; by default the exporter's default.
+        providers: Execution providers of ONNX Runtime that the ONNX file is checked in, and records, as in
+            ``[export.onnx]``: "OpenVINOExecutionProvider". By default, those of the device.
         passes: Format passes as in ``[export.passes]``: ``{"onnx": ["sum-residuals"]}``. An empty list leaves out the
             defaults of a format.
         layout: "triton" writes the files as a model repository of Triton Inference Server, inside the bundle.
@@ -170,6 +174,7 @@ def export(  # noqa: PLR0913 - options of the public API
                 "formats": as_list(formats),
                 "output": output.name,
                 "opset": opset,
+                "onnx": {"providers": [providers] if isinstance(providers, str) else list(providers)},
                 "passes": {name: list(names) for name, names in (passes or {}).items()},
                 "layout": layout,
                 "allow_fixed_shape": allow_fixed_shape,
@@ -185,6 +190,7 @@ def export(  # noqa: PLR0913 - options of the public API
     check_formats_installed(config, "export")
     check_device(config, "export")
     registry.check_device(config.model.device, config.export.formats, "device")
+    check_available(config.export.onnx.providers, "providers")
     check_precision(config, "export")
     config = resolve_passes(config)
     rules = name_rules(transformations)

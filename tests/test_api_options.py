@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import onnx
 import pytest
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
@@ -47,6 +48,22 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
 def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(optexport.ConfigError, match=f"(?s){message}"):
         _export(tmp_path, **options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_providers_are_recorded_in_the_file(tmp_path: Path) -> None:
+    result = _export(tmp_path, providers="CPUExecutionProvider")
+    metadata = {entry.key: entry.value for entry in onnx.load(result.files["onnx"]).metadata_props}
+    assert metadata["optexport.providers"] == '["CPUExecutionProvider"]'
+    assert optexport.verify(result.output).passed
+
+
+def test_a_provider_that_is_not_installed_is_named_before_the_trace(tmp_path: Path) -> None:
+    with pytest.raises(optexport.DeviceError) as raised:
+        _export(tmp_path, providers=["XnnpackExecutionProvider"])
+    assert str(raised.value).startswith(
+        "providers: the installed ONNX Runtime has no XnnpackExecutionProvider (it has "
+    )
     assert not (tmp_path / "bundle").exists()
 
 

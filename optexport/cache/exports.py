@@ -35,15 +35,30 @@ def export(graph: FlatGraph, file_format: Format, folder: Path, passes: Sequence
             return ArtifactRecord.model_validate_json(record_json), True
     record = write_artifact(graph, file_format, folder, passes)
     if entry is not None:
-        files = registry.get_format(file_format).existing_files(folder / record.path)
-
-        def fill(entry_folder: Path) -> None:
-            for file in files:
-                shutil.copyfile(file, entry_folder / file.name)
-
-        notes = [record.model_dump_json(), [file.name for file in files]]
-        store.write(entry, notes, size=sum(file.stat().st_size for file in files), fill=fill)
+        _store(entry, record, folder)
     return record, False
+
+
+def keep(graph: FlatGraph, record: ArtifactRecord, folder: Path, passes: Sequence[str]) -> None:
+    """Stores a file that `write_artifact` wrote, so that `export` copies it."""
+    if (entry := _find_key(graph, record.format, passes)) is not None:
+        _store(entry, record, folder)
+
+
+def keeps(graph: FlatGraph, file_format: Format) -> bool:
+    """Returns True if `keep` stores such a file."""
+    return file_format in registry.BUILT_IN and of_graph(graph.flat) is not None
+
+
+def _store(entry: str, record: ArtifactRecord, folder: Path) -> None:
+    files = registry.get_format(record.format).existing_files(folder / record.path)
+
+    def fill(entry_folder: Path) -> None:
+        for file in files:
+            shutil.copyfile(file, entry_folder / file.name)
+
+    notes = [record.model_dump_json(), [file.name for file in files]]
+    store.write(entry, notes, size=sum(file.stat().st_size for file in files), fill=fill)
 
 
 def _copy(entry_folder: Path, names: Sequence[str], folder: Path) -> bool:

@@ -90,7 +90,9 @@ def check_formats(config: Config, location: str) -> None:
     """
     exported = config.export.formats
     named = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
-    for key, formats in {**named, "export.passes": list(config.export.passes)}.items():
+    named |= {"export.passes": list(config.export.passes)}
+    named |= {"export.onnx.providers": ["onnx"]} if config.export.onnx.providers else {}
+    for key, formats in named.items():
         _check_exported(formats, exported, f"{location}: {key}")
     if config.export.layout is not None and not {"onnx", "torchscript"}.intersection(exported):
         raise ConfigError(
@@ -156,6 +158,7 @@ def check_device(config: Config, location: str) -> None:
         "precision": config.precision is not None,
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
+        "export.onnx.providers": bool(config.export.onnx.providers),
     }
     for file_format in config.export.formats:
         features[f"export.formats: {file_format}"] = device not in get_format(file_format).devices

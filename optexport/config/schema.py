@@ -20,6 +20,7 @@ from pydantic import (
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
 from optexport.config.inputs import InputsConfig
 from optexport.config.metrics import MetricGates
+from optexport.config.providers import OnnxConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.tracking_uri import check_uri, find_environment_uri
@@ -200,6 +201,7 @@ class ExportConfig(Table):
             Runtime does not read newer ones.
         passes: Format passes by format, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes`` lists them. By
             default, those that measurements showed to be faster on such a processor.
+        onnx: Where the ONNX file will run.
         layout: The layout of the files in the bundle; by default next to the manifest.
         allow_fixed_shape: Whether a TorchScript file may accept only the traced sizes although axes are declared as
             dynamic. By default, this is an error.
@@ -211,6 +213,7 @@ class ExportConfig(Table):
     )
     opset: int | None = Field(default=None, ge=18, le=26)
     passes: dict[Format, list[str]] = {}
+    onnx: OnnxConfig = OnnxConfig()
     layout: Layout | None = None
     allow_fixed_shape: bool = False
 

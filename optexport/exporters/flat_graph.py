@@ -13,6 +13,7 @@ from optexport._version import __version__
 from optexport.exporters import graph_export
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
+from optexport.runtime.onnx_session import PROVIDERS_KEY
 from optexport.signature.signature import Batch, Signature
 from optexport.tracing.shapes.path_probe import drop_needless_assertions
 from optexport.transformations.apply import Applied
@@ -29,11 +30,12 @@ class FlatGraph:
         opset: Opset of an ONNX file; None if the exporter chooses it.
 
     Args:
+        providers: Execution providers of ONNX Runtime that will run an ONNX file, which records them.
         weights_sha256: Digest of the model's weights, written into ONNX files.
         applied: Transformations that were applied to the graph, written into ONNX files.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a format may need
         self,
         graph_module: fx.GraphModule,
         signature: Signature,
@@ -42,9 +44,10 @@ class FlatGraph:
         applied: Sequence[Applied],
         device: Device = "cpu",
         opset: int | None = None,
+        providers: Sequence[str] = (),
     ) -> None:
         self.signature, self.example, self.device, self.opset = signature, example, device, opset
-        self._weights_sha256, self._applied = weights_sha256, applied
+        self._weights_sha256, self._applied, self._providers = weights_sha256, applied, providers
         self.flat = graph_export.flatten(graph_module, signature)
 
     @cached_property
@@ -62,6 +65,7 @@ class FlatGraph:
 
     def metadata(self, passes: Sequence[str]) -> dict[str, Any]:
         """Returns the ``metadata_props`` of an ONNX file, which record how it was written."""
+        providers = {PROVIDERS_KEY: [*self._providers]} if self._providers else {}
         return {
             "optexport.version": __version__,
             "optexport.weights_sha256": self._weights_sha256,
@@ -70,4 +74,5 @@ class FlatGraph:
                 for a in self._applied
             ],
             "optexport.passes": list(passes),
+            **providers,
         }

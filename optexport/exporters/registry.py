@@ -86,7 +86,8 @@ def registered(format_class: type[Format]) -> Iterator[None]:
 def _load_format(name: str) -> Format:
     import_path = {**installed(), **BUILT_IN}.get(name)
     if import_path is None:
-        raise ConfigError(f'unknown format "{name}"', location=name, hint=did_you_mean(name, list_formats()))
+        hint = f"{did_you_mean(name, list_formats())} Or install the package that defines it."
+        raise ConfigError(f'unknown format "{name}"', location=name, hint=hint)
     if name not in BUILT_IN and custom_code.is_forbidden():
         raise ConfigError(
             f"the format {name} is custom code, and {custom_code.VARIABLE} forbids custom code", location=import_path

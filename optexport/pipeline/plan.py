@@ -27,6 +27,7 @@ from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
+from optexport.runtime.onnx_session import check_available
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
 
@@ -151,6 +152,7 @@ def _check_config(config: Config, path: Path) -> None:
         )
     check_extras(config, path)
     registry.check_device(config.model.device, config.export.formats, f"{path}: model.device")
+    check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
 
 
 def _apply_options(config: Config, options: RunOptions) -> Config:

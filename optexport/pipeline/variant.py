@@ -251,6 +251,7 @@ def _make_flat_graph(job: Job, traced: Traced, graph_module: fx.GraphModule, app
         applied,
         job.config.model.device,
         job.config.export.opset,
+        job.config.export.onnx.providers,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +22,27 @@ _ONNX_BFLOAT16 = 16
 
 # Providers in the order in which ONNX Runtime tries them for each operator. By default it computes float32 on a GPU in
 # TF32, which has 10 instead of 23 fraction bits.
-_PROVIDERS: dict[Device, list[Any]] = {
-    "cpu": ["CPUExecutionProvider"],
-    "cuda": [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"],
-}
+_CPU = "CPUExecutionProvider"
+_FULL_FLOAT32 = {CUDA_PROVIDER: {"use_tf32": "0"}}
+_PROVIDERS: dict[Device, list[str]] = {"cpu": [_CPU], "cuda": [CUDA_PROVIDER, _CPU]}
+# Entry of a file's metadata that names the providers it was exported for, as JSON.
+PROVIDERS_KEY = "optexport.providers"
+# It sends inputs to a server that the file names.
+FORBIDDEN_PROVIDER = "AzureExecutionProvider"
 
 
 def open_session(path: Path, options: Any, device: Device) -> Any:
     """Opens an ONNX file in ONNX Runtime on the requested device, without fallback.
 
-    ONNX Runtime still runs operators without a GPU kernel, and computations with sizes, on the CPU. A session that is
-    entirely on the CPU raises an error if a GPU was requested.
+    If the metadata of the file names providers, they come before the CPU. ONNX Runtime still runs operators without a
+    kernel there, and computations with sizes, on the CPU. A session that is entirely on the CPU raises an error if a
+    GPU was requested.
 
     Args:
         options: An ``onnxruntime.SessionOptions``.
 
     Raises:
-        DeviceError: The device is not available.
+        DeviceError: The device or a provider is not available.
         Exception: ONNX Runtime rejects the file; it raises many types.
     """
     import onnxruntime
@@ -46,10 +51,57 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
     if device == "cuda":
         with contextlib.redirect_stdout(sys.stderr):  # preload_dlls prints missing libraries
             onnxruntime.preload_dlls()  # from the packages that torch installs
-    session = onnxruntime.InferenceSession(path, options, providers=_PROVIDERS[device])
-    session.disable_fallback()  # no switch to the CPU after a failed run
+    session = onnxruntime.InferenceSession(path, options, providers=_with_options(_PROVIDERS[device]))
     check_providers(session.get_providers(), device, path.name)
+    if names := _read_providers(session, path.name):
+        check_available(names, path.name)
+        session.set_providers(_with_options([*names, _CPU]))
+        if missing := [name for name in names if name not in session.get_providers()]:
+            raise DeviceError(
+                f"ONNX Runtime could not load its {' and '.join(missing)}",
+                location=path.name,
+                hint="Install what this provider needs, or remove it from export.onnx.providers.",
+            )
+    session.disable_fallback()  # no switch to the CPU after a failed run
     return session
+
+
+def check_available(providers: Sequence[str], location: str) -> None:
+    """Checks that this build of ONNX Runtime has execution providers.
+
+    Raises:
+        DeviceError: It lacks one, or one sends data elsewhere.
+    """
+    if not providers:
+        return
+    import onnxruntime
+
+    if FORBIDDEN_PROVIDER in providers:
+        raise DeviceError(f"the {FORBIDDEN_PROVIDER} sends inputs to a server", location=location)
+    available = onnxruntime.get_available_providers()
+    if missing := [name for name in providers if name not in available]:
+        raise DeviceError(
+            f"the installed ONNX Runtime has no {' and no '.join(missing)} (it has {', '.join(available)})",
+            location=location,
+            hint="Install the build of ONNX Runtime that has it, such as onnxruntime-openvino, instead of onnxruntime.",
+        )
+
+
+def _with_options(names: Sequence[str]) -> list[Any]:
+    """Adds the options for full precision to providers that need them."""
+    return [(name, _FULL_FLOAT32[name]) if name in _FULL_FLOAT32 else name for name in dict.fromkeys(names)]
+
+
+def _read_providers(session: Any, location: str) -> list[str]:
+    """Reads the providers that a file, perhaps a stranger's, was exported for."""
+    text = session.get_modelmeta().custom_metadata_map.get(PROVIDERS_KEY, "[]")
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DeviceError(f"the metadata of the file names no valid providers ({PROVIDERS_KEY})", location=location)
+    return names
 
 
 def run_session(session: Any, outputs: Sequence[str], inputs: Mapping[str, npt.NDArray[Any]]) -> list[Any]:

@@ -16,6 +16,7 @@ from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
 from optexport.config.benchmarks import GateConfig
+from optexport.config.providers import OnnxConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError
@@ -29,6 +30,7 @@ RUN_TAG = "optexport.measurements"
 
 class _Output(BaseModel):
     output: str
+    onnx: OnnxConfig = OnnxConfig()
 
 
 class BundleSettings(BaseModel):

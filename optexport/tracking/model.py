@@ -81,7 +81,7 @@ def log_model(client: Any, run_id: str, onnx_model: OnnxModel, bundle: BundleRec
             mlflow_model=Model(artifact_path=model.artifact_location, run_id=run_id, model_id=model_id),
             signature=onnx_model.signature,
             pip_requirements=onnx_model.requirements,
-            onnx_execution_providers=["CPUExecutionProvider"],
+            onnx_execution_providers=[*bundle.settings.export.onnx.providers, "CPUExecutionProvider"],
             metadata={
                 "optexport_version": bundle.manifest.optexport_version,
                 "weights_sha256": bundle.manifest.model.weights_sha256,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bundle.artifacts import write_artifact
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.outcomes import PARITY_FAILED
+from optexport.cache import exports
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, describe_error
 from optexport.exporters import targets
@@ -59,6 +61,16 @@ class _Graph:
     flat_graph: FlatGraph
 
 
+@dataclass(frozen=True)
+class _Export:
+    """An exported file in float32 or half precision, before it is quantized."""
+
+    flat_graph: FlatGraph
+    record: ArtifactRecord
+    folder: Path
+    passes: tuple[str, ...]
+
+
 class CandidateBuilder:
     """Builds and checks the files of candidates.
 
@@ -77,12 +89,20 @@ class CandidateBuilder:
         self.job, self.traced, self.call, self.checker, self.folder = job, traced, call, checker, folder
         self.lowering = lowering
         self._graphs: dict[tuple[tuple[int, ...], str | None], _Graph | CandidateRejected] = {}
+        self._exports: dict[Path, _Export] = {}
+        self._write_seconds: dict[Format, float] = {}
         self._files = 0
 
     def layer_search_seconds(self, file_format: Format) -> float:
         """Returns the seconds of the search for layers that stay in float32, which only the first build contains."""
         precision = self.job.precision_of(file_format)
         return 0.0 if precision is None else self.lowering.layer_search_seconds(precision)
+
+    def kept_seconds(self, file_format: Format) -> float:
+        """Returns the seconds that `keep` saves the run: those of writing the latest file, or 0 without a cache."""
+        latest = [export for export in self._exports.values() if export.record.format == file_format]
+        is_kept = bool(latest) and exports.keeps(latest[-1].flat_graph, file_format)
+        return self._write_seconds[file_format] if is_kept else 0.0
 
     def matching_rules(self, candidate: Candidate) -> list[int]:
         """Returns the rules of a candidate that match somewhere, when all of them are applied.
@@ -117,14 +137,16 @@ class CandidateBuilder:
         def write_and_check() -> Artifact:
             source = folder / "float32" if is_quantized else folder
             source.mkdir(exist_ok=True)
+            start = time.monotonic()
             record = write_artifact(flat_graph, file_format, source, passes_in(candidate))
+            self._write_seconds[file_format] = time.monotonic() - start
             self._check_file(source, record, flat_graph, None if is_quantized else precision)
             if precision is not None and is_quantized:
                 self.lowering.quantize_file(source / record.path, folder / record.path, precision, flat_graph.flat)
-                shutil.rmtree(source)
                 self._check_file(folder, record, flat_graph, precision)
             names = list(self.job.example), flat_graph.signature.output_names
             (artifact,) = list_artifacts([record], names, folder, "")
+            self._exports[artifact.path] = _Export(flat_graph, record, source, tuple(passes_in(candidate)))
             return replace(artifact, name=name, precision=precision)
 
         try:
@@ -133,8 +155,14 @@ class CandidateBuilder:
             shutil.rmtree(folder)
             raise
 
+    def keep(self, artifact: Artifact) -> None:
+        """Stores the export of a chosen file in the cache, so that the run need not repeat it."""
+        export = self._exports[artifact.path]
+        exports.keep(export.flat_graph, export.record, export.folder, export.passes)
+
     def discard(self, artifact: Artifact) -> None:
         """Removes a file, because the disk may not have room for many large models."""
+        del self._exports[artifact.path]
         shutil.rmtree(artifact.path.parent)
 
     def _graph(self, candidate: Candidate, precision: str | None = None) -> _Graph:
@@ -170,6 +198,7 @@ class CandidateBuilder:
             applied,
             job.config.model.device,
             job.config.export.opset,
+            job.config.export.onnx.providers,
         )
         return _Graph(graph_module, applied, flat_graph)
 

@@ -87,8 +87,11 @@ class Search:
 
     @property
     def export_seconds(self) -> float:
-        """Seconds to export the chosen file after the search; 0 until a file is built."""
-        return self.build_seconds + self.builder.layer_search_seconds(self.format) if self.build_seconds else 0.0
+        """Seconds to export and check the chosen file after the search; 0 until a file is built."""
+        if not self.build_seconds:
+            return 0.0
+        search_seconds = self.builder.layer_search_seconds(self.format)
+        return max(0.0, self.build_seconds - self.builder.kept_seconds(self.format)) + search_seconds
 
     @property
     def least_seconds(self) -> float:
@@ -127,10 +130,12 @@ class Search:
         return self.outcome(list(cached.items()))
 
     def outcome(self, cached: Sequence[tuple[Candidate, Trial]] = ()) -> Outcome:
-        """Returns the choice by the measurements so far, and removes all files."""
+        """Returns the choice by the measurements so far, keeps its export for the run, and removes all files."""
+        chosen = self._choose() if self._has_last_rung else self.start
+        if chosen in self.artifacts:
+            self.builder.keep(self.artifacts[chosen])
         for candidate in list(self.artifacts):
             self.builder.discard(self.artifacts.pop(candidate))
-        chosen = self._choose() if self._has_last_rung else self.start
         measured_plain = chosen != self.plain and self._has_last_rung and self.tournament.has_run_last(self.plain)
         tried = [*self.built, *self.rejected]
         return Outcome(

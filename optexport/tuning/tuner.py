@@ -75,15 +75,18 @@ def tune(
         for name in sorted(formats, key=lambda name: name != "onnx")
     ]
     outcomes: list[Outcome] = []
-    builds: list[float] = []  # measured or expected seconds of the final exports
+    exports: list[float] = []  # measured or expected seconds of the final exports
+    slowest = budget.build_seconds
     for index, search in enumerate(searches):
         with progress.step(f"tune {search.format}"):
             remaining = len(searches) - index
-            in_time = time.monotonic() < _find_end(budget, builds, remaining + 1)  # it is built now and at the end
+            # It is built now and at the end.
+            in_time = time.monotonic() < _find_end(budget, exports, remaining + 1, slowest)
             if in_time and not search.build_start():
                 continue  # the run itself reports why no file passes
-            builds.append(search.export_seconds or max(builds, default=2 * budget.build_seconds) / 2)
-            end = _find_end(budget, builds, remaining - 1)
+            slowest = search.build_seconds if index == 0 and in_time else max(slowest, search.build_seconds)
+            exports.append(search.export_seconds if in_time else slowest / 2)
+            end = _find_end(budget, exports, remaining - 1, slowest)
             in_time = in_time and time.monotonic() + search.tournament.cost(1, ROUNDS_PER_LAUNCH) < end
             if in_time:
                 search.measure_start()
@@ -96,16 +99,17 @@ def tune(
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def _find_end(budget: Budget, builds: Sequence[float], unbuilt: int) -> float:
+def _find_end(budget: Budget, exports: Sequence[float], unbuilt: int, slowest: float) -> float:
     """Returns when all searches must end.
 
     Args:
         budget: The time of the run.
-        builds: Seconds of the final exports of some formats.
-        unbuilt: Number of the formats without a build. Their exports are expected to take half of the slowest one,
-            because ONNX is first and takes longest.
+        exports: Seconds of the final exports of some formats.
+        unbuilt: Number of the other formats. Their exports are expected to take half of the slowest one, because ONNX
+            is first and takes longest.
+        slowest: Seconds of the slowest build so far.
     """
-    return budget.end - budget.reserve - sum(builds) - unbuilt * max(builds, default=budget.build_seconds) / 2
+    return budget.end - budget.reserve - sum(exports) - unbuilt * slowest / 2
 
 
 def _estimate(searches: Sequence[Search], seconds: float) -> str:

@@ -158,6 +158,21 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "no format": (table("export", "formats = []"), "export.formats", "the list is empty"),
     "format not in a list": (table("export", 'formats = "onnx"'), "export.formats", 'Write ["onnx"].'),
+    "provider without its suffix": (
+        table("export", 'onnx.providers = ["OpenVINO"]'),
+        "export.onnx.providers[0]",
+        'Write a name such as "OpenVINOExecutionProvider".',
+    ),
+    "provider that sends inputs away": (
+        table("export", 'onnx.providers = ["AzureExecutionProvider"]'),
+        "export.onnx.providers[0]",
+        "AzureExecutionProvider sends inputs to a server",
+    ),
+    "provider without an ONNX file": (
+        table("export", 'formats = ["pt2"]\nonnx.providers = ["CPUExecutionProvider"]'),
+        "export.onnx.providers",
+        "the format onnx is not exported (export.formats is pt2)",
+    ),
     "opset of the past": (table("export", "opset = 17"), "export.opset", "expected at least 18, found 17"),
     "opset of the future": (table("export", "opset = 27"), "export.opset", "expected at most 26, found 27"),
     "store misspelt": (table("tracking", 'uri = "sqllite:///m.db"'), "tracking.uri", 'Did you mean "sqlite"?'),

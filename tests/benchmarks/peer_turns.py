@@ -118,7 +118,7 @@ def raced(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
     files = ours(name, source, folder, arguments)
     failures: dict[str, str] = {}
     ratios = []
-    workloads = [_workload(racer, shape, folder) for shape in racer.shapes]
+    workloads = [_workload(racer, shape, folder) for shape in arguments.shapes or racer.shapes]
     for file_format, own in files.items():
         artifacts = [_artifact(_OURS, file_format, Path(own["path"]), own["inputs"])]
         for peer in (key for key, peer in PEERS.items() if peer.format == file_format):
@@ -201,6 +201,10 @@ def summary(races: dict[str, dict[str, Any]]) -> Iterator[str]:
         )
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(RACERS), metavar="MODEL", help=", ".join(RACERS))
@@ -210,6 +214,7 @@ def main() -> None:
     parser.add_argument("--effort", default="standard", help="parity.effort of the tuned runs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shapes", type=_shape, nargs="+", metavar="BxS", help="other shapes to measure, as 3x37")
     parser.add_argument("--fresh", action="store_true", help="measure again; the files are kept")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(RACERS):

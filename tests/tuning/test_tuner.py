@@ -127,6 +127,11 @@ def test_tuned_run_compares_its_files_only_in_the_search(result: Result) -> None
 
 
 @pytest.mark.slow
+def test_file_of_the_search_is_not_exported_again(result: Result) -> None:
+    assert "export onnx" in result.cache_hits
+
+
+@pytest.mark.slow
 def test_budget_includes_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget for the search alone would take the time of a run without a search in addition."""
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
