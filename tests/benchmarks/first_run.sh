@@ -9,6 +9,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 git clone -q "$(git rev-parse --show-toplevel)" "$folder/clone"
 cd "$folder/clone"
+export OPTEXPORT_CACHE="$folder/cache"
 for title in "with the installation" "again"; do
   start=$SECONDS
   make run >"$folder/log" 2>&1 || { cat "$folder/log"; exit 1; }
