@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from optexport.bundle import layout
 from optexport.bundle.manifest import ArtifactRecord
@@ -14,10 +15,11 @@ from optexport.bundle.measurements import Origin
 from optexport.config.run_steps import group_formats
 from optexport.config.schema import Config, Format
 from optexport.errors import TraceError
+from optexport.exporters.flat_graph import FlatGraph
 from optexport.loading.loader import Loaded
 from optexport.parity.gates import Metric
-from optexport.signature.signature import Batch, Dim, Dynamic
-from optexport.transformations.apply import NamedRule, Transformed
+from optexport.signature.signature import Batch, Dim, Dynamic, Signature
+from optexport.transformations.apply import Applied, NamedRule, Transformed
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,26 @@ class Job:
         """The variants: formats with the same rules share one graph."""
         groups = group_formats(self.config, [rule.formats for rule in self.rules])
         return [Variant(group.formats, tuple(self.rules[i] for i in group.rules), group.precision) for group in groups]
+
+    def make_flat_graph(
+        self, signature: Signature, graph_module: fx.GraphModule, applied: Sequence[Applied]
+    ) -> FlatGraph:
+        """Returns a graph with everything that the formats need to write it.
+
+        Args:
+            signature: The signature of the traced model.
+            applied: The transformations that made the graph.
+        """
+        return FlatGraph(
+            graph_module,
+            signature,
+            self.example,
+            self.loaded.weights_sha256,
+            applied,
+            self.config.model.device,
+            self.config.export.opset,
+            self.config.export.onnx.providers,
+        )
 
     def precision_of(self, file_format: Format) -> str | None:
         """Returns the lower precision of a format; None if it has the model's precision."""

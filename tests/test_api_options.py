@@ -39,6 +39,8 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
     [
         ({"transformations": "merge-linear"}, 'unknown rule "merge-linear".*Did you mean "merge-linears"'),
         ({"formats": "onx"}, 'unknown format "onx"'),
+        ({"providers": 5}, "providers: expected a list, found 5"),
+        ({"passes": {"onnx": "sum"}}, 'unknown format pass "sum"'),
         ({"bench": 3}, "bench: 3 is not a mapping"),
         ({"tokenizer": "bert-base"}, "tokenizer: 'bert-base' is not a tokenizer of transformers"),
         ({"tune": "soon"}, 'tune.budget: "soon" is not a duration'),
@@ -49,6 +51,13 @@ def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], messag
     with pytest.raises(optexport.ConfigError, match=f"(?s){message}"):
         _export(tmp_path, **options)
     assert not (tmp_path / "bundle").exists()
+
+
+def test_names_of_outputs_may_be_left_out_of_keep_outputs(tmp_path: Path) -> None:
+    """Without names it keeps all; beside another one, all outputs were compared with the remaining ones."""
+    rules = [optexport.transformations.KeepOutputs(), optexport.transformations.KeepOutputs(("hidden",))]
+    result = _export(tmp_path, transformations=rules)
+    assert [spec.name for spec in result.manifest.outputs] == ["hidden"]
 
 
 def test_providers_are_recorded_in_the_file(tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ def run_batch(  # noqa: PLR0913 - options of the public API
         resume=resume,
         from_registry=from_registry,
     )
-    given = [configs] if isinstance(configs, str | os.PathLike) else [*configs]
-    names = [str(as_path(name, "configs")) for name in given]
+    paths = [configs] if isinstance(configs, str | os.PathLike) else [*configs]
+    names = [str(as_path(path, "batch: configs")) for path in paths]
+    if not names:
+        raise ConfigError("there is no config to run", location="batch: configs", hint="Give a file or a pattern.")
     if from_registry is not None and len(names) != 1:
         raise ConfigError(f"a registry needs exactly one config, found {len(names)}", location="batch: from_registry")
     selection = None if from_registry is None else write_configs(Path(names[0]), from_registry)

@@ -27,7 +27,7 @@ def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str]) -> None:
     folder_signature.sign(as_path(bundle, "bundle"), as_path(key, "key"))
 
 
-def check_key(bundle: os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
+def check_signature(bundle: os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
     """Checks the signature of a bundle, if a public key is given.
 
     Raises:

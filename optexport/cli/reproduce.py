@@ -32,9 +32,9 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     """
     from optexport._utils import packages
     from optexport.bundle import digests
-    from optexport.bundle.sign import check_key
+    from optexport.bundle.sign import check_signature
 
-    check_key(bundle, key)
+    check_signature(bundle, key)
     # Before the slow import of torch, which may even fail for a package of another version.
     packages.check(digests.read_manifest(bundle).versions)
     from optexport.pipeline import reproduce as pipeline_reproduce

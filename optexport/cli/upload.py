@@ -31,9 +31,9 @@ def upload(
     """
     config = read_config(config_path)
     store = choose_store(uri, config_path, config)
-    from optexport.bundle.sign import check_key
+    from optexport.bundle.sign import check_signature
 
-    check_key(bundle, key)
+    check_signature(bundle, key)
     from optexport.tracking.resume import log_bundle
 
     experiment = experiment or (None if config is None else config.tracking.experiment)

@@ -45,7 +45,7 @@ _SQLITE_FORM = (
 
 
 def check_uri(uri: str) -> str:
-    """Checks that MLflow has a store for a URI, and that the end of its password is clear.
+    """Checks that MLflow has a store for a URI, and that it is unambiguous where its password ends.
 
     Returns:
         The URI.
@@ -96,13 +96,15 @@ def find_uri(uri: str | None, location: str, hint: str) -> str:
     Raises:
         ConfigError: `check_uri` refuses the URI, or nothing sets one.
     """
+    if uri is not None and not isinstance(uri, str):
+        raise ConfigError(f"{uri!r} is not a text", location=location)
     try:
-        found = check_uri(uri) if uri else find_environment_uri()
-    except ValueError as error:
-        raise ConfigError(str(error), location=location) from error
-    if found is None:
+        store_uri = check_uri(uri) if uri else find_environment_uri()
+    except InvalidValueError as error:
+        raise ConfigError(error.message, location=location, hint=error.hint) from error
+    if store_uri is None:
         raise ConfigError("no MLflow store is set", location=location, hint=hint)
-    return found
+    return store_uri
 
 
 def check_database_folder(uri: str, path: Path) -> None:

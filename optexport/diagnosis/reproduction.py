@@ -55,6 +55,8 @@ def run_onnx(path):
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    if recorded := session.get_modelmeta().custom_metadata_map.get("optexport.providers"):
+        session.set_providers([*json.loads(recorded), "CPUExecutionProvider"])
     arrays = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
     return [torch.from_numpy(result) for result in session.run(list(OUTPUTS), arrays)]
 """
@@ -62,7 +64,7 @@ _IMPORT_FORMAT = "import torch\nfrom optexport.exporters.registry import get_for
 # Imports and functions by the suffix of the file with the wrong results.
 _SETUP = {
     **dict.fromkeys((".pt", ".pt2"), ("import re\nimport torch", _NAME_ARGUMENTS)),
-    ".onnx": ("import onnxruntime\nimport torch", _RUN_ONNX),
+    ".onnx": ("import json\nimport onnxruntime\nimport torch", _RUN_ONNX),
 }
 _SCRIPT = '''\
 """{title}"""

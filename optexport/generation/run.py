@@ -32,33 +32,36 @@ from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import steps
+from optexport.pipeline.api_arguments import as_texts
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
+from optexport.runtime.onnx_session import check_available
 from optexport.tracking import run_params
 
 
 @torch_settings.preserved()
 def run_generation(
-    path: str | Path, *, without: Sequence[str] = (), progress: bool | Progress | None = None
+    path: str | Path, *, without: str | Sequence[str] = (), progress: bool | Progress | None = None
 ) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
     Each part is tracked as a separate run, after all checks. If a check fails, one run has the failure.
 
     Args:
-        without: Names of rules to omit.
+        without: One or more names of rules to omit.
         progress: Whether to print every step, with its time, on standard error; by default in notebooks and at prompts.
 
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    path = as_path(path, "path")
+    path, without = as_path(path, "path"), as_texts(without, "without")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")
     check_extras(config, path)
+    check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
     new_tokens = config.generation.new_tokens
     with naming_config(path):
         rules = load_rules(config, folder, without)

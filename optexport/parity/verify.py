@@ -14,7 +14,7 @@ from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, REFERENCE
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parity_records import GateRecord, ToleranceRecord
-from optexport.bundle.sign import check_key
+from optexport.bundle.sign import check_signature
 from optexport.config.metrics import CUSTOM_METRIC, METRICS
 from optexport.errors import BundleError, ExportError
 from optexport.exporters import targets
@@ -44,7 +44,7 @@ def verify(folder: str | os.PathLike[str], *, key: str | os.PathLike[str] | None
         DeviceError: The device that the files need is missing.
     """
     folder = as_path(folder, "folder")
-    check_key(folder, key)
+    check_signature(folder, key)
     return check_files(folder, digests.read_manifest(folder))
 
 

@@ -66,11 +66,23 @@ def _name_rule(value: Any) -> tuple[NamedRule, ...]:
     return NamedRule.of(value)
 
 
-def as_list(formats: Any) -> Any:
-    """Returns formats as a list for the config; leaves other values for the config to reject."""
-    if isinstance(formats, str):
-        return [formats]
-    return list(formats) if isinstance(formats, Iterable) else formats
+def as_list(value: Any) -> Any:
+    """Returns a text, or several values, as a list; leaves a value of another type for the config to reject."""
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, Iterable) else value
+
+
+def as_texts(value: Any, name: str) -> list[str]:
+    """Returns a text, or several, as a list.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    texts = as_list(value)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{value!r} is not a text or a list of texts", location=name)
+    return texts
 
 
 def as_table(value: Any, key: str) -> dict[str, Any] | None:

@@ -16,8 +16,9 @@ from optexport.bench.report import Report
 from optexport.bench.turns import Settings
 from optexport.config.benchmarks import BenchConfig
 from optexport.config.validation import explain_errors
-from optexport.errors import ConfigError
-from optexport.pipeline.api_arguments import as_list
+from optexport.errors import ConfigError, did_you_mean
+from optexport.exporters import registry
+from optexport.pipeline.api_arguments import as_list, as_texts
 from optexport.report.progress import show_progress
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -68,6 +69,11 @@ def benchmark(  # noqa: PLR0913 - options of the public API
         message = f"expected a number from 0 to {_MAX_SECONDS}, found {seconds!r}"
         raise ConfigError(message, location="benchmark: seconds")
     settings = Settings(config.threads, config.rounds, seconds)
+    names = as_texts(formats, "benchmark: formats")
+    for name in names:
+        if not registry.is_format(name):
+            hint = did_you_mean(name, registry.list_formats())
+            raise ConfigError(f'unknown format "{name}"', location="benchmark: formats", hint=hint)
     inputs_file = None if inputs is None else as_path(inputs, "inputs")
     with show_progress(progress) as shown, contextlib.ExitStack() as step:
 
@@ -76,7 +82,7 @@ def benchmark(  # noqa: PLR0913 - options of the public API
             step.enter_context(shown.step(text))
 
         measured, baselines = _as_paths(paths, "paths"), _as_paths(against, "against")
-        return run.bench(measured, baselines, config.shapes, settings, as_list(formats), inputs_file, announce)
+        return run.bench(measured, baselines, config.shapes, settings, names, inputs_file, announce)
 
 
 def _as_paths(value: _Paths, name: str) -> list[Path]:

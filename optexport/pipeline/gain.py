@@ -30,7 +30,7 @@ def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
         draft: The folder of the files.
 
     Returns:
-        A record for each file; empty if the model is too large or too slow for the time limit.
+        A record for each file; empty on a GPU, without timed files, or if the model is too large or too slow.
     """
     job, example = results.traced.job, results.traced.job.example
     artifacts = [artifact for artifact in results.artifacts if get_format(artifact.format).is_timed]

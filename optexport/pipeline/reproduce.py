@@ -15,10 +15,11 @@ from optexport._utils import packages, signals, torch_settings
 from optexport._utils.paths import as_path
 from optexport._utils.platform import processor
 from optexport._utils.progress import Progress
+from optexport._utils.tensors import bytes_of
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured, read_measured
-from optexport.bundle.sign import check_key
+from optexport.bundle.sign import check_signature
 from optexport.cache import store
 from optexport.config import tracking_uri
 from optexport.config.custom_code import check_custom_code
@@ -29,6 +30,7 @@ from optexport.config.source import SourceKind, check_module, check_source, chec
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
 from optexport.exporters import registry
+from optexport.parity import distances
 from optexport.pipeline import run
 from optexport.pipeline.plan import RunPlan
 from optexport.pipeline.rules import load_rules
@@ -64,7 +66,7 @@ def reproduce(
         OptexportError: The bundle is damaged, or the run fails; one of the subclasses.
     """
     path = as_path(bundle, "bundle")
-    check_key(path, key)
+    check_signature(path, key)
     packages.check(digests.read_manifest(path).versions)
     with show_progress(progress) as shown:
         return _reproduce(path, as_path(folder, "folder"), shown)
@@ -194,13 +196,21 @@ def _list_part_differences(earlier: Mapping[str, Any], later: Mapping[str, Any])
         if isinstance(before, torch.Tensor):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 yield f"{name} was {before.dtype} {[*before.shape]}, and is {after.dtype} {[*after.shape]}"
-            elif not torch.equal(before, after):
-                distance = (before.double() - after.double()).abs().max().item()
-                yield f"{name} differs by at most {distance:.3g}"
+            elif not torch.equal(bytes_of(before), bytes_of(after)):
+                yield f"{name} differs{_describe_distance(before, after)}"
         elif before != after:
-            lines = itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue="(no line)")
-            number, first = next((number, pair) for number, pair in enumerate(lines, 1) if pair[0] != pair[1])
-            yield f"{name}, line {number}: was {first[0].strip()}, is {first[1].strip()}"
+            lines = itertools.zip_longest(before.splitlines(True), after.splitlines(True), fillvalue="(no line)")
+            number, pair = next((number, pair) for number, pair in enumerate(lines, 1) if pair[0] != pair[1])
+            was, now = (line.strip() for line in pair)
+            yield f"{name}, line {number}: {'the line endings differ' if was == now else f'was {was}, is {now}'}"
+
+
+def _describe_distance(before: torch.Tensor, after: torch.Tensor) -> str:
+    """Describes the distance of two tensors of one shape; empty if it is no number, as for NaN or the sign of zero."""
+    if before.is_complex():
+        before, after = torch.view_as_real(before), torch.view_as_real(after)
+    distance = distances.largest(distances.distance(after, before))
+    return f" by at most {distance:.3g}" if distance else ""
 
 
 def _no_parts(path: Path) -> dict[str, Any]:  # noqa: ARG001

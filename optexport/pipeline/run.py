@@ -22,6 +22,7 @@ from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
 from optexport.pipeline import bundle_writer, lockfile, steps
+from optexport.pipeline.api_arguments import as_texts
 from optexport.pipeline.gain import measure_gain
 from optexport.pipeline.measure import list_workloads, measure_files
 from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_tracking
@@ -37,7 +38,7 @@ from optexport.tracing import model_run
 def run(  # noqa: PLR0913 - options of the public API
     path: str | Path,
     *,
-    without: Sequence[str] = (),
+    without: str | Sequence[str] = (),
     tune: bool = False,
     baseline: bool = False,
     dump: str | Path | None = None,
@@ -48,7 +49,7 @@ def run(  # noqa: PLR0913 - options of the public API
     """Runs a config file.
 
     Args:
-        without: Names of rules to omit.
+        without: One or more names of rules to omit.
         tune: Whether to tune even if the config does not ask for it.
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder for the graph before and after every transformation.
@@ -59,7 +60,8 @@ def run(  # noqa: PLR0913 - options of the public API
     Raises:
         OptexportError: The run fails; the subclass has the exit code.
     """
-    options = RunOptions(without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
+    omitted = as_texts(without, "without")
+    options = RunOptions(without=omitted, tune=tune, baseline=baseline, dump=dump, locked=locked, keep=keep)
     with show_progress(progress) as shown:
         return run_plan(plan_run(path, options), shown)
 

@@ -37,8 +37,7 @@ from optexport.pipeline.undo_check import check_undo
 from optexport.quantization.half import HalfCaster
 from optexport.quantization.int8 import Quantizer
 from optexport.quantization.sensitivity import LayerChoices, check_passed
-from optexport.tracing.trace import Traced
-from optexport.transformations.apply import Applied, Transformed, sharing_copy, transform
+from optexport.transformations.apply import Transformed, sharing_copy, transform
 
 
 def transform_variant(variant: Variant, traced: TracedJob, progress: Progress) -> Transformed:
@@ -153,7 +152,7 @@ class VariantExporter:
 
     def _export_files(self, variant: Variant, transformed: Transformed) -> list[ArtifactRecord]:
         """Writes and checks the files of a graph; quantizes an ONNX file after its check."""
-        graph = _make_flat_graph(self._job, self._traced.trace, transformed.graph_module, transformed.applied)
+        graph = self._job.make_flat_graph(self._traced.signature, transformed.graph_module, transformed.applied)
         precision = self._job.precision_of("onnx") if "onnx" in variant.formats else None
         files: dict[str, Path] = {}
         artifacts: list[ArtifactRecord] = []
@@ -242,19 +241,6 @@ class VariantExporter:
         )
 
 
-def _make_flat_graph(job: Job, traced: Traced, graph_module: fx.GraphModule, applied: Sequence[Applied]) -> FlatGraph:
-    return FlatGraph(
-        graph_module,
-        traced.signature,
-        job.example,
-        job.loaded.weights_sha256,
-        applied,
-        job.config.model.device,
-        job.config.export.opset,
-        job.config.export.onnx.providers,
-    )
-
-
 def _suffix_and_title(variant: Variant, job: Job) -> tuple[str, str]:
     """Returns suffixes for the steps and files of a variant; empty if there is only one."""
     if len(job.variants) == 1:
@@ -277,7 +263,7 @@ def export_plain(
         The files, and the errors of formats that need a rule to export.
     """
     traced, _ = trace_original(replace(job, rules=()))
-    graph = _make_flat_graph(job, traced, traced.graph_module, ())
+    graph = job.make_flat_graph(traced.signature, traced.graph_module, ())
     records, failures = [], {}
     for name in formats:
         try:

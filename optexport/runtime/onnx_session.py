@@ -27,7 +27,7 @@ _FULL_FLOAT32 = {CUDA_PROVIDER: {"use_tf32": "0"}}
 _PROVIDERS: dict[Device, list[str]] = {"cpu": [_CPU], "cuda": [CUDA_PROVIDER, _CPU]}
 # Entry of a file's metadata that names the providers it was exported for, as JSON.
 PROVIDERS_KEY = "optexport.providers"
-# It sends inputs to a server that the file names.
+# This provider sends inputs to a server that the file names.
 FORBIDDEN_PROVIDER = "AzureExecutionProvider"
 
 

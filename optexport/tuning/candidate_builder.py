@@ -190,16 +190,7 @@ class CandidateBuilder:
             applied = (*before.applied, cast)
         target = GRAPH if precision is None else f"lowered {GRAPH}"
         self._check(target, graph_runner(graph_module, self.call), precision)
-        flat_graph = FlatGraph(
-            graph_module,
-            self.traced.signature,
-            job.example,
-            job.loaded.weights_sha256,
-            applied,
-            job.config.model.device,
-            job.config.export.opset,
-            job.config.export.onnx.providers,
-        )
+        flat_graph = job.make_flat_graph(self.traced.signature, graph_module, applied)
         return _Graph(graph_module, applied, flat_graph)
 
     def _check_file(self, folder: Path, record: ArtifactRecord, flat_graph: FlatGraph, precision: str | None) -> None:

@@ -177,6 +177,7 @@ def _cache_entry(
         {module: code_of(module) for module in plugins | metrics},
         job.config.export.passes.get(file_format, []),
         job.config.export.opset,
+        job.config.export.onnx.providers,
         devices.describe(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
         job.precision_of(file_format),

@@ -115,6 +115,11 @@ def test_invalid_options_are_refused_before_any_run(tmp_path: Path, options: dic
     assert not any(tmp_path.iterdir())
 
 
+def test_a_batch_without_configs_is_refused() -> None:
+    with pytest.raises(optexport.ConfigError, match="batch: configs: there is no config to run"):
+        optexport.run_batch([])
+
+
 @pytest.mark.slow
 def test_crash_is_retried_and_a_reported_error_is_not(tmp_path: Path) -> None:
     fleets.config(tmp_path, "flaky", "crashes_once")

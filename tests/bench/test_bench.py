@@ -432,6 +432,8 @@ def test_python_function_gives_the_report_of_the_command() -> None:
         ({"shapes": {"batch": 0}}, "benchmark: shapes"),
         ({"rounds": 0}, "benchmark: rounds"),
         ({"seconds": math.nan}, "benchmark: seconds"),
+        ({"formats": 5}, "benchmark: formats: 5 is not a text or a list of texts"),
+        ({"formats": "onx"}, 'benchmark: formats: unknown format "onx"\n.*Did you mean "onnx"'),
     ],
 )
 def test_python_function_checks_its_arguments(options: dict[str, Any], words: str, tmp_path: Path) -> None:

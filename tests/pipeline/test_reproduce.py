@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -246,6 +247,27 @@ def test_parts_with_other_shapes_and_names_are_reported() -> None:
         "c is missing",
         "d is new",
     ]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "lines"),
+    [
+        ([math.nan, 1.0], [math.nan, 1.0], []),
+        ([math.inf, 1.0], [math.inf, 3.5], ["a differs by at most 2.5"]),
+        ([math.nan], [1.0], ["a differs"]),
+        ([0.0], [-0.0], ["a differs"]),
+        ([1j], [3j], ["a differs by at most 2"]),
+    ],
+)
+def test_special_values_are_compared_by_their_bits(earlier: list[Any], later: list[Any], lines: list[str]) -> None:
+    parts = ({"a": torch.tensor(values)} for values in (earlier, later))
+    assert list(pipeline_reproduce._list_part_differences(*parts)) == lines
+
+
+def test_other_line_ending_is_named() -> None:
+    """It ended in StopIteration."""
+    differences = list(pipeline_reproduce._list_part_differences({"text": "a\nb\n"}, {"text": "a\nb"}))
+    assert differences == ["text, line 2: the line endings differ"]
 
 
 def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:

@@ -109,7 +109,7 @@ def test_excluded_rule_may_be_spelled_as_its_class(project: Path) -> None:
 @pytest.mark.slow
 def test_excluding_an_absent_rule_is_refused(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"--without merge-linear.*\n.*Did you mean \"merge-linears\""):
-        run.run(config(project, "merge-linears"), without=["merge-linear"])
+        run.run(config(project, "merge-linears"), without="merge-linear")
 
 
 def expecting(project: Path, rule: str, minimum: int) -> Path:

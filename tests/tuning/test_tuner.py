@@ -282,7 +282,11 @@ def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monke
     for table in ({"onnx": "int8"}, {"onnx": "int8-blocks"}, {"onnx": "int8", "keep_float32": ["out"]}):
         job.job.config = job.job.config.model_copy(update={"precision": PrecisionConfig.model_validate(table)})
         names.append(job.name())
-    assert len(set(names)) == 9
+    onnx = job.job.config.export.onnx.model_copy(update={"providers": ["OpenVINOExecutionProvider"]})
+    export = job.job.config.export.model_copy(update={"onnx": onnx})
+    job.job.config = job.job.config.model_copy(update={"export": export})
+    names.append(job.name())
+    assert len(set(names)) == 10
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from typing import Any
 
 from optexport.config.registration import DEFAULT_ALIAS, alias_name, model_name
 from optexport.config.tracking_uri import find_uri
+from optexport.config.validation import InvalidValueError
 from optexport.errors import ConfigError, OptexportError, did_you_mean
 from optexport.tracking import store
 from optexport.tracking.registry import aliases
@@ -155,10 +156,12 @@ def _delete_rollback_tag(client: Any, entry: Any) -> None:
 def _connect(uri: str | None, name: str, alias: str) -> Iterator[tuple[Any, _Progress]]:
     """Yields a client of the store, and adds the state of the alias to errors within the block."""
     for location, check, value in (("name", model_name, name), ("alias", alias_name, alias)):
+        if not isinstance(value, str):
+            raise ConfigError(f"{value!r} is not a text", location=location)
         try:
             check(value)
-        except ValueError as error:
-            raise ConfigError(str(error), location=location) from error
+        except InvalidValueError as error:
+            raise ConfigError(error.message, location=location, hint=error.hint) from error
     store_uri = find_uri(uri, "uri", "Pass uri=..., or set MLFLOW_TRACKING_URI.")
     store.check_not_new(store_uri, Path())
     progress = _Progress()

@@ -68,10 +68,12 @@ def test_python_moves_the_alias_in_the_store_of_the_environment(
         ({"alias": "latest"}, 'alias: "latest" is not a valid alias'),
         ({"uri": "htp://host"}, 'uri: MLflow has no tracking store "htp"'),
         ({}, "uri: no MLflow store is set"),
+        ({"uri": 5}, "uri: 5 is not a text"),
+        ({"alias": 5}, "alias: 5 is not a text"),
     ],
 )
 def test_python_names_the_wrong_argument(
-    arguments: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for call in (
