@@ -39,14 +39,14 @@ def export(graph: FlatGraph, file_format: Format, folder: Path, passes: Sequence
     return record, False
 
 
-def keep(graph: FlatGraph, record: ArtifactRecord, folder: Path, passes: Sequence[str]) -> None:
+def store_file(graph: FlatGraph, record: ArtifactRecord, folder: Path, passes: Sequence[str]) -> None:
     """Stores a file that `write_artifact` wrote, so that `export` copies it."""
     if (entry := _find_key(graph, record.format, passes)) is not None:
         _store(entry, record, folder)
 
 
-def keeps(graph: FlatGraph, file_format: Format) -> bool:
-    """Returns True if `keep` stores such a file."""
+def can_store(graph: FlatGraph, file_format: Format) -> bool:
+    """Returns True if `store_file` stores such a file."""
     return file_format in registry.BUILT_IN and of_graph(graph.flat) is not None
 
 

@@ -16,7 +16,7 @@ from optexport.bundle.digests import sha256
 from optexport.exporters import registry
 
 # Packages with functions and modules that are identified by name, given the versions of the packages.
-_IDENTIFIED_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "optexport")
+_OPERATOR_PACKAGES = ("torch", "_operator", "operator", "math", "builtins", "optexport")
 _PLAIN = (
     int,
     float,
@@ -125,7 +125,7 @@ def _identify(target: Any) -> str:
             raise _UnknownError
         return str(target)
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
-    if module is None or name is None or module.partition(".")[0] not in _IDENTIFIED_PACKAGES or "<" in name:
+    if module is None or name is None or module.partition(".")[0] not in _OPERATOR_PACKAGES or "<" in name:
         raise _UnknownError
     return f"{module}.{name}"
 

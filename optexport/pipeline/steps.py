@@ -51,7 +51,7 @@ from optexport.tuning import tuner
 from optexport.tuning.candidate_builder import CandidateBuilder
 
 # In bytes of weights. A single run of a larger model is slow, and its weights may be on disk.
-_TOO_LARGE = 1 << 30
+_MAX_PROBED_BYTES = 1 << 30
 # How many times more sizes are tried at exhaustive effort.
 _TIMES_EXHAUSTIVE = 16
 # What a tuned run reserves for its work after the search, without exporting and checking files: the seconds of "gain",
@@ -290,7 +290,7 @@ def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> l
     Returns none at quick effort, or for large models.
     """
     effort, model = traced.job.config.parity.effort, traced.job.loaded.model
-    if effort == "quick" or model_memory.weight_bytes(model) >= _TOO_LARGE:
+    if effort == "quick" or model_memory.weight_bytes(model) >= _MAX_PROBED_BYTES:
         return []
     suspect_sizes = traced.trace.suspect_sizes
     sizes = [*suspect_sizes]

@@ -230,7 +230,7 @@ def _try_conversions(request: _Request) -> Traced | None:
 
 
 def _try_math_of_sizes(request: _Request, error: FixedSizeError) -> Traced | None:
-    """Traces a module that computes ``math.log(n)`` or its kind of a size; None if it does not, or that fails."""
+    """Traces a module that applies functions of ``math`` to a size; None if it does not, or that fails."""
     if not uses_math(error.message):
         return None
     with tracing_math_of_sizes(request.model), contextlib.suppress(TraceError):

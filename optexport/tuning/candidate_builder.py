@@ -98,11 +98,11 @@ class CandidateBuilder:
         precision = self.job.precision_of(file_format)
         return 0.0 if precision is None else self.lowering.layer_search_seconds(precision)
 
-    def kept_seconds(self, file_format: Format) -> float:
-        """Returns the seconds that `keep` saves the run: those of writing the latest file, or 0 without a cache."""
+    def saved_seconds(self, file_format: Format) -> float:
+        """Returns the seconds that `store` saves the run: those of writing the latest file, or 0 without a cache."""
         latest = [export for export in self._exports.values() if export.record.format == file_format]
-        is_kept = bool(latest) and exports.keeps(latest[-1].flat_graph, file_format)
-        return self._write_seconds[file_format] if is_kept else 0.0
+        is_stored = bool(latest) and exports.can_store(latest[-1].flat_graph, file_format)
+        return self._write_seconds[file_format] if is_stored else 0.0
 
     def matching_rules(self, candidate: Candidate) -> list[int]:
         """Returns the rules of a candidate that match somewhere, when all of them are applied.
@@ -155,10 +155,10 @@ class CandidateBuilder:
             shutil.rmtree(folder)
             raise
 
-    def keep(self, artifact: Artifact) -> None:
+    def store(self, artifact: Artifact) -> None:
         """Stores the export of a chosen file in the cache, so that the run need not repeat it."""
         export = self._exports[artifact.path]
-        exports.keep(export.flat_graph, export.record, export.folder, export.passes)
+        exports.store_file(export.flat_graph, export.record, export.folder, export.passes)
 
     def discard(self, artifact: Artifact) -> None:
         """Removes a file, because the disk may not have room for many large models."""

@@ -91,7 +91,7 @@ class Search:
         if not self.build_seconds:
             return 0.0
         search_seconds = self.builder.layer_search_seconds(self.format)
-        return max(0.0, self.build_seconds - self.builder.kept_seconds(self.format)) + search_seconds
+        return max(0.0, self.build_seconds - self.builder.saved_seconds(self.format)) + search_seconds
 
     @property
     def least_seconds(self) -> float:
@@ -130,10 +130,10 @@ class Search:
         return self.outcome(list(cached.items()))
 
     def outcome(self, cached: Sequence[tuple[Candidate, Trial]] = ()) -> Outcome:
-        """Returns the choice by the measurements so far, keeps its export for the run, and removes all files."""
+        """Returns the choice by the measurements so far, stores its export for the run, and removes all files."""
         chosen = self._choose() if self._has_last_rung else self.start
         if chosen in self.artifacts:
-            self.builder.keep(self.artifacts[chosen])
+            self.builder.store(self.artifacts[chosen])
         for candidate in list(self.artifacts):
             self.builder.discard(self.artifacts.pop(candidate))
         measured_plain = chosen != self.plain and self._has_last_rung and self.tournament.has_run_last(self.plain)

@@ -48,12 +48,12 @@ class World:
     at: Mapping[tuple[Option, str], float] = field(default_factory=dict)
     build_seconds: float = 1.0
     layer_seconds: float = 0.0
-    saved_seconds: float = 0.0
+    stored_seconds: float = 0.0
     launch_seconds: float = 1.0
     now: float = 0.0
     races: list[tuple[int, int]] = field(default_factory=list)
     built: dict[str, Candidate] = field(default_factory=dict)
-    kept: list[Candidate] = field(default_factory=list)
+    stored: list[Candidate] = field(default_factory=list)
 
     def matching_rules(self, candidate: Candidate) -> list[int]:
         return [rule for rule in rules_in(candidate) if rule not in self.unused]
@@ -70,12 +70,12 @@ class World:
         self.built[name] = candidate
         return Artifact(name, path, file_format, 10**6 * len(candidate & self.large) + 1)
 
-    def kept_seconds(self, file_format: str) -> float:
-        return self.saved_seconds
+    def saved_seconds(self, file_format: str) -> float:
+        return self.stored_seconds
 
-    def keep(self, artifact: Artifact) -> None:
+    def store(self, artifact: Artifact) -> None:
         assert artifact.path.exists()
-        self.kept.append(self.built[artifact.name])
+        self.stored.append(self.built[artifact.name])
 
     def discard(self, artifact: Artifact) -> None:
         artifact.path.unlink()
@@ -334,12 +334,12 @@ def test_search_for_float32_layers_counts_for_the_final_export_only(world: Calla
     assert search.run((), search.tournament.clock() + 60).chosen.passes == _PASSES[:1]
 
 
-def test_only_the_chosen_file_is_kept_and_its_export_is_not_reserved(world: Callable[..., World]) -> None:
-    simulated = world({_PASSES[0]: 1.5}, saved_seconds=0.75)
+def test_only_the_chosen_file_is_stored_and_its_export_is_not_reserved(world: Callable[..., World]) -> None:
+    simulated = world({_PASSES[0]: 1.5}, stored_seconds=0.75)
     search = simulated.start()
     assert search.export_seconds == 0.25
     outcome = search.run((), search.tournament.clock() + 600)
-    assert simulated.kept == [{*outcome.chosen.rules, *outcome.chosen.passes}]
+    assert simulated.stored == [{*outcome.chosen.rules, *outcome.chosen.passes}]
 
 
 def test_last_rung_has_fewer_rounds_if_time_is_short(world: Callable[..., World]) -> None:
