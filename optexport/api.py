@@ -28,6 +28,7 @@ from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.preparation import check_values
 from optexport.job import Job
 from optexport.loading.loader import Loaded
+from optexport.loading.train_mode import find_training_module
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
 from optexport.pipeline.api_arguments import (
@@ -142,9 +143,10 @@ def export(  # noqa: PLR0913 - options of the public API
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.from_program(model)
-    elif getattr(model, "training", False):  # a frozen TorchScript program has no such attribute
+    elif (training := find_training_module(model)) is not None:
+        part = f"the module {training} of the model" if training else "the model"
         raise TraceError(
-            "the model is in train mode, so it may draw random numbers",
+            f"{part} is in train mode, so its outputs may be random or depend on the whole batch",
             location=type(model).__name__,
             hint="Call model.eval() first.",
         )

@@ -40,6 +40,16 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_module_in_train_mode_is_refused(tmp_path: Path) -> None:
+    """The running statistics of the batch norm changed, and a row's result depended on the other rows."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
+    model[1].train()
+    with pytest.raises(TraceError, match="the module 1 of the model is in train mode"):
+        export(model, torch.randn(5, 4), tmp_path / "bundle")
+    model.eval()[2].train()  # an activation computes the same in both modes
+    assert export(model, torch.randn(5, 4), tmp_path / "bundle", formats="pt2", effort="quick").passed
+
+
 @pytest.mark.slow
 def test_hook_that_needs_positional_inputs_gets_a_hint(tmp_path: Path) -> None:
     """The error blamed the inputs."""

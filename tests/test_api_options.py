@@ -20,7 +20,8 @@ from tests._helpers import exports, inputs, models, stores
 
 def _export(folder: Path, **options: Any) -> optexport.Result:
     options = {"formats": "onnx", "effort": "quick", **options}
-    return optexport.export(exports.block(), exports.batch(), folder / "bundle", **options)
+    model = options.pop("model", None) or exports.block()
+    return optexport.export(model, exports.batch(), folder / "bundle", **options)
 
 
 def test_one_format_and_one_rule_may_be_names(tmp_path: Path) -> None:
@@ -39,6 +40,7 @@ def test_names_and_instances_of_rules_may_be_mixed(tmp_path: Path) -> None:
     [
         ({"transformations": "merge-linear"}, 'unknown rule "merge-linear".*Did you mean "merge-linears"'),
         ({"formats": "onx"}, 'unknown format "onx"'),
+        ({"model": {"w": 1}}, "model: the model is not an nn.Module.*load_state_dict"),
         ({"providers": 5}, "providers: expected a list, found 5"),
         ({"passes": {"onnx": "sum"}}, 'unknown format pass "sum"'),
         ({"bench": 3}, "bench: 3 is not a mapping"),

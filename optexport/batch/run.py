@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -80,8 +80,8 @@ def run_batch(  # noqa: PLR0913 - options of the public API
         resume=resume,
         from_registry=from_registry,
     )
-    paths = [configs] if isinstance(configs, str | os.PathLike) else [*configs]
-    names = [str(as_path(path, "batch: configs")) for path in paths]
+    names = [str(path) for path in _as_paths(configs)]
+    logs = as_path(folder, "batch: folder")
     if not names:
         raise ConfigError("there is no config to run", location="batch: configs", hint="Give a file or a pattern.")
     if from_registry is not None and len(names) != 1:
@@ -101,7 +101,7 @@ def run_batch(  # noqa: PLR0913 - options of the public API
 
     chosen_engine = _create_engine(options)
     with _start_tracking(tasks, print_line) as parent:
-        results = run_tasks(tasks, chosen_engine, as_path(folder, "folder"), resume=resume, announce=announce)
+        results = run_tasks(tasks, chosen_engine, logs, resume=resume, announce=announce)
         if selection is not None:
             results = [*selection.failures, *results]
         parent.table, parent.metrics = columns(results), metrics(results)
@@ -111,6 +111,12 @@ def run_batch(  # noqa: PLR0913 - options of the public API
         failures.append(parent.failure)
     empty = None if selection is None or results else selection.describe_empty()
     return BatchResult(tuple(results), parent.run_id, tuple(failures), empty)
+
+
+def _as_paths(configs: object) -> list[Path]:
+    if isinstance(configs, Iterable) and not isinstance(configs, str | bytes):
+        return [as_path(path, "batch: configs") for path in configs]
+    return [as_path(configs, "batch: configs")]
 
 
 def _check_options(**options: object) -> BatchOptions:

@@ -18,10 +18,11 @@ IDENTIFIED_PACKAGES = {"torch", "transformers", "optexport", "builtins"}
 def imported_from(folder: Path) -> list[str]:
     """Returns the paths of modules that were imported from a folder, relative to it.
 
-    Installed packages are excluded. A link in the folder counts as a module of the folder, because in a mounted
-    ConfigMap every file is a link.
+    Installed packages and the program itself are excluded. A link in the folder counts as a module of the folder,
+    because in a mounted ConfigMap every file is a link.
     """
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "optexport"]
+    ignored = ("optexport", "__main__")  # the program that starts the run is no part of it
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in ignored]
     names = [getattr(module, "__file__", None) for module in modules]
     # Some modules of torch name a file that does not exist.
     files = {os.path.abspath(name) for name in names if name and os.path.isabs(name) and os.path.isfile(name)}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help='A .jsonl file: each line is {"text": ...}, or an object with the inputs by name.',
+    help='A .jsonl file. Each line is {"text": ...}, or has one row of each input by name, without the batch axis.',
 )
 @click.option(
     *("--format", "file_format"),

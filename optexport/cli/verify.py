@@ -62,6 +62,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
         has_parts = bundle.resolve() not in (folder.resolve() for folder in bundles)  # a generative model
         for folder, manifest in bundles.items():
             checks.append(check_files(folder, manifest, bundle / folder.name if has_parts else bundle))
+            checks[-1].key = key
     except OptexportError as error:
         github.publish(bundle.name, None, error)
         report_junit.write(junit, None, error)
@@ -79,7 +80,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
         raise failure
     if not as_json:
         for check in checks:
-            echo(check.summary(key=key).rstrip("\n"))
+            echo(check.summary().rstrip("\n"))
         if key is None and (bundle / SIGNATURE).exists():
             echo("The signature was not checked. To check it: --key PUBLIC.pem")
 

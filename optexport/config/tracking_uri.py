@@ -38,6 +38,10 @@ _NO_SQLITE_FILE = (
     "the URI has no file, and a database in memory would be lost at the end of the run",
     "Write sqlite:///FILE, such as sqlite:///mlflow.db.",
 )
+_FILE_ALONE = (
+    "the URI is the path of a database file",
+    "Write sqlite:///FILE, such as sqlite:///mlflow.db.",
+)
 _SQLITE_FORM = (
     "the URI of a SQLite database has an unsupported form",
     "Write sqlite:///FILE, or sqlite:////PATH/FILE for an absolute path.",
@@ -133,6 +137,8 @@ def _check_name(name: str) -> None:
     Raises:
         InvalidValueError: The text is not clearly a folder or a name of MLflow's.
     """
+    if re.search(r"\.(db|sqlite3?)$", name):
+        raise InvalidValueError(*_FILE_ALONE)
     if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)|file:[^@:?]*$", name):
         return
     if not _is_from_package(name.partition(":")[0]):

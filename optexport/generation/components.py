@@ -21,6 +21,7 @@ from optexport.errors import TraceError, describe_error, first_line
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
+from optexport.loading.train_mode import find_training_module
 from optexport.signature.resizing import resize_tensor
 from optexport.signature.signature import Dim, Dynamic
 from optexport.tracing import dynamo_exporter
@@ -142,9 +143,9 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
         TraceError: The model cannot generate, or has an unsupported cache.
     """
     name = type(model).__name__
-    if model.training:
+    if find_training_module(model) is not None:
         raise TraceError(
-            "the model is in train mode, where its outputs may be random",
+            "the model, or a module of it, is in train mode, where its outputs may be random",
             location=name,
             hint="Call model.eval() first.",
         )

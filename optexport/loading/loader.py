@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import re
 import sys
@@ -38,6 +37,7 @@ from optexport.loading import (
     sentence_embedding,
     torchscript,
 )
+from optexport.loading.train_mode import find_training_module
 from optexport.runtime.untrusted import archives
 from optexport.signature import program_arguments
 from optexport.signature.arguments import Arguments, Constant, fix_inputs, take_flat_tensors
@@ -211,10 +211,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
             location=f"model.source: python:{location}",
             hint="Return the model from the factory.",
         )
-    training = next(
-        (name for name, part in model.named_modules() if part.training and _depends_on_training(part)), None
-    )
-    if training and not model.training:
+    if training := find_training_module(model):
         raise SourceError(
             f"the factory returned a model in eval mode with a module in training mode: {training}",
             location=f"model.source: python:{location}",
@@ -244,16 +241,6 @@ def _numbers_left_out(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
         for name, parameter in call_signature(model).parameters.items()
         if name not in given and type(parameter.default) in (int, float)
     }
-
-
-def _depends_on_training(module: nn.Module) -> bool:
-    """Returns True if the code of a module reads ``self.training``; an activation does not."""
-    try:
-        return any(
-            "self.training" in inspect.getsource(kind) for kind in type(module).__mro__[: -len(nn.Module.__mro__)]
-        )
-    except (OSError, TypeError):
-        return True
 
 
 def _in_package(rest: str) -> tuple[Path, str | None]:

@@ -20,6 +20,7 @@ class Verified(ParityChecker):
         folder: The bundle's folder.
         unchecked: The gates that were not checked.
         fixed: The formats of files that work at the traced shape only.
+        key: The public key that the signature was checked with; None if it was not checked.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Verified(ParityChecker):
     ) -> None:
         super().__init__(reference, tolerances, gates)
         self.folder = folder
+        self.key: Path | None = None
         self.unchecked = [*unchecked]
         self.fixed = [*fixed]
 
@@ -59,15 +61,11 @@ class Verified(ParityChecker):
             return GateError("the files no longer meet their gates", location=location, details=details)
         return None
 
-    def summary(self, *, key: Path | None = None) -> str:
-        """Returns the text that ``optexport verify`` prints.
-
-        Args:
-            key: The public key that the signature was checked with.
-        """
+    def summary(self) -> str:
+        """Returns the text that ``optexport verify`` prints."""
         if self.failure is not None:
             return f"{printable(self.failure.labelled)}\n"
-        signed = "" if key is None else f"signed with the key of {key}, "
+        signed = "" if self.key is None else f"signed with the key of {self.key}, "
         return printable(f"{self.folder}: OK ({signed}files unchanged; {self._describe_checks()})") + "\n"
 
     def _repr_html_(self) -> str:

@@ -45,7 +45,9 @@ def verify(folder: str | os.PathLike[str], *, key: str | os.PathLike[str] | None
     """
     folder = as_path(folder, "folder")
     check_signature(folder, key)
-    return check_files(folder, digests.read_manifest(folder))
+    verified = check_files(folder, digests.read_manifest(folder))
+    verified.key = None if key is None else as_path(key, "key")
+    return verified
 
 
 def check_files(folder: Path, manifest: Manifest, shown_folder: Path | None = None) -> Verified:

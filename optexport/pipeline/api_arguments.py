@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -128,7 +129,10 @@ def check_arguments(model: Any, **mappings: Any) -> None:
         ConfigError: The model is not a module, or another argument is not a mapping.
     """
     if not isinstance(model, nn.Module | ExportedProgram):
-        raise ConfigError(f"the model is not an nn.Module (found {type(model).__name__})", location="model")
+        hint = None
+        if isinstance(model, Mapping | str | PathLike):
+            hint = "Build the module, then call model.load_state_dict(weights) and model.eval()."
+        raise ConfigError(f"the model is not an nn.Module (found {type(model).__name__})", location="model", hint=hint)
     for name, value in mappings.items():
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{value!r} is not a mapping", location=name, hint=f"Write {_EXAMPLES[name]}.")

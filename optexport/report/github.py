@@ -29,14 +29,22 @@ _GATE_TABLE = """
 |---|---|---:|---|---:|---:|---|"""
 
 
-def markdown(parity: ParityRecord, title: str) -> str:
-    """Returns the job summary as Markdown: verdict, tables, and explained failures."""
+def markdown(parity: ParityRecord, title: str, error: OptexportError | None = None) -> str:
+    """Returns the job summary as Markdown: verdict, tables, and explained failures.
+
+    Args:
+        error: The error that ended the program, such as a gate on the size although the parity checks passed.
+    """
     failures = [(target, output) for target, output in list_outputs(parity) if find_failure(output) is not None]
     failed = bool(failures) or any(gate_result.failure is not None for _, gate_result in list_gate_results(parity))
+    verdict = f"parity {'failed' if failed else 'passed'}"
+    if error is not None and not failed:
+        verdict = f"failed with exit code {error.exit_code}, {verdict}"
     cases = f"{len(parity.cases)} cases: {escape_markdown(case_names(parity.cases))}"
     lines = [
-        f"### {escape_markdown(title)}: parity {'failed' if failed else 'passed'}",
+        f"### {escape_markdown(title)}: {verdict}",
         "",
+        *([] if error is None or failed else [escape_markdown(str(error)), ""]),
         f"Compared with {escape_markdown(parity.compared_with)} on {cases}.",
         _TARGET_TABLE,
         *(_target_row(parity, target, output) for target, output in list_outputs(parity)),
@@ -127,6 +135,6 @@ def publish(title: str, parity: ParityRecord | None, error: OptexportError | Non
     if parity is not None and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
         try:
             with open(summary, "a", encoding="utf-8") as file:
-                file.write(markdown(parity, title))
+                file.write(markdown(parity, title, error))
         except OSError as problem:  # a container may not mount the file, and the run itself succeeded
             print(f"Cannot write the job summary: {problem}", file=sys.stderr)

@@ -18,8 +18,12 @@ _SUITE = "optexport"
 _JUNIT_START = re.compile(rb"(<\?xml.*?)?<testsuite", re.DOTALL)
 
 
-def render(parity: ParityRecord) -> str:
-    """Returns JUnit XML with a test case for every target, output and case."""
+def render(parity: ParityRecord, error: OptexportError | None = None) -> str:
+    """Returns JUnit XML with a test case for every target, output and case.
+
+    Args:
+        error: The error that ended the run. If all cases passed, it has a case of its own, such as a gate on the size.
+    """
     tests = []
     for target, output in list_outputs(parity):
         for case in output.cases:
@@ -35,15 +39,21 @@ def render(parity: ParityRecord) -> str:
         if gate_result.failure is not None:
             ElementTree.SubElement(test, "failure", message=gate_result.failure, type="GateError")
         tests.append(test)
+    if error is not None and not any(test.find("failure") is not None for test in tests):
+        tests.append(_error_case(error))
     return _render_suite(tests)
 
 
 def render_error(error: OptexportError) -> str:
     """Returns JUnit XML of a run that failed before anything was compared."""
+    return _render_suite([_error_case(error)])
+
+
+def _error_case(error: OptexportError) -> ElementTree.Element:
     test = ElementTree.Element("testcase", classname=_SUITE, name="run")
     element = ElementTree.SubElement(test, "error", message=error.message, type=type(error).__name__)
     element.text = str(error)
-    return _render_suite([test])
+    return test
 
 
 def _render_suite(tests: list[ElementTree.Element]) -> str:
@@ -106,7 +116,7 @@ def write(path: Path | None, parity: ParityRecord | None, error: OptexportError 
         parity = error.parity
     if path is None or (parity is None and error is None):
         return
-    text = render(parity) if parity is not None else render_error(error) if error is not None else ""
+    text = render(parity, error) if parity is not None else render_error(error) if error is not None else ""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:

@@ -78,7 +78,7 @@ def check_available(providers: Sequence[str], location: str) -> None:
 
     if FORBIDDEN_PROVIDER in providers:
         raise DeviceError(f"the {FORBIDDEN_PROVIDER} sends inputs to a server", location=location)
-    available = onnxruntime.get_available_providers()
+    available = [name for name in onnxruntime.get_available_providers() if name != FORBIDDEN_PROVIDER]
     if missing := [name for name in providers if name not in available]:
         raise DeviceError(
             f"the installed ONNX Runtime has no {' and no '.join(missing)} (it has {', '.join(available)})",

@@ -12,8 +12,9 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport._utils.paths import as_path
 from optexport.bundle import digests, parts
+from optexport.bundle.sign import check_signature
 from optexport.config import tracking_uri
-from optexport.errors import OptexportError, TrackingError
+from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import build_payload
@@ -41,13 +42,20 @@ class Logged:
     registered: Registered | None
 
 
-def upload(bundle: str | os.PathLike[str], uri: str | None = None, *, experiment: str | None = None) -> Logged:
+def upload(
+    bundle: str | os.PathLike[str],
+    uri: str | None = None,
+    *,
+    experiment: str | None = None,
+    key: str | os.PathLike[str] | None = None,
+) -> Logged:
     """Uploads a bundle to MLflow unless it was uploaded before, like ``optexport upload``.
 
     Args:
         bundle: The folder.
         uri: The MLflow store; by default that of ``MLFLOW_TRACKING_URI``.
         experiment: The experiment; by default the one in the bundle's config.
+        key: A public key; the bundle must then have a valid signature.
 
     Raises:
         ConfigError: The folder is not a bundle, the URI is invalid, or nothing sets one.
@@ -55,7 +63,11 @@ def upload(bundle: str | os.PathLike[str], uri: str | None = None, *, experiment
         TrackingError: The store cannot be reached or rejects the request.
     """
     store_uri = tracking_uri.find_uri(uri, "uri", "Pass uri=..., or set MLFLOW_TRACKING_URI.")
-    return log_bundle(as_path(bundle, "bundle"), store_uri, experiment)
+    if experiment is not None and not (isinstance(experiment, str) and experiment):
+        raise ConfigError(f"{experiment!r} is not the name of an experiment", location="experiment")
+    folder = as_path(bundle, "bundle")
+    check_signature(folder, key)
+    return log_bundle(folder, store_uri, experiment)
 
 
 def log_bundle(folder: Path, uri: str, experiment: str | None = None, location: Path = Path()) -> Logged:

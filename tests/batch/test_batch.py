@@ -118,6 +118,9 @@ def test_invalid_options_are_refused_before_any_run(tmp_path: Path, options: dic
 def test_a_batch_without_configs_is_refused() -> None:
     with pytest.raises(optexport.ConfigError, match="batch: configs: there is no config to run"):
         optexport.run_batch([])
+    for wrong in (3, None, [3]):
+        with pytest.raises(optexport.ConfigError, match="batch: configs: .* is not a path"):
+            optexport.run_batch(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

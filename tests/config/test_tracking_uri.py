@@ -47,6 +47,8 @@ SLIPS = [
     ("http://[u:SECRETa]@h", "do not contain an IPv6 address"),
     ("http://host:0", "the port of the server is 0"),
     ("file://", "has no folder"),
+    ("mlflow.db", "the path of a database file"),
+    ("/data/mlflow.sqlite3", "path of a database file"),
     ("HTTP://someone:SECRET@host", "Write the scheme as http://"),
     ("sqlite://mlflow.db", "sqlite:///FILE"),
     ("sqlite+pysqlite:///mlflow.db", "sqlite:///FILE"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,16 @@ def test_python_locks_a_config(locked: Path) -> None:
     lockfile.lock_path(locked).unlink()
     assert optexport.lock(locked) == lockfile.lock_path(locked)
     assert lockfile.lock_path(locked).read_text() == before
+
+
+@pytest.mark.slow
+def test_script_that_locks_is_not_locked(locked: Path) -> None:
+    """A run from another script in the config's folder was refused."""
+    for name, call in (("locks", "lock(%r)"), ("runs", "run(%r, locked=True)")):
+        script = locked.with_name(f"{name}.py")
+        script.write_text(f"import optexport\noptexport.{call % str(locked)}\n")
+        subprocess.run([sys.executable, str(script)], check=True, cwd=locked.parent)
+    assert set(lockfile.read(locked).files) == {"locked_model.py", "rows.jsonl"}
 
 
 def test_locked_run_passes_if_nothing_changed(locked: Path) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from optexport.bundle.parity_records import ParityRecord
 from optexport.cli.main import cli
+from optexport.errors import GateError
 from optexport.report import github, junit
 from optexport.report.parity_text import case_names
 from tests._helpers import exports
@@ -47,6 +48,18 @@ def test_passed_bundle_has_a_test_per_output_target_and_case() -> None:
     assert root.get("tests") == str(len(tests)) == root.find("testsuite").get("tests")  # type: ignore[union-attr]
     assert root.get("failures") == root.get("errors") == "0"
     assert not root.findall(".//failure")
+
+
+def test_error_beside_passed_checks_has_a_test_of_its_own() -> None:
+    """A run that a gate on the size ended was shown as 78 passed tests and a passed summary."""
+    record, error = read_parity(exports.exported().output), GateError("onnx has 2 MB", location="gate.max_size_mb")
+    root = ElementTree.fromstring(junit.render(record, error))
+    assert root.get("errors") == "1"
+    (failed,) = [test for test in root.findall(".//testcase") if test.find("error") is not None]
+    assert failed.get("name") == "run"
+    text = github.markdown(record, "x", error)
+    assert text.startswith("### x: failed with exit code 6, parity passed")
+    assert "gate.max_size_mb: onnx has 2 MB" in text
 
 
 def test_nearly_right_rule_fails_only_its_target(call: Caller, tmp_path: Path) -> None:

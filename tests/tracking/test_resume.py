@@ -321,6 +321,9 @@ def test_python_uploads_like_the_command(tmp_path: Path, monkeypatch: pytest.Mon
         optexport.upload(target)
     with pytest.raises(ConfigError, match="uri"):
         optexport.upload(target, "ftp://host")
+    for name in (3, ""):
+        with pytest.raises(ConfigError, match="experiment: .* is not the name of an experiment"):
+            optexport.upload(target, uri, experiment=name)  # type: ignore[arg-type]
     first = optexport.upload(target, uri, experiment="mine")
     assert not first.before
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

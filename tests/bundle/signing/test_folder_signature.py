@@ -23,7 +23,7 @@ from optexport.bench.artifact import open_artifacts
 from optexport.bundle import contents
 from optexport.bundle.layout import SIGNATURE, check_replaceable
 from optexport.bundle.signing.folder_signature import check, sign
-from optexport.errors import BundleError
+from optexport.errors import BundleError, ConfigError
 from tests._helpers import exports, signed
 from tests._helpers.cli import message
 from tests._helpers.tampering import tamper_onnx
@@ -57,12 +57,23 @@ def test_python_signs_and_checks_the_signature(copied: Path, keys: tuple[Path, P
     with pytest.raises(BundleError, match="the signature is missing"):
         optexport.verify(copied, key=keys[1])
     optexport.sign(str(copied), keys[0])
-    assert optexport.verify(copied, key=keys[1]).passed
+    verified = optexport.verify(copied, key=keys[1])
+    assert verified.passed
+    assert f"signed with the key of {keys[1]}" in verified.summary()
     other = signed.pair(tmp_path)[1]
     with pytest.raises(BundleError, match="was made with another key"):
         optexport.verify(copied, key=other)
     with pytest.raises(BundleError, match="was made with another key"):
         optexport.reproduce(copied, key=other)
+
+
+@pytest.mark.parametrize("call", ["sign", "verify"])
+def test_a_key_in_place_of_its_path_is_not_shown(call: str, copied: Path, keys: tuple[Path, Path]) -> None:
+    """The error showed the whole private key, in the log of a CI job."""
+    content = keys[0].read_text()
+    with pytest.raises(ConfigError, match="this is a key itself, not the path of a file") as raised:
+        optexport.sign(copied, content) if call == "sign" else optexport.verify(copied, key=content)
+    assert content.splitlines()[1] not in str(raised.value)
 
 
 def refused(bundle: Path, public: Path) -> str:
