@@ -43,7 +43,7 @@ from optexport.pipeline.api_arguments import (
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.runtime.devices import Device
-from optexport.runtime.onnx_session import check_available
+from optexport.runtime.providers import check_available
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
 from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, named_inputs

@@ -21,7 +21,7 @@ def imported_from(folder: Path) -> list[str]:
     Installed packages and the program itself are excluded. A link in the folder counts as a module of the folder,
     because in a mounted ConfigMap every file is a link.
     """
-    ignored = ("optexport", "__main__")  # the program that starts the run is no part of it
+    ignored = ("optexport", "__main__", "__mp_main__")  # the program that starts the run is no part of it
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in ignored]
     names = [getattr(module, "__file__", None) for module in modules]
     # Some modules of torch name a file that does not exist.

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from optexport.config.validation import InvalidValueError, Table, show_value
-from optexport.runtime.onnx_session import FORBIDDEN_PROVIDER
+from optexport.runtime.providers import FORBIDDEN_PROVIDER
 
 
 def _check_name(name: str) -> str:

@@ -13,7 +13,7 @@ from optexport._version import __version__
 from optexport.exporters import graph_export
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
-from optexport.runtime.onnx_session import PROVIDERS_KEY
+from optexport.runtime.providers import PROVIDERS_KEY
 from optexport.signature.signature import Batch, Signature
 from optexport.tracing.shapes.path_probe import drop_needless_assertions
 from optexport.transformations.apply import Applied

@@ -37,7 +37,7 @@ from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
-from optexport.runtime.onnx_session import check_available
+from optexport.runtime.providers import check_available
 from optexport.tracking import run_params
 
 

@@ -27,7 +27,7 @@ from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
-from optexport.runtime.onnx_session import check_available
+from optexport.runtime.providers import check_available
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from optexport.errors import DeviceError
 from optexport.runtime.devices import CUDA_PROVIDER, Device, check_onnx_runtime
+from optexport.runtime.providers import PROVIDERS_KEY, check_available
 
 # TensorProto.BFLOAT16 in onnx.proto; onnx itself need not be installed to run a file.
 _ONNX_BFLOAT16 = 16
@@ -25,10 +26,6 @@ _ONNX_BFLOAT16 = 16
 _CPU = "CPUExecutionProvider"
 _FULL_FLOAT32 = {CUDA_PROVIDER: {"use_tf32": "0"}}
 _PROVIDERS: dict[Device, list[str]] = {"cpu": [_CPU], "cuda": [CUDA_PROVIDER, _CPU]}
-# Entry of a file's metadata that names the providers it was exported for, as JSON.
-PROVIDERS_KEY = "optexport.providers"
-# This provider sends inputs to a server that the file names.
-FORBIDDEN_PROVIDER = "AzureExecutionProvider"
 
 
 def open_session(path: Path, options: Any, device: Device) -> Any:
@@ -64,27 +61,6 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
             )
     session.disable_fallback()  # no switch to the CPU after a failed run
     return session
-
-
-def check_available(providers: Sequence[str], location: str) -> None:
-    """Checks that this build of ONNX Runtime has execution providers.
-
-    Raises:
-        DeviceError: It lacks one, or one sends data elsewhere.
-    """
-    if not providers:
-        return
-    import onnxruntime
-
-    if FORBIDDEN_PROVIDER in providers:
-        raise DeviceError(f"the {FORBIDDEN_PROVIDER} sends inputs to a server", location=location)
-    available = [name for name in onnxruntime.get_available_providers() if name != FORBIDDEN_PROVIDER]
-    if missing := [name for name in providers if name not in available]:
-        raise DeviceError(
-            f"the installed ONNX Runtime has no {' and no '.join(missing)} (it has {', '.join(available)})",
-            location=location,
-            hint="Install the build of ONNX Runtime that has it, such as onnxruntime-openvino, instead of onnxruntime.",
-        )
 
 
 def _with_options(names: Sequence[str]) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 import optexport
 from optexport.errors import DeviceError
 from optexport.runtime import onnx_session
+from optexport.runtime.providers import PROVIDERS_KEY
 from tests._helpers import exports
 
 
@@ -49,7 +50,7 @@ def test_session_on_the_cpu_has_no_other_provider() -> None:
 
 def _with_metadata(folder: Path, text: str) -> Path:
     model = onnx.load(exports.exported().files["onnx"])
-    model.metadata_props.add(key=onnx_session.PROVIDERS_KEY, value=text)
+    model.metadata_props.add(key=PROVIDERS_KEY, value=text)
     path = folder / "model.onnx"
     onnx.save(model, path)
     return path
