@@ -143,6 +143,8 @@ class CandidateBuilder:
             self._check_file(source, record, flat_graph, None if is_quantized else precision)
             if precision is not None and is_quantized:
                 self.lowering.quantize_file(source / record.path, folder / record.path, precision, flat_graph.flat)
+                if not exports.can_store(flat_graph, file_format):
+                    shutil.rmtree(source)
                 self._check_file(folder, record, flat_graph, precision)
             names = list(self.job.example), flat_graph.signature.output_names
             (artifact,) = list_artifacts([record], names, folder, "")

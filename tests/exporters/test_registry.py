@@ -43,7 +43,7 @@ def test_check_format_refuses_what_is_no_format(wrong: Any, reason: str) -> None
 def test_unknown_format_is_refused_with_the_most_similar_name() -> None:
     with pytest.raises(ConfigError, match="unknown format") as caught:
         get_format("openvimo")
-    assert caught.value.hint == 'Did you mean "openvino"?'
+    assert caught.value.hint == 'Did you mean "openvino"? Or install the package that defines it.'
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
