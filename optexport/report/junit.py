@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from optexport._utils.paths import NO_ROOM, check_overwritable
 from optexport.bundle.layout import check_outside
 from optexport.bundle.parity_records import ParityRecord
-from optexport.errors import ConfigError, OptexportError
+from optexport.errors import ConfigError, GateError, OptexportError
 from optexport.report.parity_text import explain, list_gate_results, list_outputs, metric_title
 
 _SUITE = "optexport"
@@ -51,7 +51,8 @@ def render_error(error: OptexportError) -> str:
 
 def _error_case(error: OptexportError) -> ElementTree.Element:
     test = ElementTree.Element("testcase", classname=_SUITE, name="run")
-    element = ElementTree.SubElement(test, "error", message=error.message, type=type(error).__name__)
+    tag = "failure" if isinstance(error, GateError) else "error"
+    element = ElementTree.SubElement(test, tag, message=error.message, type=type(error).__name__)
     element.text = str(error)
     return test
 

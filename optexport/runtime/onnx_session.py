@@ -73,7 +73,7 @@ def _read_providers(session: Any, location: str) -> list[str]:
     text = session.get_modelmeta().custom_metadata_map.get(PROVIDERS_KEY, "[]")
     try:
         names = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DeviceError(f"the metadata of the file names no valid providers ({PROVIDERS_KEY})", location=location)

@@ -69,6 +69,7 @@ def test_session_opens_in_the_providers_of_the_file(tmp_path: Path) -> None:
         ('["AzureExecutionProvider"]', "model.onnx: the AzureExecutionProvider sends inputs to a server"),
         ("not JSON", "model.onnx: the metadata of the file names no valid providers"),
         ('{"a": 1}', "model.onnx: the metadata of the file names no valid providers"),
+        ("[" * 100_000, "model.onnx: the metadata of the file names no valid providers"),
         ("[1]", "model.onnx: the metadata of the file names no valid providers"),
     ],
 )
