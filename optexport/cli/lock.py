@@ -19,6 +19,11 @@ def lock(config: Path) -> None:
     versions of packages, the revision and digest of the model, and digests of files. Commit CONFIG.lock together with
     CONFIG, and run with: optexport run --locked CONFIG
     """
+    from optexport._utils import packages
+    from optexport.config.load import load_config
+
+    load_config(config)
+    packages.check()  # before the slow import of torch, which may even fail for a package of another version
     from optexport.pipeline import lock as locking
     from optexport.pipeline import lockfile
 

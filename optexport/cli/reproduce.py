@@ -35,8 +35,7 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     from optexport.bundle.sign import check_signature
 
     check_signature(bundle, key)
-    # Before the slow import of torch, which may even fail for a package of another version.
-    packages.check(digests.read_manifest(bundle).versions)
+    packages.check(digests.read_manifest(bundle).versions)  # before the slow import of torch, as in optexport lock
     from optexport.pipeline import reproduce as pipeline_reproduce
 
     with stdout_to_stderr():
