@@ -209,7 +209,7 @@ def _describe_distance(before: torch.Tensor, after: torch.Tensor) -> str:
     """Describes the distance of two tensors of one shape; empty if it is no number, as for NaN or the sign of zero."""
     if before.is_complex():
         before, after = torch.view_as_real(before), torch.view_as_real(after)
-    distance = distances.largest(distances.distance(after, before))
+    distance = distances.largest(distances.distance(after.detach(), before.detach()))
     return f" by at most {distance:.3g}" if distance else ""
 
 
