@@ -56,7 +56,7 @@ def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], messag
 
 
 def test_names_of_outputs_may_be_left_out_of_keep_outputs(tmp_path: Path) -> None:
-    """Without names it keeps all; beside another one, all outputs were compared with the remaining ones."""
+    """Without names, the rule keeps all outputs. Together with another one, it ended in a ParityError."""
     rules = [optexport.transformations.KeepOutputs(), optexport.transformations.KeepOutputs(("hidden",))]
     result = _export(tmp_path, transformations=rules)
     assert [spec.name for spec in result.manifest.outputs] == ["hidden"]

@@ -28,7 +28,6 @@ from optexport.tracking.batch import BatchRun, batch_run
 from optexport.tracking.store import resolved_uri
 
 _Path = str | os.PathLike[str]
-FOLDER = "optexport-batch"
 
 
 def run_batch(  # noqa: PLR0913 - options of the public API
@@ -41,7 +40,7 @@ def run_batch(  # noqa: PLR0913 - options of the public API
     timeout: str = "1h",
     retries: int = 1,
     resume: bool = False,
-    folder: _Path = FOLDER,
+    folder: _Path = "optexport-batch",
     from_registry: str | None = None,
     progress: bool | None = None,
 ) -> BatchResult:

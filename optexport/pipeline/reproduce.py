@@ -67,13 +67,13 @@ def reproduce(
     """
     path = as_path(bundle, "bundle")
     check_signature(path, key)
-    packages.check(digests.read_manifest(path).versions)
+    manifest = digests.read_manifest(path)
+    packages.check(manifest.versions)
     with show_progress(progress) as shown:
-        return _reproduce(path, as_path(folder, "folder"), shown)
+        return _reproduce(path, manifest, as_path(folder, "folder"), shown)
 
 
-def _reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
-    manifest = digests.read_manifest(bundle)
+def _reproduce(bundle: Path, manifest: Manifest, folder: Path, progress: Progress) -> list[str]:
     if manifest.config.get("generation") is not None:
         raise ConfigError(
             "the bundle is one part of a generative model; parts cannot be reproduced separately",

@@ -170,8 +170,8 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     values = {name: value.indexes for name, value in job.config.inputs.values.items()}
     traced = trace(job.loaded.to_trace, job.example, job.dynamic, values)
     check_writable(traced.graph_module.graph)
-    kept = [rule.transformation.outputs for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
-    outputs_by_rule = [set(outputs) for outputs in kept if outputs]  # without names, the rule keeps all
+    rules = [rule.transformation for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
+    outputs_by_rule = [set(rule.outputs) for rule in rules if rule.outputs]  # without names, the rule keeps all
     complete = traced.signature
     reduced = complete.select_outputs(set.intersection(*outputs_by_rule) if outputs_by_rule else ())
     check_deterministic(traced.graph_module, complete.output_names, reduced.output_names)

@@ -109,8 +109,8 @@ def peer(folder: Path) -> dict[str, Artifact]:
 @functools.cache
 def held_out() -> list[str]:
     """Returns 300 sentences that no choice depends on."""
-    others = _SENTENCES[len(GATED) :]
-    return [*others, *docstrings.list_sentences(300 - len(others))]
+    second_half = _SENTENCES[len(GATED) :]
+    return [*second_half, *docstrings.list_sentences(300 - len(second_half))]
 
 
 def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, float]:

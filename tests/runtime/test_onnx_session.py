@@ -82,7 +82,7 @@ def test_providers_of_a_file_that_cannot_serve_are_refused(tmp_path: Path, text:
 
 @pytest.mark.nightly
 def test_file_is_checked_in_the_provider_of_openvino(tmp_path: Path) -> None:
-    """Another build of ONNX Runtime, in a process of its own, because both builds have the same module."""
+    """Another build of ONNX Runtime needs another process, because both builds have the same module."""
     package = tmp_path / "package"
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(package), "onnxruntime-openvino==1.24.1"]
     subprocess.run([sys.executable, *install], check=True)
