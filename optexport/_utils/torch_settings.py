@@ -56,6 +56,17 @@ def preserved() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Computes with this number of threads in a context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[None]:
     """Runs a context with torch's defaults, as in a new process that loads a file."""
     with preserved(), torch.autocast("cpu", enabled=False):

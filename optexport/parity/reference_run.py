@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optexport._utils import model_memory
+from optexport._utils import model_memory, torch_settings
 from optexport._utils.module_state import restoring_state
 from optexport._utils.platform import free_memory
 from optexport.cache import keys, results, store
@@ -220,14 +220,11 @@ def _run_variations(
     def run_native(batch: Batch) -> Outputs:
         return run(model, batch)
 
-    if (threads := torch.get_num_threads()) > 1:
+    if torch.get_num_threads() > 1:
         variations.append("with one thread")
-        try:
-            torch.set_num_threads(1)
+        with torch_settings.threads(1):
             for index, case in enumerate(reference.cases):
                 _raise_noise(noise[index], run_native(case.batch), reference.exact[index])
-        finally:
-            torch.set_num_threads(threads)
     first = reference.cases[0].batch
     if run_float64 is not None and batched and all(first[name].shape[0] > 1 for name in batched):
         try:

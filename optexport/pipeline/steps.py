@@ -34,7 +34,7 @@ from optexport.parity.cases.special_values import special_cases
 from optexport.parity.cases.vocabulary import attention_masks, has_value_dependent_sizes, vocabularies
 from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Metric
-from optexport.parity.reference import Call, Reference, graph_runner
+from optexport.parity.reference import Call, Reference, repeated_runner
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import lockfile, triton
 from optexport.pipeline.plan import RunPlan
@@ -296,8 +296,8 @@ def _find_differing_sizes(traced: TracedJob, graphs: Sequence[Transformed]) -> l
     sizes = [*suspect_sizes]
     for graph in graphs:
         sizes += size_probe.find_differing_sizes(
-            graph_runner(model, traced.call),
-            graph_runner(graph.graph_module, traced.call),
+            repeated_runner(model, traced.call),
+            repeated_runner(graph.graph_module, traced.call),
             traced.job.example,
             traced.signature,
             sizes,

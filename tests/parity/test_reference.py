@@ -1,4 +1,4 @@
-"""Tests that large results of user data are stored in files."""
+"""Large results of user data are stored in files, and runners restore the state of a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from optexport.parity.reference import map_to_files
+from optexport.parity.reference import map_to_files, repeated_runner
+from optexport.signature.signature import Batch
 
 
 def test_large_results_are_stored_in_unnamed_files() -> None:
@@ -33,3 +35,35 @@ def test_results_too_large_for_a_file_raise_an_error() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         signal.signal(signal.SIGXFSZ, before)
+
+
+class Counter(nn.Module):
+    """Writes to a buffer, a list and an attribute in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+        self.seen: list[int] = []
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.total += x.sum()
+        return self.total + len(self.seen)
+
+
+def test_every_call_of_a_repeated_runner_starts_with_the_same_state() -> None:
+    model = Counter()
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        output = model(**batch).clone()
+        if output > 100:
+            raise ValueError(output)
+        return {"output": output}
+
+    run = repeated_runner(model, call)
+    assert [float(run({"x": torch.tensor([3.0])})["output"]) for _ in range(3)] == [4.0] * 3
+    with pytest.raises(ValueError, match="201"):
+        run({"x": torch.tensor([200.0])})
+    assert (model.calls, model.seen, float(model.total)) == (0, [], 0.0)

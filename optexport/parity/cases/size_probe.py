@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from optexport._utils import torch_settings
 from optexport.parity import distances
 from optexport.parity.cases.basic_cases import shapes_at
 from optexport.parity.cases.padding import is_padding_mask, with_padding
@@ -52,6 +53,7 @@ _TIES = 1 / 8
 _PADDING = ("right", "none", "left")
 
 
+@torch_settings.threads(1)  # the threads of small runs wait for each other, several times as long on a busy machine
 def find_differing_sizes(
     original: Run,
     graph: Run,

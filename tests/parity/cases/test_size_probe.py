@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from optexport._utils import torch_settings
 from optexport.errors import ParityError
 from optexport.parity.cases.size_probe import find_differing_sizes
 from optexport.signature.signature import Dim
@@ -130,6 +131,20 @@ def test_a_size_counts_only_if_the_model_accepts_it() -> None:
 
     assert find_differing_sizes(fails, graph, {"x": X}, traced.signature) == []
     assert len(find_differing_sizes(graph, fails, {"x": X}, traced.signature)) == 4
+
+
+def test_all_runs_of_the_search_use_one_thread() -> None:
+    threads: set[int] = set()
+
+    def run(batch: Any) -> dict[str, torch.Tensor]:
+        threads.add(torch.get_num_threads())
+        return {"output": batch["x"]}
+
+    traced = trace(Program(lambda m, x: x * 2).eval(), {"x": X}, DYNAMIC)
+    with torch_settings.threads(3):
+        find_differing_sizes(run, run, {"x": X}, traced.signature)
+        assert torch.get_num_threads() == 3
+    assert threads == {1}
 
 
 def test_known_sizes_are_skipped_and_others_are_still_found() -> None:
