@@ -30,6 +30,7 @@ class RunData:
     baseline: Path | None = None
     seconds: float | None = None
     gain: tuple[GainRecord, ...] = ()
+    gain_skipped: str = field(default="", repr=False)
     bench: Report | None = field(default=None, repr=False)
     tuned: tuple[Outcome, ...] = field(default=(), repr=False)
     cache_hits: tuple[str, ...] = ()

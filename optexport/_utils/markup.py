@@ -7,11 +7,14 @@ import re
 from optexport.errors import on_one_line
 
 _PRECISE = 10  # below this, a ratio has two decimals
+_WIDE = 1.1  # the upper over the lower end of an interval that is shown
 
 
-def times_as_fast(speedup: float) -> str:
-    """Returns a ratio of times in words: 1.42 times as fast, 174 times as fast."""
-    return f"{speedup:.{2 if speedup < _PRECISE else 0}f} times as fast"
+def times_as_fast(speedup: float, low: float, high: float) -> str:
+    """Returns a ratio of times in words, with its interval if that is wide: 1.42 (1.21 to 1.50) times as fast."""
+    decimals = 2 if speedup < _PRECISE else 0
+    interval = f" ({low:.{decimals}f} to {high:.{decimals}f})" if high / low > _WIDE else ""
+    return f"{speedup:.{decimals}f}{interval} times as fast"
 
 
 def size_in_words(size: int) -> str:

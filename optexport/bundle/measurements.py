@@ -95,18 +95,28 @@ class GainRecord(_Record):
 
     Attributes:
         format: The format of the file.
-        ms: The time of the fastest call of the file, in milliseconds.
-        original_ms: The time of the fastest call of the original model, in milliseconds.
+        ms: The time of a call of the file, in milliseconds.
+        original_ms: The time of a call of the original model, in milliseconds.
+        speedup: How many times as fast as the original the file is: the median of the ratios of all rounds.
+        low: The lower end of the 95 % interval of ``speedup``.
+        high: The upper end.
+        sizes: The sizes of the inputs.
+        threads: The number of threads.
     """
 
     format: str
     ms: float
     original_ms: float
+    speedup: float
+    low: float
+    high: float
+    sizes: str
+    threads: Count
 
     @property
-    def speedup(self) -> float:
-        """Returns how many times as fast as the original the file is."""
-        return self.original_ms / self.ms
+    def setting(self) -> str:
+        """Returns the sizes and threads in words."""
+        return f"{self.sizes.replace(',', ', ')}; {self.threads} thread{'s' if self.threads != 1 else ''}"
 
 
 class Origin(_Record):
@@ -132,7 +142,8 @@ class Measured(_Record):
         manifest: The digest of the bundle's manifest.
         date: The date in ISO 8601 format.
         seconds: The duration of each step, in seconds.
-        gain: The times of the files and of the original model; empty if a call is slow.
+        gain: The times of the files and of the original model.
+        gain_skipped: The reason if these times are missing; empty otherwise.
     """
 
     manifest: str
@@ -145,6 +156,7 @@ class Measured(_Record):
     threads: Count | None = None
     seconds: dict[str, float] = {}
     gain: list[GainRecord] = []
+    gain_skipped: str = ""
     bench: BenchRecord | None = None
     tune: list[Outcome] = []
     origin: Origin = Origin()

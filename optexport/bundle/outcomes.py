@@ -18,6 +18,12 @@ PLAIN_EXPORT = "plain export"
 PARITY_FAILED = "parity failed"
 
 
+def name_file(change: str) -> str:
+    """Names the file of a candidate, such as ``the configured file`` or ``the file without merge-linears``."""
+    names = {AS_CONFIGURED: "the configured file", PLAIN_EXPORT: "the plain export"}
+    return names.get(change, f"the file {change}" if change.startswith("with") else change)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Speed of a candidate relative to its baseline.
@@ -96,6 +102,11 @@ class Outcome:
     trials: tuple[Trial, ...]
     untried: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
+
+    @property
+    def measure_text(self) -> str:
+        """The baseline of all comparisons, in words that follow a preposition."""
+        return name_file(self.measure)
 
     @property
     def untried_text(self) -> str:

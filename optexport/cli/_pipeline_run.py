@@ -30,7 +30,10 @@ dump_option = click.option(
     help="Write the graph before and after every rule to this folder.",
 )
 verbose_option = click.option(
-    "--verbose", "-v", is_flag=True, help="Also list the rules that matched nothing, and the names of the cases."
+    "--verbose",
+    "-v",
+    is_flag=True,
+    help="Also list the rules that matched nothing, the format passes, and the names of the cases.",
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Do not show the steps.")
 

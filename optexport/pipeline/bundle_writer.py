@@ -64,6 +64,7 @@ class RunResults:
         outcomes: The results of tuning.
         cache_hits: The steps whose results are from the cache.
         gain: The times of the files and of the original model.
+        gain_skipped: Why there are none; empty otherwise.
         bench: The benchmarks of the files, if any.
     """
 
@@ -75,6 +76,7 @@ class RunResults:
     outcomes: tuple[Outcome, ...]
     cache_hits: tuple[str, ...]
     gain: tuple[GainRecord, ...] = ()
+    gain_skipped: str = ""
     bench: Report | None = None
 
     @property
@@ -89,6 +91,7 @@ class RunResults:
             tuple(self.checker.targets),
             manifest,
             gain=self.gain,
+            gain_skipped=self.gain_skipped,
             bench=self.bench,
             tuned=self.outcomes,
             cache_hits=self.cache_hits,
@@ -130,6 +133,7 @@ def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, f
     job = results.traced.job
     measured: dict[str, Any] = {"device": devices.describe(job.config.model.device)}
     measured |= {"gain": [record.model_dump() for record in results.gain]} if results.gain else {}
+    measured |= {"gain_skipped": results.gain_skipped} if results.gain_skipped else {}
     measured |= {} if results.bench is None else {"bench": bench_as_json(results.bench)}
     measured |= {"tune": tuning_as_json(results.outcomes)} if results.outcomes else {}
     measured |= {"cache_hits": list(results.cache_hits)} if results.cache_hits else {}

@@ -3,76 +3,134 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import nn
 
-from optexport._utils import model_memory
+from optexport._utils import model_memory, signals, torch_settings
+from optexport._utils.markup import size_in_words
+from optexport._utils.module_state import restoring_state
+from optexport.bench.artifact import Artifact, list_artifacts
+from optexport.bench.comparison import compare
+from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.measurements import GainRecord
 from optexport.exporters.registry import get_format
 from optexport.pipeline.bundle_writer import RunResults
+from optexport.signature.signature import Batch, as_arguments
+from optexport.tracing import model_run
 
 # Limits for all files together, opening them included. `[bench]` measures properly.
 SECONDS = 3.0
-ROUNDS = 9
-# A turn makes further calls until this many seconds have passed. Its first call is not timed, because the threads of
-# the runtime before it may still be spinning. The fastest call counts, and every other turn gives PyTorch one thread:
-# on a busy machine the threads of a call wait for each other, and small models take many times as long with several.
+ROUNDS = 15
+# Fewer rounds give no interval.
+LEAST_ROUNDS = 3
+# A turn makes further calls until this many seconds have passed; its fastest call counts.
 _TURN = 0.02
+# TorchScript optimizes a file at the second call.
+_WARMUP_CALLS = 2
 
 
-def measure_gain(results: RunResults, draft: Path) -> list[GainRecord]:
-    """Times the files and the original model on the traced batch, in turns.
+def measure_gain(results: RunResults, draft: Path) -> RunResults:
+    """Times the files and the original model on the traced batch, in turns, with the threads of `[bench]`.
 
     Args:
         draft: The folder of the files.
 
     Returns:
-        A record for each file; empty on a GPU, without timed files, or if the model is too large or too slow.
+        The results with a record for each file, or with the reason why there is none.
     """
-    job, example = results.traced.job, results.traced.job.example
-    artifacts = [artifact for artifact in results.artifacts if get_format(artifact.format).is_timed]
-    if job.config.model.device != "cpu" or model_memory.is_large(job.loaded.model) or not artifacts:
-        return []
+    records = [record for record in results.artifacts if get_format(record.format).is_timed]
+    job, signature = results.traced.job, results.traced.signature
+    model, threads = job.loaded.model, job.config.bench.threads
+    if job.config.model.device != "cpu":
+        return replace(results, gain_skipped="the model runs on a GPU")
+    if not records:
+        return replace(results, gain_skipped="PyTorch itself runs these files")
+    if model_memory.is_large(model):
+        return replace(results, gain_skipped=f"the model has {size_in_words(model_memory.weight_bytes(model))}")
+    artifacts = list_artifacts(records, (list(job.example), signature.output_names), draft, "")
     end = time.perf_counter() + SECONDS
-    calls: list[Callable[[], object]] = [partial(results.traced.call, job.loaded.model, example)]
-    for artifact in artifacts:
+    with signals.temporary_folder() as folder, _settings(model, threads):
+        (workload,) = from_signature(job.example, signature, [], folder, "inputs")
+        openers = [_opener(artifact, workload, threads) for artifact in artifacts]
+        rounds = _time_in_turns([lambda: _eager(model, job.example), *openers], end)
+    if rounds is None:
+        return replace(results, gain_skipped=f"{LEAST_ROUNDS} calls of each file take more than {SECONDS:g} s")
+    sizes = workload.label if workload.sizes else _shapes(job.example)
+    original, *files = rounds.T
+    gain = [_record(artifact, original, file, sizes, threads) for artifact, file in zip(artifacts, files, strict=True)]
+    return replace(results, gain=tuple(gain))
+
+
+def _shapes(batch: Batch) -> str:
+    return ",".join(f"{name}={'x'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
+
+
+def _record(
+    artifact: Artifact, original: npt.NDArray[np.float64], file: npt.NDArray[np.float64], sizes: str, threads: int
+) -> GainRecord:
+    """Compares the seconds of each round. Each round counts as a launch, because all rounds share one process."""
+    comparison = compare(original[:, np.newaxis], file[:, np.newaxis])
+    return GainRecord(
+        format=artifact.format,
+        ms=1e3 * float(np.median(file)),
+        original_ms=1e3 * float(np.median(original)),
+        speedup=comparison.speedup,
+        low=comparison.low,
+        high=comparison.high,
+        sizes=sizes,
+        threads=threads,
+    )
+
+
+@contextmanager
+def _settings(model: nn.Module, threads: int) -> Iterator[None]:
+    """Restores at the end what the model and the runtimes change in this process."""
+    with ExitStack() as stack:
+        stack.enter_context(restoring_state(model))
+        stack.enter_context(model_run.eager(model))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch_settings.preserved())
+        stack.enter_context(torch_settings.threads(threads))
+        torch.set_grad_enabled(False)
+        yield
+
+
+def _opener(artifact: Artifact, workload: Workload, threads: int) -> Callable[[], Callable[[], object]]:
+    """Returns a function that opens a file as a benchmark does, and returns a call of it."""
+    return lambda: get_format(artifact.format).prepare_benchmark(artifact.benchmark(threads))(workload.file)()
+
+
+def _eager(model: nn.Module, batch: Batch) -> Callable[[], object]:
+    # A model may change its inputs in place.
+    return lambda: model(**as_arguments({name: tensor.clone() for name, tensor in batch.items()}))
+
+
+def _time_in_turns(openers: Sequence[Callable[[], Callable[[], object]]], end: float) -> npt.NDArray[np.float64] | None:
+    """Returns the seconds of each call in its turns, of shape [rounds, calls]; None if the time is too short."""
+    calls: list[Callable[[], object]] = []
+    for opener in openers:
         if time.perf_counter() >= end:
-            return []
-        run = get_format(artifact.format).open(draft / artifact.path, results.traced.signature.output_names, "cpu")
-        calls.append(partial(run, example))
-    seconds = _time_in_turns(calls, end)
-    if seconds is None:
-        return []
-    original, *files = seconds
-    return [
-        GainRecord(format=artifact.format, ms=1e3 * file, original_ms=1e3 * original)
-        for artifact, file in zip(artifacts, files, strict=True)
-    ]
-
-
-def _time_in_turns(calls: list[Callable[[], object]], end: float) -> list[float] | None:
-    """Returns the seconds of each call at its fastest; None if the time ends before each had a turn."""
+            return None
+        calls.append(opener())
+        for _ in range(_WARMUP_CALLS):
+            calls[-1]()
     turns: list[float] = []
-    threads = torch.get_num_threads()
-    try:
-        for index, call in enumerate(calls * ROUNDS):
-            if time.perf_counter() >= end:
-                break
-            torch.set_num_threads(1 if index // len(calls) % 2 else threads)
-            turns.append(_time_turn(call))
-    finally:
-        torch.set_num_threads(threads)
+    while len(turns) < ROUNDS * len(calls) and time.perf_counter() < end:
+        turns.append(_time_turn(calls[len(turns) % len(calls)]))
     rounds = len(turns) // len(calls)
-    complete = turns[: rounds * len(calls)]
-    return [min(complete[i :: len(calls)]) for i in range(len(calls))] if rounds else None
+    return np.array(turns[: rounds * len(calls)]).reshape(rounds, -1) if rounds >= LEAST_ROUNDS else None
 
 
 def _time_turn(call: Callable[[], object]) -> float:
     """Returns the seconds of the fastest call of a turn."""
-    call()
     times: list[float] = []
     end = time.perf_counter() + _TURN
     while not times or time.perf_counter() < end:

@@ -163,7 +163,7 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         # variant.py: "node errors"
         results = exporter.results(variants, outcomes)
         with progress.step("gain"):
-            results = replace(results, gain=tuple(measure_gain(results, draft)))
+            results = measure_gain(results, draft)
         # measure.py: "measure", only if the config asks for it
         results = measure_files(results, workloads, draft, scratch, progress)
         with progress.step("bundle"):

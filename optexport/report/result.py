@@ -28,6 +28,7 @@ class Result(RunData):
         baseline: The folder of the plain export, if requested.
         seconds: Wall-clock seconds of the run.
         gain: The times of the files, except ``.pt2``, and of the original model in PyTorch.
+        gain_skipped: The reason if these times are missing; empty otherwise.
         bench: The benchmarks of the files, if any.
         tuned: The results of tuning, by format.
         cache_hits: The steps whose results are from the cache.
@@ -41,7 +42,7 @@ class Result(RunData):
         """Returns the text that ``optexport run`` prints at its end, with the error of tracking if it failed.
 
         Args:
-            verbose: Whether to list rules that found nothing, and the cases.
+            verbose: Whether to list rules that found nothing, format passes, and the cases.
         """
         return notebook.as_text(functools.partial(self._show, verbose=verbose))
 

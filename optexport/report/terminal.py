@@ -40,7 +40,7 @@ def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
     """Prints the summary of a finished run, with the verdict and locations at the end.
 
     Args:
-        verbose: Whether to list rules that found nothing, and the cases.
+        verbose: Whether to list rules that found nothing, format passes, and the cases.
     """
     manifest = result.manifest
     _show_signature(manifest, console)
@@ -123,7 +123,7 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
             _print(console, f"    {hidden} more near misses in manifest.json")
     if (hidden := len(manifest.transformations) - len(shown)) > 0:
         _print(console, f"  {hidden} {'rule' if hidden == 1 else 'rules'} found nothing")
-    for artifact in manifest.artifacts:
+    for artifact in manifest.artifacts if verbose else ():
         if artifact.passes:
             _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
     if manifest.undone:
@@ -260,6 +260,8 @@ def _show_verdict(result: RunData, console: Console) -> None:
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
         details = [latencies.get(name), gains.get(artifact.format)]
         _print(console, f"  {artifact.path:20} {size:>8}  {'; '.join(filter(None, details))}".rstrip())
+    for note in _gain_notes(result):
+        _print(console, f"  {note}")
     for reason in manifest.application.missing if manifest.application is not None else ():
         _print(console, f"  not included: {reason}")
 
@@ -275,9 +277,29 @@ def _latencies(result: RunData) -> dict[str, str]:
 def _gains(result: RunData) -> dict[str, str]:
     """Returns how fast the file of each format is, compared with the original model in PyTorch."""
     return {
-        record.format: f"{record.ms:.3g} ms per call, {times_as_fast(record.speedup)} as PyTorch"
+        record.format: f"{record.ms:.3g} ms, {times_as_fast(record.speedup, record.low, record.high)}"
         for record in result.gain
     }
+
+
+def _gain_notes(result: RunData) -> Iterator[str]:
+    """Yields what the gain is measured with, or why it is missing, and a hint if a file is slower than PyTorch."""
+    if result.gain_skipped:
+        yield f"speed not compared with PyTorch: {result.gain_skipped}"
+    if result.gain:
+        yield f"one call, compared with PyTorch at {result.gain[0].setting}"
+    slower = [str(record.format) for record in result.gain if record.high < 1]
+    lowered = [
+        artifact.format
+        for artifact in result.manifest.artifacts
+        if artifact.precision is not None and artifact.format in slower
+    ]
+    if lowered:
+        yield f"Hint: {lowered[0]} is slower than PyTorch; without [precision] it may be faster"
+    elif slower and result.tuned:
+        yield f"Hint: {slower[0]} is slower than PyTorch; lower precision may help ([precision])"
+    elif slower:
+        yield f"Hint: {slower[0]} is slower than PyTorch; --tune searches for faster rules and passes"
 
 
 def _show_locations(result: RunData, console: Console) -> None:

@@ -24,7 +24,9 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("format")
     table.add_column("candidate", overflow="fold")
-    table.add_column("speedup (95 % interval)", no_wrap=True)
+    baselines = {outcome.measure_text for outcome in outcomes}
+    over = f" over\n{baselines.pop()}" if len(baselines) == 1 else ""
+    table.add_column(f"speedup{escape(over)}\n(95 % interval)", no_wrap=True)
     table.add_column("result", overflow="fold")
     for outcome in outcomes:
         for trial in outcome.trials:
@@ -34,8 +36,8 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         console.print(table)
     for outcome in outcomes:
         if outcome.measure != AS_CONFIGURED:
-            text = f"[bold red]{outcome.format}: the configured candidate was rejected; speedups are over"
-            console.print(f"{text}[/] {escape(outcome.measure)}", soft_wrap=True, highlight=False)
+            text = f"[bold red]{outcome.format}: the configured file was rejected; speedups are over"
+            console.print(f"{text}[/] {escape(outcome.measure_text)}", soft_wrap=True, highlight=False)
         plain = outcome.over_plain
         speedup = "" if plain is None else f", speedup over the plain export {_speedup_text(plain)}"
         shapes = f" at {'; '.join(outcome.shapes)}" if outcome.shapes else ""
@@ -54,7 +56,7 @@ def _result_text(outcome: Outcome, trial: Trial) -> str:
     if trial.refused is not None:
         text = f"rejected: {trial.refused}"
     elif comparison is None:
-        text = "" if trial.change == outcome.measure else "not measured"
+        text = "baseline" if trial.change == outcome.measure else "not measured"
     elif comparison.rounds >= LEAST_ROUNDS:
         text = comparison.verdict_text
     else:

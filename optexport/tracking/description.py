@@ -50,6 +50,7 @@ def describe_bundle(bundle: BundleRecord, names: Sequence[str]) -> str:
         f"**PASSED** {passed_text(manifest)}",
         _FILE_TABLE,
         *_file_rows(manifest, measured),
+        *_gain_note(measured),
         *_gate_lines(manifest, measured, bundle.settings.gate),
         "",
         _artifact_list({name: text for name, text in _ARTIFACTS.items() if name in names}),
@@ -77,12 +78,20 @@ def _artifact_list(artifacts: Mapping[str, str]) -> str:
 
 def _file_rows(manifest: Manifest, measured: Measured) -> Iterator[str]:
     gains = {
-        record.format: f"{times_as_fast(record.speedup)} ({record.ms:.3g} ms per call)" for record in measured.gain
+        record.format: f"{times_as_fast(record.speedup, record.low, record.high)} ({record.ms:.3g} ms per call)"
+        for record in measured.gain
     }
     for artifact in manifest.artifacts:
         precision = "" if artifact.precision is None else f" ({artifact.precision.precision})"
         size, gain = size_in_words(manifest.size_of(artifact)), gains.get(artifact.format, "not measured")
         yield table_row(escape_markdown(artifact.path), f"{artifact.format}{precision}", size, gain)
+
+
+def _gain_note(measured: Measured) -> list[str]:
+    """Returns how the speed was measured, or why it was not."""
+    if measured.gain_skipped:
+        return ["", f"The speed was not measured: {measured.gain_skipped}."]
+    return ["", f"The speed is that at {measured.gain[0].setting}."] if measured.gain else []
 
 
 def _gate_lines(manifest: Manifest, measured: Measured, gate: GateConfig) -> list[str]:

@@ -111,7 +111,7 @@ def _precision_table(manifest: Manifest) -> tuple[Columns, Rows]:
 
 
 def _speed_tables(measured: Measured) -> dict[str, tuple[Columns, Rows]]:
-    gain = ["format", "ms", "original_ms", "speedup"]
+    gain = ["format", "ms", "original_ms", "speedup", "low", "high", "sizes", "threads"]
     figure = ["artifact", "shape", "p50_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "rows_per_second"]
     figure += ["load_seconds", "peak_memory_bytes"]
     comparison = ["artifact", "baseline", "shape", "speedup", "low", "high", "verdict"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.turns import Settings
-from optexport.bundle.outcomes import LEAST_ROUNDS, PLAIN_EXPORT, Comparison, Outcome, Trial
+from optexport.bundle.outcomes import LEAST_ROUNDS, PLAIN_EXPORT, Comparison, Outcome, Trial, name_file
 from optexport.config.schema import Format
 from optexport.errors import BenchError
 from optexport.exporters.registry import list_passes
@@ -220,7 +220,7 @@ class Search:
         if maximum is not None and artifact.size > maximum * 1e6 and candidate not in (self.plain, self.configured):
             return f"has {artifact.size / 1e6:.4g} MB, more than gate.max_size_mb = {maximum:g}"
         if digest in self._names and candidate not in (self.configured, self.start, self.plain):
-            return f'is the same file as "{self._names[digest]}"'
+            return f"has the same bytes as {name_file(self._names[digest])}"
         return None
 
     def _race(self, rounds: int, rung_deadline: float, deadline: float) -> None:

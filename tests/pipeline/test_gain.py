@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from torch import nn
 
 import optexport
-from optexport.bundle.measurements import read_measured
+from optexport.bundle.measurements import GainRecord, read_measured
+from optexport.bundle.outcomes import Outcome, Trial
 from optexport.pipeline import gain
+from tests._helpers import exports
 
 
 class Mlp(nn.Sequential):
@@ -27,47 +31,107 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("timed")
 def test_every_run_times_its_files_and_the_model(tmp_path: Path) -> None:
     formats = ["onnx", "torchscript", "openvino"]
-    result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=formats)
+    threads = torch.get_num_threads()
+    result = optexport.export(
+        Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=formats, dynamic={"input": {0: "batch"}}
+    )
+    assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, True)
     assert [record.format for record in result.gain] == formats
     assert all(record.ms > 0 and record.original_ms > 0 for record in result.gain)
-    assert result.gain[0].speedup == result.gain[0].original_ms / result.gain[0].ms
+    assert all(record.low <= record.speedup <= record.high for record in result.gain)
+    assert {(record.sizes, record.threads) for record in result.gain} == {("batch=4", 1)}
     assert tuple(read_measured(tmp_path / "bundle").gain) == result.gain
     report = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
-    assert f"{result.gain[0].speedup:.2f} times as fast as PyTorch" in report
+    assert " times as fast as PyTorch<small>" in report
+    assert " ms at batch=4; 1 thread; 95 % interval " in report
+    summary = result.summary()
+    assert f"{result.gain[0].ms:.3g} ms, {result.gain[0].speedup:.2f}"[:-1] in summary
+    assert "  one call, compared with PyTorch at batch=4; 1 thread" in summary.splitlines()
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_file_that_pytorch_reads_itself_is_not_timed(tmp_path: Path) -> None:
+def test_shapes_are_named_if_no_size_is_dynamic(tmp_path: Path) -> None:
+    (record,) = optexport.export(
+        Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx"], dynamic={}
+    ).gain
+    assert record.setting == "input=4x16; 1 thread"
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_model_that_writes_to_its_inputs_and_itself_is_timed_without_harm(tmp_path: Path) -> None:
+    class Writer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(16, 8), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x.add_(1)
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    model, example = Writer().eval(), torch.zeros(4, 16)
+    result = optexport.export(model, example, tmp_path / "bundle", formats=["torchscript"])
+    assert len(result.gain) == 1
+    assert float(example.sum()) == 0
+    assert model.calls == 0
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_file_that_pytorch_runs_itself_is_not_timed(tmp_path: Path) -> None:
     result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["pt2"])
-    assert result.gain == ()
+    assert (result.gain, result.gain_skipped) == ((), "PyTorch itself runs these files")
 
 
-def test_a_slow_model_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_missing_times_is_in_the_summary_and_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gain, "SECONDS", 1e-9)
     result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx"])
     assert result.gain == ()
-    assert read_measured(tmp_path / "bundle").gain == []
+    reason = "3 calls of each file take more than 1e-09 s"
+    assert f"  speed not compared with PyTorch: {reason}" in result.summary().splitlines()
+    measured = read_measured(tmp_path / "bundle")
+    assert (measured.gain, measured.gain_skipped) == ([], reason)
+    assert reason in (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
+    assert "gain" not in json.loads((tmp_path / "bundle" / "measurements.json").read_text())
 
 
 def test_every_call_has_as_many_turns() -> None:
     calls: list[str] = []
-    seconds = gain._time_in_turns([lambda: calls.append("a"), lambda: calls.append("b")], end=float("inf"))
+    seconds = gain._time_in_turns([lambda: lambda: calls.append("a"), lambda: lambda: calls.append("b")], float("inf"))
     assert seconds is not None
-    assert len(seconds) == 2
-    assert all(0 < value < 1 for value in seconds)
+    assert seconds.shape == (gain.ROUNDS, 2)
+    assert ((seconds > 0) & (seconds < 1)).all()
     order = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
-    assert order == ["a", "b"] * gain.ROUNDS
+    assert order == ["a", "b"] * (gain.ROUNDS + 1)  # the first ones warm up
 
 
-def test_every_other_round_has_one_thread() -> None:
-    threads: list[int] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        gain._time_in_turns([lambda: threads.append(torch.get_num_threads())], end=float("inf"))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert [number for number, last in zip(threads, [None, *threads], strict=False) if number != last] == [
-        2 - index % 2 for index in range(gain.ROUNDS)
-    ]
+def summary(speedup: float, low: float, high: float, outcomes: tuple[Outcome, ...] = ()) -> list[str]:
+    """Returns the lines of a summary about files of this speed."""
+    record = GainRecord(
+        format="onnx", ms=2.0, original_ms=2.0 * speedup, speedup=speedup, low=low, high=high,
+        sizes="batch=4,sequence=19", threads=2,
+    )  # fmt: skip
+    result = replace(exports.exported(), gain=(record,), gain_skipped="", tuned=outcomes)
+    return result.summary().splitlines()
+
+
+def test_a_wide_interval_is_shown_within_80_columns() -> None:
+    lines = summary(1.666, 1.234, 1.777)
+    (line,) = [line for line in lines if line.startswith("  model.onnx")]
+    assert line.endswith("  2 ms, 1.67 (1.23 to 1.78) times as fast")
+    assert len(line) <= 80
+    assert "  one call, compared with PyTorch at batch=4, sequence=19; 2 threads" in lines
+    assert any(line.endswith("  2 ms, 1.67 times as fast") for line in summary(1.666, 1.64, 1.69))
+
+
+def test_only_a_file_that_is_certainly_slower_has_a_hint() -> None:
+    hint = "  Hint: onnx is slower than PyTorch; --tune searches for faster rules and passes"
+    assert hint in summary(0.8, 0.7, 0.99)
+    assert len(hint) <= 80
+    assert not any("Hint: " in line for line in summary(0.8, 0.7, 1.01))
+    chosen = Trial("as configured", (), ())
+    tuned = Outcome("onnx", chosen, "as configured", None, (chosen,))
+    assert "  Hint: onnx is slower than PyTorch; lower precision may help ([precision])" in summary(
+        0.8, 0.7, 0.99, (tuned,)
+    )

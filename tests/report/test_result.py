@@ -37,7 +37,7 @@ def test_notebook_shows_the_summary_as_html() -> None:
     assert text.split() == exports.exported().summary().split()
 
 
-def test_rules_that_found_nothing_and_cases_are_listed_on_request() -> None:
+def test_rules_that_found_nothing_passes_and_cases_are_listed_on_request() -> None:
     result = exports.exported()
     idle = [rule.rule for rule in result.manifest.transformations if not rule.changes and not rule.near_misses]
     assert idle
@@ -45,6 +45,8 @@ def test_rules_that_found_nothing_and_cases_are_listed_on_request() -> None:
     assert f"{len(idle)} rules found nothing" in short
     assert [rule for rule in idle if rule in short] == []
     assert [rule for rule in idle if rule not in long] == []
+    assert "format passes, onnx" in long
+    assert "format passes" not in short
     assert f"Parity on {len(result.manifest.parity.cases)} cases\n" in short
     assert f"{len(result.manifest.parity.cases)} cases: traced" in long
 

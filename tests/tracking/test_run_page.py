@@ -58,7 +58,8 @@ def test_the_description_has_verdict_files_gates_and_artifacts(tmp_path: Path) -
     files = {row[0]: row for row in rows if row[0].startswith("model.")}
     assert set(files) == {"model.onnx", "model.pt2", "model.torchscript.pt"}
     assert files["model.onnx"][2].endswith(" kB")
-    assert [row[3] for row in files.values()].count("1.50 times as fast (1 ms per call)") == 2
+    assert [row[3] for row in files.values()].count("1.50 (1.20 to 1.60) times as fast (1 ms per call)") == 2
+    assert "The speed is that at batch=4; 1 thread." in text.splitlines()
     assert files["model.pt2"][3] == "not measured"
     onnx_mb = (exports.exported().output / "model.onnx").stat().st_size / 1e6
     assert ["max_size_mb", "onnx", f"{onnx_mb:.4g}", "at most 5"] in rows
@@ -97,7 +98,9 @@ def measured_at_three_shapes(document: dict[str, Any]) -> None:
             comparisons.append({"artifact": name, "baseline": f"plain {name}", "shape": shape, **comparison})
     artifacts = [{"name": name, "format": name, "bytes": 1000, "proven": True} for name in FORMATS]
     document["bench"] |= {"artifacts": artifacts, "figures": figures, "comparisons": comparisons}
-    document["gain"] = [{"format": name, "ms": 1.0, "original_ms": 1.5} for name in ("onnx", "torchscript")]
+    gain = {"ms": 1.0, "original_ms": 1.5, "speedup": 1.5, "low": 1.2, "high": 1.6, "sizes": "batch=4", "threads": 1}
+    document["gain"] = [{"format": name, **gain} for name in ("onnx", "torchscript")]
+    document.pop("gain_skipped", None)
     steps = [f"{step} {name}" for name in FORMATS for step in ("tune", "export", "check")]
     document["seconds"] |= dict.fromkeys([*steps, "measure"], 1.0)
     document["tune"] = [
@@ -112,6 +115,14 @@ def three_variants_with_gates(document: dict[str, Any]) -> None:
         target["gate_results"] = [gate_result(name) for name in ("cosine", "argmax_agreement", "top_k_agreement")]
     graph = next(target for target in targets if target["target"] == "graph")
     targets += [{**graph, "target": f"graph-{name}"} for name in ("torchscript", "pt2")]
+
+
+def test_the_description_says_why_there_are_no_times(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["gain_skipped"] = "the model runs on a GPU"
+
+    text = describe_bundle(BundleRecord.read(bundle(tmp_path, measurements=change)), [])
+    assert "The speed was not measured: the model runs on a GPU." in text.splitlines()
 
 
 def test_a_tuned_and_measured_bundle_with_gates_has_at_most_40_metrics(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.turns import Settings, Timing
@@ -21,6 +23,7 @@ from optexport.bundle.outcomes import Outcome, Trial
 from optexport.config.benchmarks import FormatLimits
 from optexport.errors import BenchError
 from optexport.exporters import registry
+from optexport.report import tuning as report
 from optexport.tuning.candidate import Candidate, Option, rules_in
 from optexport.tuning.candidate_builder import CandidateRejected
 from optexport.tuning.search import Search
@@ -45,6 +48,7 @@ class World:
     crashing: frozenset[Option] = frozenset()
     killed: list[str] = field(default_factory=list)
     large: frozenset[Option] = frozenset()
+    idle: frozenset[Option] = frozenset()
     at: Mapping[tuple[Option, str], float] = field(default_factory=dict)
     build_seconds: float = 1.0
     layer_seconds: float = 0.0
@@ -66,7 +70,7 @@ class World:
         if candidate & self.broken:
             raise CandidateRejected("parity failed")
         path = self.folder / f"{len(self.built)}.pt"
-        path.write_text(str(sorted(map(str, candidate))))
+        path.write_text(str(sorted(map(str, candidate - self.idle))))
         self.built[name] = candidate
         return Artifact(name, path, file_format, 10**6 * len(candidate & self.large) + 1)
 
@@ -155,6 +159,28 @@ def test_rule_that_slows_is_dropped(world: Callable[..., World]) -> None:
     assert outcome.chosen.rules == (0,)
     assert outcome.over_plain is not None
     assert outcome.over_plain.low > 1.1
+
+
+def test_a_file_with_the_same_bytes_names_the_other_file(world: Callable[..., World]) -> None:
+    outcome = world({}, idle=frozenset({0})).search(configured=["freeze"])
+    reasons = {trial.change: trial.refused for trial in outcome.trials}
+    assert reasons["without rule (1)"] == "has the same bytes as the configured file"
+    outcome = world({}, idle=frozenset({"freeze", "shared-masks"})).search()
+    reasons = {trial.change: trial.refused for trial in outcome.trials}
+    assert reasons["with freeze"] == "has the same bytes as the configured file"
+    table = capture(lambda console: report.show([outcome], console))
+    assert "speedup over" in table
+    assert "the configured file" in table
+    (row,) = [line for line in table.splitlines() if " as configured " in line]
+    assert "baseline" in row
+
+
+def capture(show: Callable[[Console], None]) -> str:
+    """Returns what a function prints on a console."""
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as captured:
+        show(console)
+    return captured.get()
 
 
 def test_broken_rule_is_refused_and_the_others_stay(world: Callable[..., World]) -> None:

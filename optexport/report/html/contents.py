@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.bundle.measurements import FigureRecord, Measured
-from optexport.bundle.outcomes import AS_CONFIGURED, Trial
+from optexport.bundle.outcomes import Outcome, Trial
 from optexport.bundle.parity_records import CaseRecord, OutputRecord, ParityRecord, TargetRecord
 from optexport.bundle.verdict import passed_text
 from optexport.errors import on_one_line
@@ -228,12 +228,12 @@ def trials(measured: Measured) -> list[Interval]:
     ]
 
 
-def trial_result(trial: Trial) -> str:
-    """Returns the result of a tuning trial in words."""
+def trial_result(outcome: Outcome, trial: Trial) -> str:
+    """Returns the result of a trial of an outcome in words."""
     if trial.refused is not None:
         return f"rejected: {trial.refused}"
     if trial.comparison is None:
-        return "" if trial.change == AS_CONFIGURED else "not measured"
+        return "baseline" if trial.change == outcome.measure else "not measured"
     return trial.comparison.verdict_text
 
 
