@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.errors import ConfigError
-from optexport.exporters.format import Benchmark
+from optexport.exporters.format import Benchmark, Loader
 from optexport.exporters.registry import find_format_of_file, get_format, list_suffixes
 from optexport.runtime.devices import Device
 
@@ -30,6 +30,7 @@ class Artifact:
         fixed: True if it accepts only the traced sizes.
         precision: Lower precision of the file, if any.
         device: Device to run on.
+        prepare: For a model that runs in this process: reads inputs as `Format.prepare_benchmark`. None for a file.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Artifact:
     fixed: bool = False
     precision: str | None = None
     device: Device = "cpu"
+    prepare: Callable[[Path], Loader] | None = None
 
     def benchmark(self, threads: int) -> Benchmark:
         """Returns what a worker runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,17 +19,22 @@ from optexport.errors import BenchError
 
 Pair = tuple[Artifact, Artifact]
 
+# Launches that a verdict needs.
+_FEW_LAUNCHES = 4
+
 
 def choose_pairs(artifacts: Sequence[Artifact], baselines: Sequence[Artifact]) -> list[Pair]:
     """Pairs each artifact with the baselines of its format, or with all if there are none.
 
-    Without baselines, the first artifact of a format is the baseline of the others.
+    Without baselines, the first artifact of a format is the baseline of the others of the format. The first artifact of
+    all is the baseline of the first ones of the other formats.
     """
     pairs: list[Pair] = []
     for index, artifact in enumerate(artifacts):
         same_format = [baseline for baseline in baselines if baseline.format == artifact.format]
         if not baselines:
-            same_format = [earlier for earlier in artifacts[:index] if earlier.format == artifact.format][:1]
+            earlier = artifacts[:index]
+            same_format = ([item for item in earlier if item.format == artifact.format] or [*earlier])[:1]
         pairs += [(artifact, baseline) for baseline in same_format or baselines]
     return pairs
 
@@ -60,7 +66,7 @@ def measure(
         for group in _group([artifact for artifact in artifacts if artifact not in fixed], pairs):
             announce(f"{workload.label}: {', '.join(artifact.name for artifact in group)}")
             try:
-                timings += race(group, [workload], settings)
+                timings += race(group, [workload], _group_settings(group, pairs, settings))
             except BenchError as error:
                 if len(workloads) == 1:
                     raise
@@ -83,9 +89,19 @@ def _group(artifacts: Sequence[Artifact], pairs: Sequence[Pair]) -> list[list[Ar
     for pair in pairs:
         connected = [group for group in groups if not set(pair).isdisjoint(group)]
         if len(connected) > 1:
-            merged = [artifact for group in connected for artifact in group]
+            merged = [artifact for artifact in artifacts if any(artifact in group for group in connected)]
             groups = [*(group for group in groups if group not in connected), merged]
     return groups
+
+
+def _group_settings(group: Sequence[Artifact], pairs: Sequence[Pair], settings: Settings) -> Settings:
+    """Returns settings with fewer restarts if only different formats are compared.
+
+    Formats differ by more than the few percent that a restart changes, and starting all runtimes takes long.
+    """
+    if any(artifact.format == baseline.format for artifact, baseline in pairs if artifact in group):
+        return settings
+    return replace(settings, rounds_per_launch=max(settings.rounds_per_launch, -(-settings.rounds // _FEW_LAUNCHES)))
 
 
 def _figures(timing: Timing) -> Figures:

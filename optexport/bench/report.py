@@ -21,6 +21,11 @@ from optexport.bundle.outcomes import Comparison
 
 # Columns that a terminal with fewer columns than this does not show.
 _WIDE, _LESS_IMPORTANT = 100, ("p90 ms", "load s", "memory")
+# The same for a table with speedups, which shows these neither.
+_WIDE_WITH_SPEEDUPS = 145
+_LESS_IMPORTANT_THAN_SPEEDUPS = ("p99 ms", "rows/s", "file")
+# Between the folder of a bundle and the format, in names of artifacts.
+_SEPARATOR = ": "
 _COLOURS = {"faster": "green", "slower": "red", "inconclusive": None}
 
 
@@ -132,13 +137,20 @@ def _row(figures: Figures) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """Prints the figures, comparisons and notes."""
-    is_narrow = console.width < _WIDE
+    baseline = _find_baseline(report)
+    wide = _WIDE if baseline is None else _WIDE_WITH_SPEEDUPS
+    is_narrow = console.width < wide
     console.print(figures_table(report, is_narrow=is_narrow))
     if is_narrow:
-        console.print(f"A terminal of {_WIDE} columns also shows {', '.join(_LESS_IMPORTANT)}.", highlight=False)
-    if report.comparisons:
+        hidden = ", ".join(_hidden_headings(report))
+        console.print(f"A terminal of {wide} columns also shows {hidden}.", highlight=False)
+    if report.comparisons and baseline is None:
         console.print(comparison_table(report))
-    unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven})
+    threads = f"{report.settings.threads} thread{'s' if report.settings.threads != 1 else ''}"
+    over = "" if baseline is None else f"; speedups are over {baseline.name.removeprefix(_common_prefix(report))}"
+    text = f"Measured with {threads} each, in {report.settings.rounds} rounds{over}."
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven and f.artifact.prepare is None})
     for note in report.notes:
         console.print(escape(note), soft_wrap=True, highlight=False)
     if unproven:
@@ -150,21 +162,58 @@ def show(report: Report, console: Console) -> None:
 
 
 def figures_table(report: Report, *, is_narrow: bool = False) -> Table:
-    """Returns a table with a row for every artifact and shape; a narrow one has fewer columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """Returns a table with a row for every artifact and shape; a narrow one has fewer columns.
+
+    If all comparisons have the same baseline, the table has the speedups over it.
+    """
+    prefix, baseline = _common_prefix(report), _find_baseline(report)
+    comparisons = {(pair.artifact, pair.workload.label): pair.comparison for pair in report.comparisons}
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=escape(prefix.removesuffix(_SEPARATOR)) or None, title_justify="left"
+    )
     headings = ["p50 ms", "p90 ms", "p99 ms", "rows/s", "load s", "memory", "file"]
-    shown = [heading for heading in headings if not (is_narrow and heading in _LESS_IMPORTANT)]
+    shown = [heading for heading in headings if not (is_narrow and heading in _hidden_headings(report))]
     for heading in ("artifact", "shape"):
         table.add_column(heading, overflow="fold")
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
+    if baseline is not None:
+        table.add_column("speedup (95 % interval)", no_wrap=True)
+        table.add_column("verdict")
     for f in report.figures:
         times = [f"{1e3 * seconds:.3g}" for seconds in (f.p50, f.p90, f.p99)]
         memory = "?" if f.peak_memory is None else size_in_words(f.peak_memory)
         texts = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
         cells = dict(zip(headings, texts, strict=True))
-        table.add_row(escape(f.artifact.name), _shape(f.workload), *(cells[heading] for heading in shown))
+        row = [escape(f.artifact.name.removeprefix(prefix)), _shape(f.workload), *(cells[name] for name in shown)]
+        comparison = None if baseline is None else comparisons.get((f.artifact, f.workload.label))
+        if comparison is not None:
+            row += [_speedup_text(comparison), comparison.verdict_text]
+        elif f.artifact == baseline:
+            row += ["1", "baseline"]
+        table.add_row(*row, style=None if comparison is None else _COLOURS[comparison.verdict])
     return table
+
+
+def _find_baseline(report: Report) -> Artifact | None:
+    """Returns the baseline of all comparisons; None if there are several, or no comparisons."""
+    baselines = {pair.baseline for pair in report.comparisons}
+    return baselines.pop() if len(baselines) == 1 else None
+
+
+def _hidden_headings(report: Report) -> tuple[str, ...]:
+    """Returns the columns that a narrow table does not have."""
+    return _LESS_IMPORTANT if _find_baseline(report) is None else (*_LESS_IMPORTANT, *_LESS_IMPORTANT_THAN_SPEEDUPS)
+
+
+def _common_prefix(report: Report) -> str:
+    """Returns the folder that all names start with, such as ``build/model: ``; empty if they differ."""
+    prefixes = {"".join(figures.artifact.name.rpartition(_SEPARATOR)[:2]) for figures in report.figures}
+    return prefixes.pop() if len(prefixes) == 1 else ""
+
+
+def _speedup_text(comparison: Comparison) -> str:
+    return f"{comparison.speedup:.3g} ({comparison.low:.3g} to {comparison.high:.3g})"
 
 
 def _shape(workload: Workload) -> str:
@@ -173,7 +222,7 @@ def _shape(workload: Workload) -> str:
 
 def comparison_table(report: Report) -> Table:
     """Returns a table with a row for every pair and shape."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table, prefix = Table(box=box.SIMPLE_HEAD, pad_edge=False), _common_prefix(report)
     for heading in ("artifact", "baseline", "shape"):
         table.add_column(heading, overflow="fold")
     table.add_column("speedup (95 % interval)", no_wrap=True)
@@ -181,10 +230,10 @@ def comparison_table(report: Report) -> Table:
     for pair in report.comparisons:
         c = pair.comparison
         table.add_row(
-            escape(pair.artifact.name),
-            escape(pair.baseline.name),
+            escape(pair.artifact.name.removeprefix(prefix)),
+            escape(pair.baseline.name.removeprefix(prefix)),
             _shape(pair.workload),
-            f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
+            _speedup_text(c),
             c.verdict_text,
             style=_COLOURS[c.verdict],
         )

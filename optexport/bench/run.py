@@ -32,7 +32,8 @@ def bench(
 
     Args:
         paths: Bundles and files to measure.
-        against: Bundles and files to compare with; by default the first file of each format.
+        against: Bundles and files to compare with; by default the first file of each format, which is compared with the
+            first file of all.
         shapes: Sizes of dynamic axes, for each shape; by default the traced sizes.
         settings: Threads, rounds and seconds.
         formats: Formats to measure; by default all.
@@ -61,8 +62,6 @@ def bench(
         settings = settings or Settings()
         pairs = choose_pairs(artifacts, baselines)
         report = measure([*artifacts, *baselines], workloads, pairs, settings, announce)
-    if len(artifacts) > 1 and not pairs:
-        notes.append("Files of different formats are not compared by default; name the baseline with --against.")
     return replace(report, notes=(*notes, *report.notes))
 
 

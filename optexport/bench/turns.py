@@ -24,9 +24,10 @@ from typing import Any
 
 from optexport._utils import signals
 from optexport.bench.artifact import Artifact
-from optexport.bench.worker import Task
+from optexport.bench.worker import Task, TimedCalls
 from optexport.bench.workload import Workload
-from optexport.errors import BenchError
+from optexport.errors import BenchError, first_line
+from optexport.exporters.format import Loader
 
 # Like a "spawn" of multiprocessing, but without importing the caller's main module, which may be heavy.
 _WORKER = "import sys; sys.path[:] = sys.argv[2:]; from optexport.bench.worker import main; main()"
@@ -149,8 +150,37 @@ class _Worker:
         return f"the process that ran the file ended {reason}{f': {lines[-1]}' if lines else ''}"
 
 
+class _OwnProcess:
+    """Runs an artifact in this process, as a `_Worker` without a process of its own."""
+
+    def __init__(self, artifact: Artifact, prepare: Callable[[Path], Loader]) -> None:
+        self.artifact = artifact
+        self._calls = TimedCalls(prepare)
+
+    def request(self, order: str, argument: float | Path | None = None) -> Any:
+        """Returns the answer to an order. The time to load is 0, because the model is already in memory.
+
+        Raises:
+            BenchError: The model raised.
+        """
+        try:
+            answer = self._calls.answer(order, argument)
+        except Exception as error:  # the model's code may raise anything
+            raise BenchError(f"cannot run the model: {first_line(error)}", location=self.artifact.name) from error
+        return 0.0 if order == "load" else answer
+
+    def send(self, message: object) -> None:
+        """Accepts a task, which this artifact does not need."""
+
+    def receive(self) -> None:
+        """Does not wait, because nothing starts."""
+
+
 @contextmanager
-def _start_worker(artifact: Artifact, threads: int) -> Iterator[_Worker]:
+def _start_worker(artifact: Artifact, threads: int) -> Iterator[_Worker | _OwnProcess]:
+    if artifact.prepare is not None:
+        yield _OwnProcess(artifact, artifact.prepare)
+        return
     ours, theirs = Pipe()
     environment = {
         **os.environ,
@@ -224,11 +254,11 @@ def race(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings:
 
 
 def _take_turns(
-    workers: Sequence[_Worker],
+    workers: Sequence[_Worker | _OwnProcess],
     workload: Workload,
     rounds: int,
     seconds: float,
-    shuffle: Callable[[list[tuple[_Worker, _Launch]]], None],
+    shuffle: Callable[[list[tuple[_Worker | _OwnProcess, _Launch]]], None],
 ) -> list[_Launch]:
     """Loads each file, one after the other, and measures rounds of turns on one workload."""
     launches = []

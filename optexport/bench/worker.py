@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import OptexportError, first_line
-from optexport.exporters.format import Benchmark
+from optexport.exporters.format import Benchmark, Loader
 from optexport.exporters.registry import get_format
 
 # Seconds; shorter samples would measure the clock's resolution and the cost of reading it.
@@ -52,27 +52,47 @@ def main() -> None:
 
 def _serve(connection: Connection) -> None:
     task = connection.recv()
-    read = get_format(task.format).prepare_benchmark(task.benchmark)
+    before: dict[str, int] | None = None
+    calls = TimedCalls(get_format(task.format).prepare_benchmark(task.benchmark))
     connection.send((True, None))
-    run: Any = None
     while True:
         order, argument = connection.recv()
-        answer: Any = None
-        if order == "inputs":
-            run = None  # load again for other inputs, because a runtime may adapt a model to the first ones
-            load = read(argument)
-        elif order == "load":
+        if order == "load":
             before = _memory(reset_peak=True)
-            start = time.perf_counter()
-            run = load()
-            answer = time.perf_counter() - start
-        elif order == "warm up":
-            repeats = max(1, round(_MIN_SAMPLE / min(_sample(run, argument, min_samples=_WARMUP_CALLS))))
-        elif order == "turn":
-            answer = _sample(run, argument, repeats)
-        elif before is not None and (after := _memory()) is not None:
+        answer = calls.answer(order, argument)
+        if order == "peak" and before is not None and (after := _memory()) is not None:
             answer = max(0, after["VmHWM"] - before["VmRSS"])
         connection.send((True, answer))
+
+
+class TimedCalls:
+    """Answers the orders of a benchmark about one artifact.
+
+    Args:
+        read: Reads inputs as `Format.prepare_benchmark` does.
+    """
+
+    def __init__(self, read: Callable[[Path], Loader]) -> None:
+        self._read = read
+        self._load: Any = None
+        self._run: Any = None
+        self._repeats = 1
+
+    def answer(self, order: str, argument: Any = None) -> Any:
+        """Returns the seconds of loading, or of the calls of a turn; None for other orders."""
+        if order == "inputs":
+            self._run = None  # load again for other inputs, because a runtime may adapt a model to the first ones
+            self._load = self._read(argument)
+        elif order == "load":
+            start = time.perf_counter()
+            self._run = self._load()
+            return time.perf_counter() - start
+        elif order == "warm up":
+            samples = _sample(self._run, argument, min_samples=_WARMUP_CALLS)
+            self._repeats = max(1, round(_MIN_SAMPLE / min(samples)))
+        elif order == "turn":
+            return _sample(self._run, argument, self._repeats)
+        return None
 
 
 def _sample(run: Callable[[], object], seconds: float, repeats: int = 1, min_samples: int = 1) -> list[float]:

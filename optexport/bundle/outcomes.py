@@ -15,6 +15,7 @@ _EQUAL_WITHIN = 0.05
 
 AS_CONFIGURED = "as configured"
 PLAIN_EXPORT = "plain export"
+PYTORCH = "PyTorch"  # the original model in benchmarks
 PARITY_FAILED = "parity failed"
 
 

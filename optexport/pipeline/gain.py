@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from optexport._utils import model_memory, signals, torch_settings
@@ -21,6 +22,7 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.comparison import compare
 from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.measurements import GainRecord
+from optexport.exporters.format import Loader
 from optexport.exporters.registry import get_format
 from optexport.pipeline.bundle_writer import RunResults
 from optexport.signature.signature import Batch, as_arguments
@@ -57,10 +59,10 @@ def measure_gain(results: RunResults, draft: Path) -> RunResults:
         return replace(results, gain_skipped=f"the model has {size_in_words(model_memory.weight_bytes(model))}")
     artifacts = list_artifacts(records, (list(job.example), signature.output_names), draft, "")
     end = time.perf_counter() + SECONDS
-    with signals.temporary_folder() as folder, _settings(model, threads):
+    with signals.temporary_folder() as folder, timing_settings(model, threads):
         (workload,) = from_signature(job.example, signature, [], folder, "inputs")
         openers = [_opener(artifact, workload, threads) for artifact in artifacts]
-        rounds = _time_in_turns([lambda: _eager(model, job.example), *openers], end)
+        rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
     if rounds is None:
         return replace(results, gain_skipped=f"{LEAST_ROUNDS} calls of each file take more than {SECONDS:g} s")
     sizes = workload.label if workload.sizes else _shapes(job.example)
@@ -91,7 +93,7 @@ def _record(
 
 
 @contextmanager
-def _settings(model: nn.Module, threads: int) -> Iterator[None]:
+def timing_settings(model: nn.Module, threads: int) -> Iterator[None]:
     """Restores at the end what the model and the runtimes change in this process."""
     with ExitStack() as stack:
         stack.enter_context(restoring_state(model))
@@ -103,17 +105,22 @@ def _settings(model: nn.Module, threads: int) -> Iterator[None]:
         yield
 
 
-def _opener(artifact: Artifact, workload: Workload, threads: int) -> Callable[[], Callable[[], object]]:
+def _opener(artifact: Artifact, workload: Workload, threads: int) -> Loader:
     """Returns a function that opens a file as a benchmark does, and returns a call of it."""
     return lambda: get_format(artifact.format).prepare_benchmark(artifact.benchmark(threads))(workload.file)()
 
 
-def _eager(model: nn.Module, batch: Batch) -> Callable[[], object]:
-    # A model may change its inputs in place.
-    return lambda: model(**as_arguments({name: tensor.clone() for name, tensor in batch.items()}))
+def read_eager(model: nn.Module, inputs: Path) -> Loader:
+    """Reads inputs for the original model, as `Format.prepare_benchmark` does for a file."""
+    batch = load_file(inputs)
+
+    def run() -> object:  # a model may change its inputs in place
+        return model(**as_arguments({name: tensor.clone() for name, tensor in batch.items()}))
+
+    return lambda: run
 
 
-def _time_in_turns(openers: Sequence[Callable[[], Callable[[], object]]], end: float) -> npt.NDArray[np.float64] | None:
+def _time_in_turns(openers: Sequence[Loader], end: float) -> npt.NDArray[np.float64] | None:
     """Returns the seconds of each call in its turns, of shape [rounds, calls]; None if the time is too short."""
     calls: list[Callable[[], object]] = []
     for opener in openers:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from optexport._utils import model_memory
 from optexport._utils.progress import Progress
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact, list_artifacts
@@ -13,12 +15,13 @@ from optexport.bench.measure import measure
 from optexport.bench.report import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature, other_sizes
-from optexport.bundle.outcomes import LEAST_ROUNDS
+from optexport.bundle.outcomes import LEAST_ROUNDS, PYTORCH
 from optexport.config.run_steps import is_measured
 from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.pipeline.bundle_writer import RunResults
+from optexport.pipeline.gain import read_eager, timing_settings
 from optexport.pipeline.steps import TracedJob
 
 
@@ -111,6 +114,15 @@ def _export_plain(
     )
 
 
+def _list_original(job: Job) -> list[Artifact]:
+    """Returns the original model in eager PyTorch as an artifact; none on a GPU, where its inputs would be copied."""
+    model = job.loaded.model
+    if job.config.model.device != "cpu":
+        return []
+    read = partial(read_eager, model)
+    return [Artifact(PYTORCH, Path(), PYTORCH, model_memory.weight_bytes(model), prepare=read)]
+
+
 def _measure(
     results: RunResults, workloads: Sequence[Workload], artifacts: Sequence[Artifact], plain: _PlainExport
 ) -> Report:
@@ -119,7 +131,10 @@ def _measure(
     is_compared = bool(_compared_formats(results.traced.job, tuned=tuned))
     settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if is_compared else bench.rounds)
     pairs = [(own, baseline) for own in artifacts for baseline in plain.artifacts if own.format == baseline.format]
-    report = measure([*artifacts, *plain.artifacts], workloads, pairs, settings)
+    original = _list_original(results.traced.job)
+    pairs += [(own, eager) for own in artifacts for eager in original]
+    with timing_settings(results.traced.job.loaded.model, bench.threads):
+        report = measure([*original, *artifacts, *plain.artifacts], workloads, pairs, settings)
     notes = [
         f"{name}: not compared, because the plain export failed: {cause}" for name, cause in plain.failures.items()
     ]

@@ -275,18 +275,19 @@ def _latencies(result: RunData) -> dict[str, str]:
 
 
 def _gains(result: RunData) -> dict[str, str]:
-    """Returns how fast the file of each format is, compared with the original model in PyTorch."""
+    """Returns how fast the file of each format is, compared with PyTorch, unless a benchmark shows it."""
     return {
         record.format: f"{record.ms:.3g} ms, {times_as_fast(record.speedup, record.low, record.high)}"
         for record in result.gain
+        if result.bench is None
     }
 
 
 def _gain_notes(result: RunData) -> Iterator[str]:
     """Yields what the gain is measured with, or why it is missing, and a hint if a file is slower than PyTorch."""
-    if result.gain_skipped:
+    if result.gain_skipped and result.bench is None:
         yield f"speed not compared with PyTorch: {result.gain_skipped}"
-    if result.gain:
+    if result.gain and result.bench is None:
         yield f"one call, compared with PyTorch at {result.gain[0].setting}"
     slower = [str(record.format) for record in result.gain if record.high < 1]
     lowered = [

@@ -9,6 +9,7 @@ from optexport._utils.markup import escape_markdown, size_in_words, table_row, t
 from optexport.bundle.layout import REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
+from optexport.bundle.outcomes import PYTORCH
 from optexport.bundle.verdict import passed_text
 from optexport.config.benchmarks import GateConfig
 from optexport.config.metrics import round_for_gate
@@ -128,7 +129,9 @@ def _limit_rows(manifest: Manifest, measured: Measured, gate: GateConfig) -> Ite
         names = {file.name: file.format for file in measured.bench.artifacts if file.proven}
         for figure in (figure for figure in measured.bench.figures if figure.artifact in names):
             latencies[figure.format] = max(figure.p50_ms, latencies.get(figure.format, 0.0))
-        for row in (row for row in measured.bench.comparisons if row.artifact in names):
+        for row in measured.bench.comparisons:
+            if row.artifact not in names or row.baseline == PYTORCH:
+                continue
             name = names[row.artifact]
             speedups[name] = min(row.low, speedups.get(name, row.low))
     for title, limits, values, bound in (

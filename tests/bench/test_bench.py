@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +31,11 @@ from optexport.bench.artifact import Artifact, file_size, open_artifacts
 from optexport.bench.measure import choose_pairs, measure
 from optexport.bench.report import as_json
 from optexport.bench.run import bench
-from optexport.bench.turns import Settings, race
+from optexport.bench.turns import Settings, Timing, race
 from optexport.bench.worker import _sample
-from optexport.bench.workload import other_sizes
+from optexport.bench.workload import Workload, other_sizes
 from optexport.errors import BenchError, ConfigError
+from optexport.exporters.format import Loader
 from optexport.signature.signature import Dim
 from tests._helpers import exports
 from tests._helpers.cli import message
@@ -176,13 +179,14 @@ def test_bfloat16_inputs_work_only_for_torch_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_different_formats_are_not_compared_with_a_note(tmp_path: Path) -> None:
+def test_different_formats_are_compared_with_the_first_file(tmp_path: Path) -> None:
     output = exports.exported().output
     for name in ("onnx", "pt2"):
         shutil.copy(output / f"model.{name}", tmp_path)
     read = document(tmp_path / "model.onnx", tmp_path / "model.pt2", "--inputs", write_inputs(tmp_path))
-    assert read["comparisons"] == []
-    assert any("name the baseline with --against" in note for note in read["notes"])
+    (compared,) = read["comparisons"]
+    assert (compared["artifact"], compared["baseline"]) == (str(tmp_path / "model.pt2"), str(tmp_path / "model.onnx"))
+    assert compared["more_rounds"] is not None
 
 
 SERVED = """
@@ -265,8 +269,9 @@ def test_turn_has_three_calls_or_a_very_long_one(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("formats", "baselines", "pairs"),
     [
-        ("onnx pt2", "", []),
-        ("onnx pt2 onnx onnx", "", [(2, 0), (3, 0)]),
+        ("onnx", "", []),
+        ("onnx pt2", "", [(1, 0)]),
+        ("onnx pt2 onnx pt2", "", [(1, 0), (2, 0), (3, 1)]),
         ("onnx pt2", "pt2 onnx", [(0, "b1"), (1, "b0")]),
         ("onnx", "pt2", [(0, "b0")]),
         ("onnx", "onnx onnx", [(0, "b0"), (0, "b1")]),
@@ -277,6 +282,51 @@ def test_pairs_have_equal_formats_if_possible(formats: str, baselines: str, pair
     baseline_artifacts = [Artifact(f"b{index}", Path(), name, 1) for index, name in enumerate(baselines.split())]
     names = [(artifact.name, baseline.name) for artifact, baseline in choose_pairs(artifacts, baseline_artifacts)]
     assert names == [(str(artifact), str(baseline)) for artifact, baseline in pairs]
+
+
+def test_a_model_of_this_process_takes_turns_with_files(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def prepare(inputs: Path) -> Loader:
+        return lambda: lambda: calls.append(inputs)
+
+    model = Artifact("PyTorch", Path(), "PyTorch", 1, prepare=prepare)
+    file = Artifact("file", chain(tmp_path / "a.onnx", 1), "onnx", 1)
+    report = measure([model, file], [workload(tmp_path)], [(file, model)], Settings(rounds=8, seconds=0.001))
+    (pair,) = report.comparisons
+    assert (pair.artifact, pair.baseline, pair.comparison.rounds) == (file, model, 8)
+    assert set(calls) == {workload(tmp_path).file}
+    figures = report.figures[0]
+    assert (figures.artifact, figures.load, figures.peak_memory) == (model, 0.0, None)
+    table = report.summary()
+    assert "speedups are over PyTorch." in table
+    assert "never compared with a model: file\n" in table
+
+
+def test_a_model_of_this_process_that_fails_is_named(tmp_path: Path) -> None:
+    def prepare(inputs: Path) -> Loader:
+        raise ValueError("no such size")
+
+    model = Artifact("PyTorch", Path(), "PyTorch", 1, prepare=prepare)
+    with pytest.raises(BenchError, match="PyTorch: cannot run the model: no such size"):
+        measure([model], [workload(tmp_path)], [], Settings(rounds=2, seconds=0.001))
+
+
+def test_processes_restart_less_often_if_only_formats_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, launches = chain(tmp_path / "a.onnx", 1), []
+
+    def watched(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings: Settings) -> list[Timing]:
+        launches.append(settings.launches)
+        return race(artifacts, workloads, replace(settings, rounds=2, rounds_per_launch=2))
+
+    monkeypatch.setattr("optexport.bench.measure.race", watched)
+    onnx, same, other = Artifact("a", path, "onnx", 1), Artifact("b", path, "onnx", 1), Artifact("c", path, "onnx", 1)
+    other = replace(other, prepare=lambda inputs: lambda: lambda: None, format="PyTorch")
+    measure([onnx, same], [workload(tmp_path)], [(onnx, same)], Settings(rounds=20, seconds=0.001))
+    measure([onnx, other], [workload(tmp_path)], [(onnx, other)], Settings(rounds=20, seconds=0.001))
+    assert launches == [10, 4]
 
 
 def test_file_of_fixed_shape_is_not_measured_at_others(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def test_figures_are_printed_and_not_in_the_manifest(call: Caller, tmp_path: Pat
     assert "p50 ms" in result.stdout
     rows = measured(tmp_path)["figures"]
     assert [(row["artifact"], row["shape"], row["rows"]) for row in rows] == [
+        ("PyTorch", "batch=1", 1),
         ("onnx", "batch=1", 1),
+        ("PyTorch", "batch=8", 8),
         ("onnx", "batch=8", 8),
     ]
     assert "p50" not in (tmp_path / "build" / "model" / "manifest.json").read_text()
@@ -81,9 +83,11 @@ def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
         table = mlflow.artifacts.load_dict(f"runs:/{result.run_id}/tables/latency.json")
     finally:
         mlflow.set_tracking_uri(before)
-    (figures,) = result.bench.figures if result.bench is not None else ()
+    assert result.bench is not None
+    original, figures = result.bench.figures
+    assert original.artifact.name == "PyTorch"
     assert metrics["latency/onnx_ms"] == pytest.approx(1e3 * figures.p50)
-    (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    _, row = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert row["shape"].startswith("batch=3,sequence=")
     assert row["rows_per_second"] == pytest.approx(figures.rows_per_second)
 
@@ -105,9 +109,10 @@ def test_gates_that_hold_pass_and_imply_a_benchmark(call: Caller, tmp_path: Path
     result = call("run", as_onnx(bars))
     assert result.exit_code == 0, result.stderr
     document = measured(tmp_path)
-    (compared,) = document["comparisons"]
-    assert (compared["artifact"], compared["baseline"]) == ("onnx", "plain onnx")
-    assert {a["name"]: a["proven"] for a in document["artifacts"]} == {"onnx": True, "plain onnx": False}
+    pairs = [(compared["artifact"], compared["baseline"]) for compared in document["comparisons"]]
+    assert pairs == [("onnx", "plain onnx"), ("onnx", "PyTorch")]
+    proven = {"PyTorch": False, "onnx": True, "plain onnx": False}
+    assert {a["name"]: a["proven"] for a in document["artifacts"]} == proven
 
 
 @pytest.mark.parametrize("speedup", [False, pytest.param(True, marks=pytest.mark.slow)])
