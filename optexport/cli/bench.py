@@ -61,7 +61,12 @@ _PATH = click.Path(path_type=Path, exists=True)
     help="Sizes of the dynamic axes, such as batch=8,sequence=128 (default for a bundle: as traced). May be repeated.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True, help="Threads of each file."
+    "--threads",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Threads of each file, as bench.threads in a config.",
 )
 @click.option(
     "--rounds", type=click.IntRange(1, 10000), metavar="N", default=20, show_default=True, help="Turns of each file."
@@ -108,8 +113,11 @@ def bench(
     Use this to choose between formats, rules or runtimes. It measures bundles and single files, such as
     model.onnx. The files take turns, each in its own process, so that other load on the machine affects all alike.
 
-    Every file is compared with the files of --against, or else with the first file of its format. If the times vary
-    too much for a verdict, the result is "inconclusive".
+    Every file is compared with the files of --against. Without it, the first file is the baseline of the other formats,
+    and the first file of a format that of its other files. If the times vary too much, the verdict is "inconclusive".
+
+    Files have one thread by default, as in the comparison with PyTorch at the end of a run. A bundle has no code of the
+    original model, so eager PyTorch is only measured in a run, with [bench].
     """
     from optexport._utils.platform import machine
     from optexport.bench import report, run

@@ -32,7 +32,7 @@ class BenchConfig(Table):
     Attributes:
         enabled: Whether the files are measured.
         shapes: The sizes to measure at, as ``[{ batch = 1, sequence = 16 }]``; by default the traced sizes.
-        threads: Number of threads of each process.
+        threads: Number of threads of each process, and of the comparison with PyTorch that every run makes.
         rounds: How often each file has its turn.
     """
 

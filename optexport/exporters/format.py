@@ -185,7 +185,7 @@ class Format(ABC):
         return run
 
     def prepare_benchmark(self, benchmark: Benchmark) -> Callable[[Path], Loader]:
-        """Imports the runtime for a benchmark in a process of its own.
+        """Imports the runtime for a benchmark, in a process of its own or at the end of a run.
 
         The default times `open` and its result. A format with a faster call should return that call.
 

@@ -41,9 +41,10 @@ def benchmark(  # noqa: PLR0913 - options of the public API
 
     Args:
         paths: A bundle or a file such as ``model.onnx``, or several.
-        against: Bundles and files to compare with; by default, files are compared with the first one of their format.
+        against: Bundles and files to compare with; by default, files are compared with the first one of their format,
+            and the first ones of the formats with the first file.
         shapes: The sizes of the dynamic axes, as ``{"batch": 8}``, or several such; by default those of the trace.
-        threads: The threads of each file.
+        threads: The threads of each file, as ``bench.threads`` in a config.
         rounds: The turns of each file. Fewer than 12 give no verdict.
         seconds: The length of one turn.
         formats: The formats to measure; by default all.

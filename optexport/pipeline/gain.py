@@ -22,6 +22,7 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.comparison import compare
 from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.measurements import GainRecord
+from optexport.errors import first_line, short_line
 from optexport.exporters.format import Loader
 from optexport.exporters.registry import get_format
 from optexport.pipeline.bundle_writer import RunResults
@@ -35,6 +36,7 @@ ROUNDS = 15
 LEAST_ROUNDS = 3
 # A turn makes further calls until this many seconds have passed; its fastest call counts.
 _TURN = 0.02
+_MAX_REASON = 100
 # TorchScript optimizes a file at the second call.
 _WARMUP_CALLS = 2
 
@@ -62,7 +64,12 @@ def measure_gain(results: RunResults, draft: Path) -> RunResults:
     with signals.temporary_folder() as folder, timing_settings(model, threads):
         (workload,) = from_signature(job.example, signature, [], folder, "inputs")
         openers = [_opener(artifact, workload, threads) for artifact in artifacts]
-        rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
+        try:
+            rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
+        except Exception as error:  # a runtime may raise anything, and the files are checked already
+            return replace(
+                results, gain_skipped=short_line(f"a file cannot be timed: {first_line(error)}", _MAX_REASON)
+            )
     if rounds is None:
         return replace(results, gain_skipped=f"{LEAST_ROUNDS} calls of each file take more than {SECONDS:g} s")
     sizes = workload.label if workload.sizes else _shapes(job.example)

@@ -76,7 +76,8 @@ def test_bundle_is_measured_on_its_inputs_at_given_sizes() -> None:
     assert all(artifact["proven"] and artifact["bytes"] > 0 for artifact in read["artifacts"])
     assert [(row["shape"], row["rows"]) for row in read["figures"]] == [("batch=3,sequence=5", 3)] * 3
     assert all(row["rows_per_second"] > 0 and row["load_seconds"] > 0 for row in read["figures"])
-    assert read["comparisons"] == []
+    pairs = [(pair["artifact"].split(": ")[1], pair["baseline"].split(": ")[1]) for pair in read["comparisons"]]
+    assert pairs == [("onnx", "torchscript"), ("pt2", "torchscript")]
     read = document(output / "model.onnx", "--shape", "batch=3,sequence=7", "--shape", "sequence=2")
     assert [row["shape"] for row in read["figures"]] == ["batch=3,sequence=7", "batch=2,sequence=2"]
 

@@ -15,6 +15,7 @@ from optexport.bundle.measurements import GainRecord, read_measured
 from optexport.bundle.outcomes import Outcome, Trial
 from optexport.pipeline import gain
 from tests._helpers import exports
+from tests._helpers.graphs import Program
 
 
 class Mlp(nn.Sequential):
@@ -94,6 +95,15 @@ def test_the_reason_for_missing_times_is_in_the_summary_and_the_bundle(
     assert (measured.gain, measured.gain_skipped) == ([], reason)
     assert reason in (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
     assert "gain" not in json.loads((tmp_path / "bundle" / "measurements.json").read_text())
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_runtime_that_cannot_be_timed_is_no_failure(tmp_path: Path) -> None:
+    model = Program(lambda m, x: m.linear(x.float()), linear=nn.Linear(16, 8)).eval()
+    example = {"x": torch.randn(4, 16).bfloat16()}  # benchmarks of ONNX files read inputs as arrays of NumPy
+    result = optexport.export(model, example, tmp_path / "bundle", formats=["onnx"])
+    assert result.gain == ()
+    assert result.gain_skipped.startswith("a file cannot be timed: ")
 
 
 def test_every_call_has_as_many_turns() -> None:

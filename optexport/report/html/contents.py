@@ -215,7 +215,9 @@ def first_figures(measured: Measured) -> list[FigureRecord]:
 def speedups(measured: Measured) -> list[Interval]:
     """Returns the comparisons of the benchmark for a plot."""
     rows = measured.bench.comparisons if measured.bench is not None else []
-    return [Interval(f"{row.artifact}, {row.shape}", row.speedup, row.low, row.high) for row in rows]
+    return [
+        Interval(f"{row.artifact} over {row.baseline}, {row.shape}", row.speedup, row.low, row.high) for row in rows
+    ]
 
 
 def trials(measured: Measured) -> list[Interval]:
