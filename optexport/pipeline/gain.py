@@ -58,18 +58,19 @@ def measure_gain(results: RunResults, draft: Path) -> RunResults:
     if not records:
         return replace(results, gain_skipped="PyTorch itself runs these files")
     if model_memory.is_large(model):
-        return replace(results, gain_skipped=f"the model has {size_in_words(model_memory.weight_bytes(model))}")
+        return replace(
+            results, gain_skipped=f"the model has {size_in_words(model_memory.weight_bytes(model))} of weights"
+        )
     artifacts = list_artifacts(records, (list(job.example), signature.output_names), draft, "")
     end = time.perf_counter() + SECONDS
     with signals.temporary_folder() as folder, timing_settings(model, threads):
-        (workload,) = from_signature(job.example, signature, [], folder, "inputs")
-        openers = [_opener(artifact, workload, threads) for artifact in artifacts]
         try:
+            (workload,) = from_signature(job.example, signature, [], folder, "inputs")
+            openers = [_opener(artifact, workload, threads) for artifact in artifacts]
             rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
         except Exception as error:  # a runtime may raise anything, and the files are checked already
-            return replace(
-                results, gain_skipped=short_line(f"a file cannot be timed: {first_line(error)}", _MAX_REASON)
-            )
+            reason = f"a file cannot be timed: {first_line(error)}"
+            return replace(results, gain_skipped=short_line(reason, _MAX_REASON))
     if rounds is None:
         return replace(results, gain_skipped=f"{LEAST_ROUNDS} calls of each file take more than {SECONDS:g} s")
     sizes = workload.label if workload.sizes else _shapes(job.example)
@@ -131,10 +132,10 @@ def _time_in_turns(openers: Sequence[Loader], end: float) -> npt.NDArray[np.floa
     """Returns the seconds of each call in its turns, of shape [rounds, calls]; None if the time is too short."""
     calls: list[Callable[[], object]] = []
     for opener in openers:
-        if time.perf_counter() >= end:
-            return None
         calls.append(opener())
         for _ in range(_WARMUP_CALLS):
+            if time.perf_counter() >= end:
+                return None
             calls[-1]()
     turns: list[float] = []
     while len(turns) < ROUNDS * len(calls) and time.perf_counter() < end:

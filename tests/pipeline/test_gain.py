@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,17 @@ def test_every_call_has_as_many_turns() -> None:
     assert ((seconds > 0) & (seconds < 1)).all()
     order = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
     assert order == ["a", "b"] * (gain.ROUNDS + 1)  # the first ones warm up
+
+
+def test_a_slow_call_is_not_repeated() -> None:
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(1)
+        time.sleep(0.1)
+
+    assert gain._time_in_turns([lambda: call, lambda: call], time.perf_counter() + 0.05) is None
+    assert len(calls) == 1
 
 
 def summary(speedup: float, low: float, high: float, outcomes: tuple[Outcome, ...] = ()) -> list[str]:
