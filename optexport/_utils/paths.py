@@ -45,7 +45,7 @@ def check_utf8(folder: Path) -> None:
         )
 
 
-def check_overwritable(option: str, path: Path, pattern: re.Pattern[bytes], kind: str) -> None:
+def check_overwritable(argument: str, path: Path, pattern: re.Pattern[bytes], kind: str) -> None:
     """Checks that an output file is new, empty, or an earlier output of the same kind.
 
     Any other file may be an input of the run, such as the weights, or the tracking database.
@@ -63,10 +63,10 @@ def check_overwritable(option: str, path: Path, pattern: re.Pattern[bytes], kind
         with path.open("rb") as file:
             start = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError as error:
-        raise ConfigError(f"the file cannot be read: {error}", location=f"{option} {path}") from error
+        raise ConfigError(f"the file cannot be read: {error}", location=f"`{argument}={path}`") from error
     if start and not pattern.match(start):
         raise ConfigError(
             f"the file has other content than an earlier {kind}, so it is not replaced",
-            location=f"{option} {path}",
+            location=f"`{argument}={path}`",
             hint="Name another file.",
         )

@@ -51,7 +51,7 @@ def run_tasks(
             try:
                 append_to_journal(folder, result)
             except OSError as error:  # for instance a full disk, which must not stop the other configs
-                note = f"The result is not in the journal, so --resume runs this config again: {error}"
+                note = f"The result is not in the journal, so a resumed batch runs this config again: {error}"
                 result = replace(result, error=f"{result.error}\n  {note}" if result.error else note)
             results[task.path] = result
             announce(result)
@@ -65,12 +65,12 @@ def _locked(folder: Path, logs: Path) -> Iterator[None]:
         logs.mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).open("a").close()
     except OSError as error:
-        raise ConfigError(f"the folder is not writable: {error}", location=f"--folder {folder}") from error
+        raise ConfigError(f"the folder is not writable: {error}", location=f"`folder={folder}`") from error
     with locked(logs, wait=False) as was_free:
         if not was_free:
             raise ConfigError(
                 "another batch uses this folder",
-                location=f"--folder {folder}",
+                location=f"`folder={folder}`",
                 hint="Wait for it, or name another folder.",
             )
         yield

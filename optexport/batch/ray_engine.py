@@ -100,7 +100,7 @@ def _run(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The working directory contains only files that a config names, and all of them are needed.
     os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
-    check_extra("ray", "--engine ray")
+    check_extra("ray", "`engine=ray`")
     import ray
 
     for task in tasks:
@@ -124,8 +124,8 @@ def _run(
                 runtime_env={"working_dir": temporary, "env_vars": _environment()},
             )
         except (OSError, ValueError, RuntimeError) as error:
-            option = "--engine ray" if address is None else f"--address {address}"
-            raise ConfigError(f"no Ray cluster answers: {error}", location=option) from error
+            location = "`engine=ray`" if address is None else f"`address={address}`"
+            raise ConfigError(f"no Ray cluster answers: {error}", location=location) from error
     yield from _run_on_nodes(ray, remote_tasks, limits, memory, folder)
 
 
@@ -189,7 +189,7 @@ def stage_tasks(
         limit = _MAX_PACKAGE_BYTES >> 20
         raise ConfigError(
             f"the files that the configs name are too large for Ray (expected at most {limit}, found {size >> 20} MiB)",
-            location="--engine ray",
+            location="`engine=ray`",
             hint="Put large files on storage that every node can read, and name them by absolute paths.",
         )
     if not staged:

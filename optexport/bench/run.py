@@ -48,16 +48,16 @@ def bench(
     """
     sets = [open_artifacts(path) for path in (*paths, *against)]
     artifacts, baselines = _name_artifacts(sets, len(paths), formats)
-    for artifact_list, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
+    for artifact_list, name in ((artifacts, "formats"), (baselines if against else artifacts, "against")):
         if not artifact_list:
-            raise ConfigError(f"no file has the format {' or '.join(formats)}", location=option)
+            raise ConfigError(f"no file has the format {' or '.join(formats)}", location=f"`{name}`")
     for artifact in (*artifacts, *baselines):
         get_format(artifact.format).check_installed(artifact.name)
     with signals.temporary_folder() as folder:
         try:
             workloads, notes = _workloads(sets, [*artifacts, *baselines], inputs, shapes, folder)
         except MemoryError as error:
-            raise ConfigError(f"inputs of these sizes do not fit into memory: {error}", location="--shape") from error
+            raise ConfigError(f"inputs of these sizes do not fit into memory: {error}", location="`shapes`") from error
         _check_inputs([*artifacts, *baselines], workloads)
         settings = settings or Settings()
         pairs = choose_pairs(artifacts, baselines)
@@ -93,7 +93,7 @@ def _check_inputs(artifacts: Sequence[Artifact], workloads: Sequence[Workload]) 
             raise ConfigError(
                 f"inputs {', '.join(missing)} are missing (found {', '.join(available)})",
                 location=artifact.name,
-                hint="All files run on the same inputs. Give files of one model, or --inputs with all inputs.",
+                hint="All files run on the same inputs. Give files of one model, or `inputs` with all inputs.",
             )
 
 
@@ -107,7 +107,7 @@ def check_output(output: Path, measured: Sequence[Path]) -> None:
         ConfigError: The result may not be written there.
     """
     bundles = [bundle for path in measured if (bundle := find_bundle(path)) is not None]
-    check_outside("--output", output, [*measured, *bundles])
+    check_outside("output", output, [*measured, *bundles])
     if not output.exists():
         return
     try:
@@ -116,7 +116,7 @@ def check_output(output: Path, measured: Sequence[Path]) -> None:
         document = None
     if not (isinstance(document, dict) and {"machine", "artifacts"} <= document.keys()):
         raise ConfigError(
-            "the file exists and is not a benchmark result", location=f"--output {output}", hint="Name another file."
+            "the file exists and is not a benchmark result", location=f"`output={output}`", hint="Name another file."
         )
 
 
@@ -136,5 +136,5 @@ def _workloads(
     raise ConfigError(
         "the inputs of the file are unknown",
         location=artifacts[0].name,
-        hint="Give --inputs FILE.safetensors, or the bundle of the file.",
+        hint="Give `inputs=FILE.safetensors`, or the bundle of the file.",
     )

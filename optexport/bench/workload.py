@@ -131,7 +131,7 @@ def from_bundle(
                 shape = f"[{', '.join(map(str, spec.shape))}]"
                 raise ConfigError(
                     f"the file has no tensor {spec.name} of shape {shape}, which the bundle takes as an input",
-                    location=f"--inputs {inputs}",
+                    location=f"`inputs={inputs}`",
                 )
         batch = {spec.name: tensors[spec.name] for spec in specs}
     indexes = {
@@ -140,8 +140,8 @@ def from_bundle(
     }
     signature = Signature(specs, (), dims, indexes)
     for name, size in signature.sizes(batch).items():
-        _check_range(name, size, dims[name], f"--inputs {inputs}")
-    return from_signature(batch, signature, shapes, folder, "--shape")
+        _check_range(name, size, dims[name], f"`inputs={inputs}`")
+    return from_signature(batch, signature, shapes, folder, "`shapes`")
 
 
 def from_file(inputs: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact]) -> list[Workload]:
@@ -157,9 +157,9 @@ def from_file(inputs: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifac
     """
     if shapes:
         raise ConfigError(
-            "sizes can only be chosen for a bundle, or for an ONNX file without --inputs",
-            location="--shape",
-            hint="Remove --shape, and give inputs of that size.",
+            "sizes can only be chosen for a bundle, or for an ONNX file with random inputs",
+            location="`shapes`",
+            hint="Remove `shapes`, and give inputs of that size.",
         )
     dtypes: dict[str, str] = {}
     tensor_shapes: dict[str, list[int]] = {}
@@ -169,7 +169,7 @@ def from_file(inputs: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifac
         for name in (name for name, dtype in dtypes.items() if dtype not in _IN_NUMPY):
             raise ConfigError(
                 f"{artifact.name} cannot receive {name}: NumPy has no dtype {dtypes[name]}",
-                location=f"--inputs {inputs}",
+                location=f"`inputs={inputs}`",
                 hint=f"Measure only TorchScript and .pt2 files with these inputs, or store {name} as F32.",
             )
     return [Workload({}, _count_rows({}, tensor_shapes), inputs)]
@@ -200,7 +200,7 @@ def from_onnx(artifact: Artifact, shapes: Sequence[Sizes], folder: Path) -> tupl
     axes = {size: axis for _, shape in specs.values() for axis, size in enumerate(shape) if isinstance(size, str)}
     defaults = {name: _FIRST_AXIS if axis == 0 else _OTHER_AXES for name, axis in axes.items()}
     workloads: list[Workload] = []
-    for index, (shape, location) in enumerate(_located(shapes, "--shape")):
+    for index, (shape, location) in enumerate(_located(shapes, "`shapes`")):
         _check_names(shape, list(axes), location)
         sizes = {**defaults, **shape}
         _check_unique(sizes, workloads, location)
@@ -212,9 +212,9 @@ def from_onnx(artifact: Artifact, shapes: Sequence[Sizes], folder: Path) -> tupl
     notes = []
     if assumed := sorted({name for name in axes for shape in shapes or [{}] if name not in shape}):
         sizes_text = ", ".join(f"{name}={defaults[name]}" for name in assumed)
-        notes.append(f"{artifact.name}: assumed sizes {sizes_text}; set them with --shape")
+        notes.append(f"{artifact.name}: assumed sizes {sizes_text}; set them with `shapes`")
     if integers := [name for name, (dtype, _) in specs.items() if not np.issubdtype(dtype, np.floating)]:
-        notes.append(f"{artifact.name}: random values 0 and 1 for {', '.join(integers)}; set them with --inputs")
+        notes.append(f"{artifact.name}: random values 0 and 1 for {', '.join(integers)}; set them with `inputs`")
     return workloads, notes
 
 
@@ -247,7 +247,7 @@ def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
             raise ConfigError(
                 f"cannot make random values for the input {value.name}: it is not a tensor of numbers",
                 location=artifact.name,
-                hint="Give --inputs FILE.safetensors.",
+                hint="Give `inputs=FILE.safetensors`.",
             )
         axes = [
             axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{value.name}_{index}"
@@ -261,11 +261,11 @@ def _read(path: Path, load: Any) -> dict[str, Any]:
     from safetensors import SafetensorError
 
     if not path.is_file():  # reading a pipe would block
-        raise ConfigError("the file does not exist", location=f"--inputs {path}")
+        raise ConfigError("the file does not exist", location=f"`inputs={path}`")
     try:
         return dict(load(path))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read the file: {error}", location=f"--inputs {path}") from error
+        raise ConfigError(f"cannot read the file: {error}", location=f"`inputs={path}`") from error
 
 
 def _located(shapes: Sequence[Sizes], location: str) -> Iterator[tuple[Sizes, str]]:

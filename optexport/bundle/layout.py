@@ -42,32 +42,32 @@ def output_folders(output: Path) -> tuple[Path, ...]:
     return tuple(folder for bundle in bundles for folder in (bundle, sibling(bundle, "failure")))
 
 
-def check_outside(option: str, path: Path, protected: Iterable[Path], *, is_file: bool = True) -> None:
-    """Checks that the path of an option does not overlap protected paths or a bundle.
+def check_outside(argument: str, path: Path, protected: Iterable[Path], *, is_file: bool = True) -> None:
+    """Checks that the path of an argument does not overlap protected paths or a bundle.
 
     Args:
         protected: The protected files and folders.
-        is_file: True if the option names a file. A file cannot take the path of a folder either.
+        is_file: True if the argument names a file. A file cannot take the path of a folder either.
 
     Raises:
         ConfigError: The path overlaps one of them.
     """
     resolved = path.resolve()
     if is_file and resolved.is_dir():
-        raise ConfigError("the path is a folder, not a file", location=f"{option} {path}", hint="Name a file.")
+        raise ConfigError("the path is a folder, not a file", location=f"`{argument}={path}`", hint="Name a file.")
     for protected_path in protected:
         if resolved.is_relative_to(protected_path.resolve()) or (
             is_file and resolved in protected_path.resolve().parents
         ):
             raise ConfigError(
                 f"writing this path would change {protected_path}",
-                location=f"{option} {path}",
+                location=f"`{argument}={path}`",
                 hint="Choose another path.",
             )
     if (bundle := _find_bundle_around(resolved)) is not None:
         raise ConfigError(
             f"the path is inside the bundle {bundle}, which may contain only its own files",
-            location=f"{option} {path}",
+            location=f"`{argument}={path}`",
             hint="Choose another path.",
         )
 

@@ -20,6 +20,7 @@ from rich_click import RichCommand, RichGroup
 from optexport._utils import custom_code, signals
 from optexport.cli._console import echo
 from optexport.cli._failures import OUT_OF_MEMORY, Failure, check_working_directory, describe
+from optexport.cli._option_names import name_options
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
 
@@ -93,7 +94,7 @@ def outcome(error: OptexportError | None) -> dict[str, Any]:
 
 
 class Command(RichCommand):
-    """A command that also takes ``--debug`` after its name, and whose help ends with examples.
+    """A command that also takes ``--debug``, names its options in errors, and whose help ends with examples.
 
     Args:
         examples: Command lines.
@@ -114,6 +115,13 @@ class Command(RichCommand):
         except click.UsageError:  # click reports an unknown option before it reads any
             for flag, key in (("--json", _AS_JSON), ("--debug", _DEBUG)):
                 ctx.meta[key] = ctx.meta.get(key, False) or flag in arguments
+            raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OptexportError as error:
+            name_options(error)
             raise
 
 

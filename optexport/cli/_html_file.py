@@ -15,17 +15,17 @@ from optexport.errors import ConfigError
 _HTML_START = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)
 
 
-def check_target(option: str, path: Path, bundles: Iterable[Path]) -> None:
+def check_target(argument: str, path: Path, bundles: Iterable[Path]) -> None:
     """Checks that an HTML file may be written: outside of bundles, and only over an HTML file.
 
     Raises:
         ConfigError: The file must not be written.
     """
-    check_outside(option, path, bundles)
-    check_overwritable(option, path, _HTML_START, "HTML file")
+    check_outside(argument, path, bundles)
+    check_overwritable(argument, path, _HTML_START, "HTML file")
 
 
-def write(path: Path, text: str, option: str) -> None:
+def write(path: Path, text: str, argument: str) -> None:
     """Writes a file atomically, so that a full disk does not damage an earlier one.
 
     Raises:
@@ -49,4 +49,4 @@ def write(path: Path, text: str, option: str) -> None:
         if error.errno in NO_ROOM:
             error.filename = str(path)
             raise
-        raise ConfigError(f"cannot write the file: {error}", location=f"{option} {path}") from error
+        raise ConfigError(f"cannot write the file: {error}", location=f"`{argument}={path}`") from error

@@ -11,6 +11,7 @@ import click
 
 from optexport.cli._console import console, stdout_to_stderr
 from optexport.cli._group import json_option, junit_option, no_custom_code_option, print_json
+from optexport.cli._option_names import name_options
 from optexport.errors import OptexportError
 from optexport.report.progress import show_progress
 
@@ -62,6 +63,7 @@ def publish_errors(title: str, junit: Path | None) -> Iterator[None]:
     try:
         yield
     except OptexportError as error:
+        name_options(error)
         github.publish(title, None, error)
         report_junit.write(junit, None, error)
         raise

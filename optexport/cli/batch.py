@@ -63,14 +63,13 @@ from optexport.cli._group import Command, json_option, print_json
 )
 @click.option(
     "--from-registry",
-    "query",
     metavar="FILTER",
     help="Run CONFIG for the newest version of each registered model that matches this MLflow filter.",
 )
 @json_option
 def batch(
     configs: tuple[str, ...],
-    query: str | None,
+    from_registry: str | None,
     jobs: int | None,
     engine: str,
     address: str | None,
@@ -104,7 +103,7 @@ def batch(
             retries=retries,
             resume=resume,
             folder=folder,
-            from_registry=query,
+            from_registry=from_registry,
             progress=True,
         )
     if as_json:

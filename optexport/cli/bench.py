@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,6 +13,7 @@ import click
 from optexport.cli._console import console
 from optexport.cli._format_option import check_formats
 from optexport.cli._group import Command, json_option, print_json
+from optexport.cli._option_names import name_options_in_text
 from optexport.errors import ConfigError
 
 
@@ -138,6 +140,7 @@ def bench(
         inputs=inputs,
         progress=True,
     )
+    result = replace(result, notes=tuple(map(name_options_in_text, result.notes)))
     document = {"machine": machine(), **report.as_json(result)}
     if output is not None:
         try:

@@ -9,6 +9,7 @@ import click
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command, no_custom_code_option
+from optexport.cli._option_names import name_options
 from optexport.errors import ConfigError
 
 
@@ -40,6 +41,7 @@ def check(configs: tuple[Path, ...]) -> None:
             config = load_config(path)
             check_machine(config, path)
         except ConfigError as error:  # the other configs are checked too
+            name_options(error)
             errors.append(error)
             continue
         rules = ", ".join(rule.use for rule in config.rules())

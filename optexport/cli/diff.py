@@ -30,10 +30,10 @@ def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_jso
     from optexport.report.html import page
 
     if html is not None:
-        _html_file.check_target("--html", html, [bundle_a, bundle_b])
+        _html_file.check_target("html", html, [bundle_a, bundle_b])
     result = bundle_diff.diff(bundle_a, bundle_b, layers=layers)
     if html is not None:
-        _html_file.write(html, page.render_difference(result), "--html")
+        _html_file.write(html, page.render_difference(result), "html")
     if as_json:
         print_json(result.as_json())
     else:

@@ -302,5 +302,6 @@ def _naming_options(path: Path) -> Iterator[None]:
             error.details = name_options(error.details)
         if path == _NO_FILE and error.hint is not None:
             error.hint = error.hint.replace("the folder of the config", "the working directory")
+            error.hint = error.hint.replace("model.task", "--task")
         error.locate(location.rstrip() if location != str(path) else "optexport export")
         raise

@@ -31,11 +31,11 @@ def report(bundle: Path, output: Path | None) -> None:
     from optexport.report.html import page
 
     if output is not None:
-        _html_file.check_target("--output", output, [bundle])
+        _html_file.check_target("output", output, [bundle])
     manifest = read_manifest(bundle, report=False)
     is_signature_outdated = False
     if output is not None:
-        _html_file.write(output, page.render(bundle, manifest), "--output")
+        _html_file.write(output, page.render(bundle, manifest), "output")
     else:
         before = (bundle / MEASUREMENTS).read_bytes()  # contain the report's digest
         try:

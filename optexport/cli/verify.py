@@ -10,6 +10,7 @@ import click
 
 from optexport.cli._console import echo
 from optexport.cli._group import Command, json_option, junit_option, key_option, outcome, print_json
+from optexport.cli._option_names import name_options
 from optexport.errors import ConfigError, OptexportError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
             checks.append(check_files(folder, manifest, bundle / folder.name if has_parts else bundle))
             checks[-1].key = key
     except OptexportError as error:
+        name_options(error)
         github.publish(bundle.name, None, error)
         report_junit.write(junit, None, error)
         raise

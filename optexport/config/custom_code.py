@@ -26,9 +26,9 @@ def check_custom_code(config: Config, location: str) -> None:
         return
     for key, code in _list_custom_code(config).items():
         raise ConfigError(
-            f"{code} is custom code, and --no-custom-code or {VARIABLE} forbids custom code",
+            f"{code} is custom code, and {VARIABLE} forbids custom code",
             location=f"{location}: {key}",
-            hint=f"Read that code, then run the config without --no-custom-code and {VARIABLE}; or remove this key.",
+            hint=f"Read that code, then run again without {VARIABLE}; or remove this key.",
         )
 
 

@@ -71,7 +71,7 @@ def compare_layers(folder_a: Path, a: Manifest, folder_b: Path, b: Manifest) -> 
             f"the ONNX files take different inputs ({', '.join(inputs_a)} and {', '.join(inputs_b)})"
             if inputs_a.keys() != inputs_b.keys()
             else "the ONNX files take inputs of different dtypes or ranks",
-            location="--layers",
+            location="`layers`",
             hint="Compare bundles of models with the same inputs.",
         )
     batches = (read_traced_inputs(folder / REFERENCE, list(inputs_a)) for folder in (folder_a, folder_b))
@@ -79,7 +79,7 @@ def compare_layers(folder_a: Path, a: Manifest, folder_b: Path, b: Manifest) -> 
     if batch is None:
         raise ConfigError(
             "the ONNX files take inputs of different sizes",
-            location="--layers",
+            location="`layers`",
             hint="Compare bundles with the same sizes, or with dynamic axes.",
         )
     values_a, values_b = (list(_read_values(path, batch)) for path in (path_a, path_b))
@@ -108,8 +108,8 @@ def _find_onnx(folder: Path, manifest: Manifest) -> Path:
     if path is None:
         raise ConfigError(
             "the bundle has no ONNX file",
-            location=f"--layers: {folder}",
-            hint='Add "onnx" to export.formats, or leave out --layers.',
+            location=f"`layers`: {folder}",
+            hint='Add "onnx" to export.formats, or leave out `layers`.',
         )
     return folder / path
 

@@ -81,7 +81,7 @@ def to_program(
         raise ExportError(
             f"torch.export rejects the transformed graph: {first_line(error)}",
             location="export",
-            hint="Run again with --without RULE to find the rule that causes this.",
+            hint="Leave out one rule after the other to find the rule that causes this.",
         ) from error
     _check_ranges(program, signature)
     _lower_minima(program, signature)
@@ -155,7 +155,7 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
                     f"the exported graph supports {size} only up to {limits.upper}"
                     f" (declared: {'no maximum' if dim.max is None else f'up to {dim.max}'})",
                     location="export",
-                    hint="Run again with --without RULE to find the rule that limits the size.",
+                    hint="Leave out one rule after the other to find the rule that limits the size.",
                 )
 
 

@@ -56,7 +56,7 @@ def as_queries(preprocessing: Preprocessing, inputs: Sequence[Any]) -> list[Quer
             f"the bundle has no tokenizer or processor that makes {', '.join(names)} from texts or files"
             + (f" ({reasons})" if reasons else ", because its source has none or it is a part of a generative model"),
             location="predict",
-            hint="Give the inputs by name, with --data FILE.jsonl or as bundle(**inputs) in Python.",
+            hint="Give the inputs by name, with bundle(**inputs).",
         )
     if not media:
         if wrong := [text for text in inputs if not isinstance(text, str)]:

@@ -86,7 +86,7 @@ class Preprocessing:
             raise ConfigError(
                 f"the bundle has no {title} ({reason})",
                 location=str(self._folder),
-                hint=f"Pass the inputs themselves, on the command line with --data. {describe_inputs(self.manifest)}",
+                hint=f"Give the inputs by name, with bundle(**inputs). {describe_inputs(self.manifest)}",
             )
 
     def _from_texts(self, texts: Sequence[str]) -> Arrays:

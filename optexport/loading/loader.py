@@ -332,7 +332,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         raise SourceError(
             f"{len(missing)} weights are missing in the checkpoint, such as {missing[0]}, and would be random",
             location=f"model.source: {config.source} as {type(model).__name__}",
-            hint=f"Set model.task (--task) to the task that the model was trained for.{architectures}",
+            hint=f"Set model.task to the task that the model was trained for.{architectures}",
         )
     _check_head(type(model).__name__, model_config, config)
     if adapter is not None:
@@ -348,7 +348,7 @@ def _check_head(loaded: str, model_config: Any, config: ModelConfig) -> None:
         raise SourceError(
             f"the head of {trained[0]} was trained for another task than that of {loaded}",
             location=f"model.task: {config.task}",
-            hint="Leave model.task (--task) out: the config.json names the class of the model.",
+            hint="Leave model.task out: the config.json names the class of the model.",
         )
 
 

@@ -122,7 +122,7 @@ def plan_run(path: str | Path, options: RunOptions, text: str | None = None) -> 
         output = config.output_path(path.parent)
         baseline = layout.sibling(output, "baseline") if options.baseline else None
         if dump is not None:
-            layout.check_outside("--dump", dump, layout.output_folders(output), is_file=False)
+            layout.check_outside("dump", dump, layout.output_folders(output), is_file=False)
         if options.keep:
             for folder in (output,) if baseline is None else (output, baseline):
                 contents.check_output(folder)
@@ -166,9 +166,9 @@ def _apply_options(config: Config, options: RunOptions) -> Config:
 
 
 def _make_dump_folder(dump: Path) -> Path:
-    """Creates the folder of ``--dump``; returns its absolute path, because a model may change the working directory."""
+    """Creates the folder of `dump`; returns its absolute path, because a model may change the working directory."""
     try:
         dump.mkdir(parents=True, exist_ok=True)
         return dump.resolve()
     except OSError as error:
-        raise ConfigError(f"the folder cannot be created: {error}", location=f"--dump {dump}") from error
+        raise ConfigError(f"the folder cannot be created: {error}", location=f"`dump={dump}`") from error

@@ -131,7 +131,7 @@ def _check_references(config: Config, bundle: Path, folder: Path) -> None:
         raise ConfigError(
             error.message,
             location=(error.location or "").replace(str(path), str(bundle), 1),
-            hint=f"Set --folder to the folder of the config (searched: {folder.resolve()}), and install the packages "
+            hint=f"Set `folder` to the folder of the config (searched: {folder.resolve()}), and install the packages "
             "that the config uses.",
         ) from error
 

@@ -26,7 +26,7 @@ def load_rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[Na
     for name in omitted - {name for name, _ in named}:
         raise ConfigError(
             f"the config has no rule {name}",
-            location=f"--without {name}",
+            location=f"`without={name}`",
             hint=did_you_mean(name, [n for n, _ in named]),
         )
     return tuple(

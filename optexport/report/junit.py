@@ -89,8 +89,8 @@ def start(path: Path | None, protected: Iterable[Path]) -> None:
     """
     if path is None:
         return
-    check_outside("--junit", path, protected)
-    check_overwritable("--junit", path, _JUNIT_START, "JUnit file")
+    check_outside("junit", path, protected)
+    check_overwritable("junit", path, _JUNIT_START, "JUnit file")
     if path.is_fifo() or path.is_char_device():  # its reader would take this text for the result
         return
     try:
@@ -133,4 +133,4 @@ def _as_write_error(path: Path, error: OSError, hint: str | None = None) -> Conf
     if error.errno in NO_ROOM:
         error.filename = str(path)
         return error
-    return ConfigError(f"cannot write the file: {error}", location=f"--junit {path}", hint=hint)
+    return ConfigError(f"cannot write the file: {error}", location=f"`junit={path}`", hint=hint)

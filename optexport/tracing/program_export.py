@@ -245,7 +245,7 @@ def _explain(
         hint="Change that line so that it does not depend on values of the inputs, or export a part of the model"
         " without it."
         if line
-        else "Run again with --debug to see the line of the model where it stopped.",
+        else "See the traceback for the line of the model where it stopped.",
     )
 
 

@@ -40,7 +40,7 @@ class NamedRule:
         """Hint how to exclude this rule from a run."""
         if self.in_python:
             return f"remove {type(self.transformation).__name__} from transformations"
-        return f"run again with --without {self.name}"
+        return f"run again with `without={self.name}`"
 
     @classmethod
     def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
@@ -157,7 +157,7 @@ def _run(rule: NamedRule, graph_module: fx.GraphModule) -> tuple[fx.GraphModule,
         raise TransformationError(
             f"the rule raised {describe_error_and_line(error)}",
             location=rule.name,
-            hint=f"To exclude it, {rule.exclusion_hint}. For the traceback, run with --debug.",
+            hint=f"To exclude it, {rule.exclusion_hint}. See the traceback for its line.",
         ) from error
 
 

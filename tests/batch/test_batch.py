@@ -303,7 +303,7 @@ def test_unwritable_journal_does_not_stop_the_batch(tmp_path: Path) -> None:
     results = run_tasks(tasks, engine, tmp_path / "batch", announce=announced.append)
     assert results == announced
     assert [result.exit_code for result in results] == [0, 4]
-    assert str(results[0].error).startswith("The result is not in the journal, so --resume runs this config again: ")
+    assert str(results[0].error).startswith("The result is not in the journal, so a resumed batch runs ")
     assert str(results[1].error).startswith("another\n  The result is not in the journal")
 
 

@@ -152,7 +152,7 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
     "axis": ([*HALVES, "--dynamic", "bach=1:8"], "--dynamic bach", 'Did you mean "batch"?'),
     "size": ([*HALVES, "--input", "y=0"], "--input y.shape[0]", "expected a size from 1"),
     "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),
-    "code": ([SOURCE, "--no-custom-code"], "SOURCE", "OPTEXPORT_NO_CUSTOM_CODE"),
+    "code": ([SOURCE, "--no-custom-code"], "SOURCE", "then run again without --no-custom-code"),
     "saved config": ([*HALVES, "--save-config", "halves.py"], "--save-config halves.py", "has other content"),
     "folder of a config": (
         [*HALVES, "--save-config", "a/b.toml"],

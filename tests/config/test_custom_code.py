@@ -41,7 +41,7 @@ def test_custom_code_is_refused_and_not_imported(
     done = CliRunner().invoke(cli, [command, "--no-custom-code", str(spy / "config.toml")])
     assert done.exit_code == 2
     assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {key}: ")
-    assert "Read that code" in done.stderr
+    assert "Hint: Read that code, then run again without --no-custom-code; or remove this key." in done.stderr
     assert not (spy / "ran").exists()
 
 

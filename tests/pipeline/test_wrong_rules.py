@@ -31,7 +31,7 @@ def test_wrong_rule_is_caught_and_named_and_leaves_nothing(project: Path, name: 
     assert caught.value.exit_code == 4
     assert re.search(r"^graph: hidden(:| is off by) .*\(case: .*\)$", message, re.MULTILINE)
     assert f"The rule {wrong(name)} caused the difference. It changed {node}" in message
-    assert f"--without {wrong(name)}" in message
+    assert f"`without={wrong(name)}`" in message
     assert nothing_is_left(project)
 
 
@@ -108,7 +108,7 @@ def test_excluded_rule_may_be_spelled_as_its_class(project: Path) -> None:
 
 @pytest.mark.slow
 def test_excluding_an_absent_rule_is_refused(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--without merge-linear.*\n.*Did you mean \"merge-linears\""):
+    with pytest.raises(ConfigError, match=r"`without=merge-linear.*\n.*Did you mean \"merge-linears\""):
         run.run(config(project, "merge-linears"), without="merge-linear")
 
 

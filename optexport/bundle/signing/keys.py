@@ -64,7 +64,7 @@ def fingerprint(path: Path) -> str:
 def _read(path: Path) -> bytes:
     if "-----BEGIN" in str(path):  # never shown: it may be a private key
         hint = "Write the key to a file that only you can read, and give the path of the file."
-        raise ConfigError("this is a key itself, not the path of a file with one", location="--key", hint=hint)
+        raise ConfigError("this is a key itself, not the path of a file with one", location="`key`", hint=hint)
     try:
         if not path.exists():
             raise _error(path, "the file does not exist")
@@ -87,4 +87,4 @@ def _check_curve(path: Path, key: object) -> None:
 
 
 def _error(path: Path, message: str, hint: str | None = None) -> ConfigError:
-    return ConfigError(message, location=f"--key {path}", hint=hint or _HINT)
+    return ConfigError(message, location=f"`key={path}`", hint=hint or _HINT)

@@ -58,7 +58,7 @@ def find_versions_to_export(uri: str, folder: Path, query: str) -> tuple[list[Ve
         if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
             raise ConfigError(
                 f"the filter is not valid: {first_line(error)}",
-                location=f"--from-registry {query}",
+                location=f"`from_registry={query}`",
                 hint="Write a filter like \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
             ) from error
         raise store.failure(error, uri, "No config was run.") from error
