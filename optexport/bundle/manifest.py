@@ -167,12 +167,28 @@ class PrecisionRecord(_Record):
         layers: The layers that can have this precision.
         lowered: The gate values with the lower precision in all layers that the config does not exclude.
         chosen: The gate values with the final selection of layers.
+        float32_operators: The number of operators with weights that this precision never lowers, by ONNX operator.
     """
 
     precision: Literal["int8", "int8-rows", "int8-blocks", "int8-static", "int4-blocks", "bfloat16", "float16"]
     layers: list[LayerRecord]
     lowered: list[GateValueRecord]
     chosen: list[GateValueRecord]
+    float32_operators: dict[str, int] = {}
+
+    @property
+    def float32_text(self) -> str:
+        """Returns the operators that this precision never lowers, in words, or an empty text."""
+        names = {"Conv": "convolution", "ConvTranspose": "transposed convolution"}
+        texts = [
+            f"{count} {names.get(operator, f'{operator} layer')}{'' if count == 1 else 's'}"
+            for operator, count in self.float32_operators.items()
+        ]
+        if not texts:
+            return ""
+        hint = " (int8-static also lowers convolutions)" if "Conv" in self.float32_operators else ""
+        lowered = "linear layers and convolutions" if self.precision == "int8-static" else "linear layers"
+        return f"{self.precision} lowers {lowered}; in float32: {', '.join(texts)}{hint}"
 
     @property
     def exception_text(self) -> str:

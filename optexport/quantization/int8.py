@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import onnx
 from torch import fx
 
 from optexport.cache import keys
-from optexport.errors import ExportError, first_line
+from optexport.errors import ConfigError, ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
@@ -40,6 +41,8 @@ OPERATORS = {
     "int8-static": ("MatMul", "Conv"),
     "int4-blocks": ("MatMul",),
 }
+# Operator types whose second input is a matrix of weights.
+_WEIGHTED = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN")
 # With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
 # other values there.
 _SEVEN_BITS = True
@@ -92,9 +95,24 @@ class Quantizer:
             self.write(keep, self._attempt)
             return runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=True)
 
+        operators = _count_float32_operators(self._source, self._precision)
+        if not self.layers and "Conv" in operators:
+            raise ConfigError(
+                f"{self._precision} lowers linear layers only, and onnx has none",
+                location="precision.onnx",
+                hint='Write "int8-static", which also lowers convolutions.',
+            )
         keep = resolve_keep_float32(job, graph_module, self.layers)
         content = keys.of_file(self._source, "onnx")
-        return choices.choose(content, "onnx", self._precision, self.layers, keep, make, self._checker)
+        choice = choices.choose(content, "onnx", self._precision, self.layers, keep, make, self._checker)
+        choice.float32_operators = operators
+        return choice
+
+
+def _count_float32_operators(source: Path, precision: str) -> Counter[str]:
+    """Counts the operators with weights that a precision never lowers, by type."""
+    nodes = onnx.load(source, load_external_data=False).graph.node
+    return Counter(n.op_type for n in nodes if n.op_type in _WEIGHTED and n.op_type not in OPERATORS[precision])
 
 
 def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:

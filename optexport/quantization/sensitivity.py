@@ -51,6 +51,7 @@ class Choice:
         by_unit: Comparison with one unit lowered, per unit; empty if not needed.
         all_lowered: Comparison with all units lowered, except those in `configured`.
         chosen: Comparison with the final choice.
+        float32_operators: Number of operators with weights that the precision never lowers, by ONNX operator.
     """
 
     precision: str
@@ -60,6 +61,7 @@ class Choice:
     chosen: TargetParity
     measured: list[str] = field(default_factory=list)
     by_unit: Mapping[str, TargetParity] = field(default_factory=dict)
+    float32_operators: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def float32_units(self) -> list[str]:
@@ -82,6 +84,7 @@ class Choice:
                 "layers": layers,
                 "lowered": _gate_values(self.all_lowered),
                 "chosen": _gate_values(self.chosen),
+                "float32_operators": self.float32_operators,
             }
         )
 

@@ -154,6 +154,8 @@ def _layer_lines(record: PrecisionRecord) -> Iterator[str]:
     """Yields which layers have the lower precision, and why the others are in float32."""
     lowered = [layer for layer in record.layers if layer.kept is None]
     yield f"{len(lowered)} of {len(record.layers)} layers in {record.precision}"
+    if record.float32_text:
+        yield record.float32_text
     if len(lowered) < len(record.layers):
         yield f"with all {record.exception_text}in {record.precision}: {_gate_values(record.lowered)}"
     for layer in record.layers:

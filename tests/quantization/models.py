@@ -119,6 +119,13 @@ def convs() -> nn.Module:
     return model.eval()
 
 
+def convs_with_head() -> nn.Module:
+    """Returns convolutions with a linear layer after them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(nn.Sequential(Convs(1.0), nn.Linear(8, 4))).eval()
+
+
 class Stacked(nn.Module):
     """A layer, and a product with a stack of matrices."""
 

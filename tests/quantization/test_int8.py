@@ -216,8 +216,26 @@ def test_bundle_that_clips_values_far_from_the_data_verifies(tmp_path: Path) -> 
 def test_model_without_layers_to_lower_is_refused(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convs")
     config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
-    with pytest.raises(ConfigError, match="onnx has no layer to lower"):
+    with pytest.raises(ConfigError, match='int8 lowers linear layers only, and onnx has none\nHint: Write "int8-st'):
         run(config)
+
+
+def test_summary_counts_convolutions_that_stay_in_float32(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="convs_with_head", gates="cosine = 0.9")
+    text = config.read_text().replace("tensors.x", "tensors.input")
+    config.write_text(text.replace('["batch", 32]', '["batch", 8, 6, 6]'))
+    result = run(config)
+    text = "int8 lowers linear layers; in float32: 4 convolutions (int8-static also lowers convolutions)"
+    assert text in result.summary()
+    assert text in (result.output / "report.html").read_text(encoding="utf-8")
+    (artifact,) = result.manifest.artifacts
+    assert artifact.precision is not None
+    static = artifact.precision.model_copy(
+        update={"precision": "int8-static", "float32_operators": {"ConvTranspose": 1, "LSTM": 2}}
+    )
+    assert static.float32_text == (
+        "int8-static lowers linear layers and convolutions; in float32: 1 transposed convolution, 2 LSTM layers"
+    )
 
 
 @pytest.mark.slow
