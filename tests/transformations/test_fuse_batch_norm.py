@@ -13,7 +13,7 @@ from transformers import LevitConfig, LevitForImageClassification
 from optexport import symbolic_trace
 from optexport.signature.signature import Dim
 from optexport.testing import assert_close, check_applied, check_refused, copy_sharing_modules, outputs
-from optexport.transformations import FuseBatchNorm
+from optexport.transformations import FuseBatchNorm, ShareEqual
 from optexport.transformations.rule import run
 from tests._helpers.graphs import Program, by_export, by_fx, calls
 from tests._helpers.models import randomise
@@ -34,6 +34,18 @@ def _layer_then_norm(m: Any, x: torch.Tensor) -> Any:
 
 def _norm_then_layer(m: Any, x: torch.Tensor) -> Any:
     return m.layer(m.norm(x))
+
+
+def test_reason_for_layers_on_both_ways_of_a_branch_names_the_rule_that_joins_them() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.norm(m.conv(x)) + m.norm(m.conv(x)) * 2
+
+    graph_module = by_fx(body, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6))
+    _, report = run(FuseBatchNorm(), graph_module)
+    reason = "norm: the module is called more than once, perhaps on equal inputs, which share-equal before this rule"
+    assert [miss.reason for miss in report.near_misses] == [f"{reason} would join"] * 2
+    run(ShareEqual(), graph_module)
+    assert len(run(FuseBatchNorm(), graph_module)[1].changes) == 1
 
 
 @pytest.mark.sample(1)

@@ -106,8 +106,11 @@ def find_replacement_problem(graph_module: GraphModule, call: Node) -> str | Non
 
 
 def _find_call_problem(graph_module: GraphModule, call: Node, module: nn.Module) -> str | None:
-    if len(usage.uses(graph_module).calls_of(str(call.target))) > 1:
-        return "the module is called more than once"
+    if len(calls := usage.uses(graph_module).calls_of(str(call.target))) > 1:
+        # A branch on values computes both ways, with the layers before it in each.
+        sources = {tuple((source.op, source.target) for source in other.all_input_nodes) for other in calls}
+        hint = ", perhaps on equal inputs, which share-equal before this rule would join" if len(sources) == 1 else ""
+        return f"the module is called more than once{hint}"
     if modules.sole_input(call) is None:
         return "the module is not called with a single tensor"
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
