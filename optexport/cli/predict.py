@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     examples=[
         'optexport predict build/my-model "A text." "Another text."',
         "optexport predict build/my-model --data rows.jsonl --json",
+        "optexport predict build/my-model --data images.npz",
     ],
 )
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help='A .jsonl file. Each line is {"text": ...}, or has one row of each input by name, without the batch axis.',
+    help='A .jsonl file, with {"text": ...} or one row of each input by name on each line (without the batch axis), or '
+    "an .npz file with arrays by name, rows along the first axis.",
 )
 @click.option(
     *("--format", "file_format"),
@@ -75,13 +78,15 @@ def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_forma
 
 
 def read_file(bundle: Bundle, path: Path) -> list[Query]:
-    """Reads a ``.jsonl`` file with a text, or one row of each input, per line.
+    """Reads a ``.jsonl`` file with a text, or one row of each input, per line; or an ``.npz`` file of arrays by name.
 
     A line is ``{"text": ...}``, or an object of inputs by name.
 
     Raises:
-        ConfigError: The file cannot be read, is empty, or contains an invalid line.
+        ConfigError: The file cannot be read, is empty, or contains an invalid line or array.
     """
+    if path.suffix == ".npz":
+        return _read_arrays(bundle, path)
     from optexport.inference.predictions import Query
     from optexport.inputs.data_lines import find_texts, read_lines
 
@@ -100,6 +105,42 @@ def read_file(bundle: Bundle, path: Path) -> list[Query]:
     return [
         Query(f"line {number}", arrays=_row(bundle, record, locations[number]), location=locations[number])
         for number, record in records.items()
+    ]
+
+
+def _read_arrays(bundle: Bundle, path: Path) -> list[Query]:
+    """Reads the arrays of an ``.npz`` file as one query for each row."""
+    import numpy as np
+
+    from optexport.inference.predictions import Query
+
+    location = f"--data {path}"
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file), np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"cannot read the file: {error}", location=location) from error
+    specs = {spec.name: spec for spec in bundle.manifest.inputs}
+    for name in arrays:
+        if name in (constants := bundle.manifest.constants):
+            _check_constant(constants[name], arrays[name], f'{location}, "{name}"')
+        elif name not in specs:
+            raise ConfigError("the model has no input of this name", location=location, hint=did_you_mean(name, specs))
+    rows = {name: len(array) for name, array in arrays.items() if name in specs and specs[name].shape and array.ndim}
+    if not rows or 0 in rows.values() or len({*rows.values()}) > 1:
+        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise ConfigError(f"the inputs need the same number of rows (found {counts or 'none'})", location=location)
+    return [
+        Query(
+            f"row {index + 1}",
+            arrays={
+                name: array[index : index + 1] if name in rows else array
+                for name, array in arrays.items()
+                if name in specs
+            },
+            location=f"{location}, row {index + 1}",
+        )
+        for index in range(min(rows.values()))
     ]
 
 

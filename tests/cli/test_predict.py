@@ -157,6 +157,37 @@ def test_named_inputs_are_read_from_a_file(tmp_path: Path) -> None:
         assert 'line 1, "x": the value is not a list of float32 numbers' in result.stderr
 
 
+def test_named_arrays_are_read_from_a_file(tmp_path: Path) -> None:
+    batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
+    path, output = tmp_path / "rows.npz", exports.exported().output
+    np.savez(path, **batch)
+    results = predicted(output, "--data", path)["results"]
+    expected = exports.run(exports.exported(), **exports.batch())["hidden"].numpy()
+    np.testing.assert_allclose([result["outputs"]["hidden"] for result in results], expected, atol=1e-5)
+    assert [result["input"] for result in results] == [f"row {number + 1}" for number in range(len(expected))]
+    mistakes = {
+        "the inputs need the same number of rows (found x 2, mask 1)": batch | {"mask": batch["mask"][:1]},
+        'the model has no input of this name\nHint: Did you mean "mask"?': {"x": batch["x"], "masks": batch["mask"]},
+        "row 1, x: expected dtype float32, found float64": batch | {"x": batch["x"].astype("float64")},
+        "row 1, inputs: missing mask": {"x": batch["x"]},
+        "(found none)": {},
+    }
+    for error, arrays in mistakes.items():
+        np.savez(path, **arrays)
+        result = called(output, "--data", path)
+        assert (result.exit_code, f"--data {path}" in result.stderr) == (2, True)
+        assert error in result.stderr
+    path.write_bytes(b"no archive")
+    assert "cannot read the file" in called(output, "--data", path).stderr
+
+
+def test_file_of_arrays_may_repeat_constants_of_the_file(weighing: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.ones((2, 2), np.float32), times=[[2, 3], [2, 3]])
+    assert len(predicted(weighing, "--data", tmp_path / "rows.npz")["results"]) == 2
+    np.savez(tmp_path / "rows.npz", x=np.ones((2, 2), np.float32), times=[[2, 4], [2, 3]])
+    assert "the file was exported for the value" in called(weighing, "--data", tmp_path / "rows.npz").stderr
+
+
 def test_invalid_call_gives_one_message_and_an_exit_code(weighing: Path, tmp_path: Path) -> None:
     bundle = bundles.bundle("text-classification")
     assert called(bundle).exit_code == 2

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 from optexport.signature.signature import Dim
 from tests._helpers import exports, folders, stores
+from tests._helpers.graphs import Program
 from tests.docs.pages import ROOT, blocks
 from tests.docs.test_tutorials import Session, run_console
 from tests.inference import bundles
@@ -54,6 +57,16 @@ def _inference(folder: Path) -> None:
     write_wav(folder / "sound.wav", np.zeros(800, np.int16))
 
 
+def _images(folder: Path) -> None:
+    image = {"x": torch.zeros(2, 3, 224, 224)}
+    network = Program(lambda m, x: m.conv(x).mean((2, 3)), conv=torch.nn.Conv2d(3, 2, 3))
+    exports.quick(network.eval(), image, folder / "build" / "my-model", dynamic={"x": {0: "batch"}}, formats=["onnx"])
+    Image.new("RGB", (20, 24)).save(folder / "image.png")
+    page = (ROOT / "docs" / "how-to" / "inference.md").read_text()
+    with contextlib.chdir(folder):
+        exec(f"import optexport\n{blocks(page, 'python')[1]}", {})
+
+
 def _mlflow(folder: Path) -> None:
     stores.store(folder)
     shutil.copytree(exports.exported().output, folder / "build" / "minilm")
@@ -65,6 +78,7 @@ _SETUPS: dict[str, Callable[[Path], None]] = {
     "batch-0": _batch,
     "benchmarks-0": _benchmarks,
     "inference-0": _inference,
+    "inference-1": _images,
     "mlflow-0": _mlflow,
     "write-formats-0": lambda folder: None,
 }
