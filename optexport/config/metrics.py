@@ -18,11 +18,25 @@ METRICS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "iou": (0.0, ("classes",)),
     "greedy_tokens": (0.0, ()),
 }
+# The metrics that are a share of agreements.
+SHARES = ("argmax_agreement", "top_k_agreement", "greedy_tokens")
+_COUNTED = {
+    "argmax_agreement": "positions",
+    "top_k_agreement": "positions",
+    "greedy_tokens": "sequences",
+    "cosine": "rows",
+    "iou": "masks",
+}
 # The metric that a decoder in lower precision must have; its minimum also applies to the new tokens.
 GENERATION_METRIC = "argmax_agreement"
 # The prefix of a metric that is a Python function.
 CUSTOM_METRIC = "python:"
 DEFAULT_K = 5
+
+
+def counted_unit(measure: str) -> str:
+    """Returns what a metric counts, in the plural."""
+    return _COUNTED.get(measure, "batches")
 
 
 def round_for_gate(value: float, minimum: float, digits: int = 6) -> str:

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from optexport._utils import imports
-from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, MetricGateConfig, round_for_gate
+from optexport.config.metrics import CUSTOM_METRIC, DEFAULT_K, SHARES, MetricGateConfig, counted_unit, round_for_gate
 from optexport.errors import ConfigError, describe_error, did_you_mean
 from optexport.parity import distances
 from optexport.parity.metrics import (
@@ -58,15 +58,7 @@ from optexport.parity.reference import Outputs, Reference
 
 Metric = Callable[[Outputs, Outputs], Any]
 
-# Unit of the counted values, and range of the values.
-_COUNTED = {
-    "argmax_agreement": "positions",
-    "top_k_agreement": "positions",
-    "greedy_tokens": "sequences",
-    "cosine": "rows",
-    "iou": "masks",
-}
-_SHARES = ("argmax_agreement", "top_k_agreement", "greedy_tokens")
+# Range of the values.
 _RANGES = {"cosine": (-1.0, 1.0), "iou": (0.0, 1.0)}
 
 
@@ -290,7 +282,7 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
 
 
 def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
-    if measure in _SHARES:
+    if measure in SHARES:
         return wilson_interval(int(values.sum()), values.numel())
     lowest, highest = _RANGES.get(measure, (-math.inf, math.inf))
     interval = normal_interval(values)
@@ -317,14 +309,14 @@ def describe_gate_result(gate_result: GateResult) -> str:
     measure, count = gate_result.gate.measure, gate_result.count
     if not count:
         return "not measured, because no value counts"
-    counted = _COUNTED.get(measure, "batches") + ("" if gate_result.gate.is_user_data else " of generated inputs")
+    counted = counted_unit(measure) + ("" if gate_result.gate.is_user_data else " of generated inputs")
     interval = "" if gate_result.low is None else f", 95 % interval {gate_result.low:.6g} to {gate_result.high:.6g}"
-    shown = round_for_gate(gate_result.value, gate_result.gate.min, 6 if measure in _SHARES else 9)
+    shown = round_for_gate(gate_result.value, gate_result.gate.min, 6 if measure in SHARES else 9)
     if measure == "cosine":
         return f"{shown} (the smallest of {count} {counted}; their mean {gate_result.mean:.9g}{interval})"
-    ties = f", {gate_result.ties} of them by ties" if measure in _SHARES and gate_result.ties else ""
+    ties = f", {gate_result.ties} of them by ties" if measure in SHARES and gate_result.ties else ""
     ties = f"; {gate_result.ties} positions are ties" if measure == "iou" and gate_result.ties else ties
-    if measure in _SHARES:
+    if measure in SHARES:
         hits = round(math.fsum(case.total for case in gate_result.cases))
         return f"{shown} ({hits} of {count} {counted} agree{ties}{interval})"
     return f"{shown} (the mean of {count} {counted}{interval}{ties})"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from optexport.bundle.parity_records import CaseRecord, GateResultRecord, OutputRecord, ParityRecord, TargetRecord
+from optexport.config.metrics import SHARES, counted_unit
 
 _SHOWN_DATA_CASES = 4
 # A tolerance above this share of an output's largest value accepts almost any result.
@@ -24,6 +26,18 @@ def list_gate_results(parity: ParityRecord) -> Iterator[tuple[TargetRecord, Gate
 def metric_title(gate_result: GateResultRecord) -> str:
     """Returns a metric's name and output."""
     return gate_result.measure if gate_result.output is None else f"{gate_result.measure} of {gate_result.output}"
+
+
+def list_coarse_gates(parity: ParityRecord) -> list[str]:
+    """Returns the gates on shares that count too few values to let one of them differ."""
+    texts = []
+    for gate in parity.targets[0].gate_results:
+        if gate.measure in SHARES and gate.min < 1:
+            needed = math.ceil(round(1 / (1 - gate.min), 6))
+            if 0 < gate.count < needed:
+                counted = f"{gate.count} {counted_unit(gate.measure)}"
+                texts.append(f"{metric_title(gate)} of at least {gate.min:.15g} counts {counted} (needs {needed})")
+    return texts
 
 
 def find_failure(output: OutputRecord) -> str | None:

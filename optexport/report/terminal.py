@@ -21,7 +21,7 @@ from optexport.bundle.manifest import (
 )
 from optexport.bundle.parity_records import ORIGINAL, TargetRecord
 from optexport.bundle.verdict import passed_text, share_text
-from optexport.config.metrics import round_for_gate
+from optexport.config.metrics import counted_unit, round_for_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import TargetParity
 from optexport.report import tuning
@@ -29,6 +29,7 @@ from optexport.report.change_text import changed_text
 from optexport.report.parity_text import (
     case_names,
     find_worst_case,
+    list_coarse_gates,
     tolerance_text,
 )
 from optexport.result import RunData
@@ -207,6 +208,8 @@ def _parity_notes(manifest: Manifest) -> Iterator[str]:
             f"[bold]only zeros[/]: {escape(name)} is zero in all ordinary cases, so its check shows little. "
             "Set inputs.data to data that gives other values."
         )
+    for text in list_coarse_gates(parity):
+        yield f"[bold]few values[/]: {escape(text)}, so it requires that all agree. Set inputs.data to more data."
     for text in parity.left_out:
         yield f"not checked: {escape(text)}"
     for artifact in manifest.artifacts:
@@ -244,7 +247,8 @@ def gate_table(targets: Sequence[TargetParity]) -> Table:
         for gate_result in target.gate_results:
             interval = "" if gate_result.low is None else f" ({gate_result.low:.6g} to {gate_result.high:.6g})"
             value, minimum = round_for_gate(gate_result.value, gate_result.gate.min), f"{gate_result.gate.min:.15g}"
-            cells = [value, minimum, f"{gate_result.mean:.6g}{interval}", f"{gate_result.count}", f"{gate_result.ties}"]
+            count = f"{gate_result.count} {counted_unit(gate_result.gate.measure)}"
+            cells = [value, minimum, f"{gate_result.mean:.6g}{interval}", count, f"{gate_result.ties}"]
             style = None if gate_result.passed else "red"
             table.add_row(target.title, escape(gate_result.gate.name), *cells, style=style)
     return table

@@ -14,7 +14,7 @@ from optexport.bundle.parity_records import CaseRecord, OutputRecord, ParityReco
 from optexport.bundle.verdict import passed_text
 from optexport.errors import on_one_line
 from optexport.report.html.plots import Interval
-from optexport.report.parity_text import case_names
+from optexport.report.parity_text import case_names, list_coarse_gates
 
 MAX_ROWS = 200
 _MAX_NAMES = 12
@@ -70,6 +70,8 @@ def _reservations(manifest: Manifest) -> Iterator[str]:
         yield f"The original differs from float64 in {_join(manifest.few_digits)}: errors of that size pass."
     if manifest.only_zeros:
         yield f"In all ordinary cases {_join(manifest.only_zeros)} is zero, so its check shows little."
+    for text in list_coarse_gates(parity):
+        yield f"{text}, so it requires that all agree."
     if parity.left_out:
         yield f"Not checked: {_join(parity.left_out)}."
     if parity.unguided:
