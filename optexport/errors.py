@@ -116,9 +116,11 @@ class OptexportError(Exception):
 
     Attributes:
         exit_code: The exit status of the command line.
+        run_id: The MLflow run that the error ended; None without one.
     """
 
     exit_code = 1
+    run_id: str | None = None
 
     def __init__(
         self,

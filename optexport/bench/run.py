@@ -16,6 +16,7 @@ from optexport.bench.turns import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
 from optexport.bundle.layout import check_outside
 from optexport.errors import ConfigError
+from optexport.exporters.format import Format
 from optexport.exporters.registry import get_format
 
 
@@ -62,6 +63,9 @@ def bench(
         settings = settings or Settings()
         pairs = choose_pairs(artifacts, baselines)
         report = measure([*artifacts, *baselines], workloads, pairs, settings, announce)
+    for name in sorted({artifact.format for artifact in (*artifacts, *baselines)}):
+        if type(get_format(name)).prepare_benchmark is Format.prepare_benchmark:
+            notes.append(f"{name}: `threads` may have no effect, because the format does not define prepare_benchmark.")
     return replace(report, notes=(*notes, *report.notes))
 
 

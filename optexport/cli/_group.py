@@ -197,4 +197,6 @@ def _document(ctx: click.Context, failure: Failure) -> str:
     ctx.meta[_AS_JSON] = False
     cause = failure.cause
     parity = None if cause is None or cause.parity is None else cause.parity.model_dump(mode="json")
-    return _as_json({"passed": False, "exit_code": failure.exit_code, "error": failure.message, "parity": parity})
+    run_id = None if cause is None else cause.run_id
+    document = {"passed": False, "exit_code": failure.exit_code, "error": failure.message, "mlflow_run_id": run_id}
+    return _as_json({**document, "parity": parity})

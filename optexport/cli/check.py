@@ -10,7 +10,7 @@ import click
 from optexport.cli._console import echo
 from optexport.cli._group import Command, no_custom_code_option
 from optexport.cli._option_names import name_options
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, DeviceError, OptexportError
 
 
 @click.command(
@@ -35,12 +35,12 @@ def check(configs: tuple[Path, ...]) -> None:
     from optexport.config.load import load_config
     from optexport.config.requirements import check_machine, find_open_question
 
-    errors = []
+    errors: list[OptexportError] = []
     for path in configs:
         try:
             config = load_config(path)
             check_machine(config, path)
-        except ConfigError as error:  # the other configs are checked too
+        except (ConfigError, DeviceError) as error:  # the other configs are checked too
             name_options(error)
             errors.append(error)
             continue

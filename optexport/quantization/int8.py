@@ -20,7 +20,7 @@ from optexport.errors import ConfigError, ExportError, first_line
 from optexport.exporters.onnx.exporter import EXTERNAL_DATA_ABOVE, TRANSPOSED
 from optexport.job import Job
 from optexport.parity.checker import ParityChecker
-from optexport.quantization.int8_rows import quantize_rows
+from optexport.quantization.int8_rows import quantize_rows, used_names
 from optexport.quantization.sensitivity import Choice, LayerChoices, gated_cases, layers_in, resolve_keep_float32
 from optexport.runtime import runners
 from optexport.runtime.runners import Run
@@ -156,6 +156,7 @@ def _split_gemms(graph: onnx.GraphProto) -> None:
     """
     constants = {initializer.name: initializer for initializer in graph.initializer}
     nodes: list[onnx.NodeProto] = []
+    replaced: set[str] = set()
     for node in graph.node:
         weight = constants.get(node.input[1]) if node.op_type == "Gemm" and node.domain == "" else None
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -170,6 +171,7 @@ def _split_gemms(graph: onnx.GraphProto) -> None:
         name = weight.name
         if attributes.get("transB", 0):
             name = f"{weight.name}{TRANSPOSED}_whole"
+            replaced.add(weight.name)
             if name not in constants:
                 constants[name] = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight).T.copy(), name)
                 graph.initializer.append(constants[name])
@@ -180,6 +182,9 @@ def _split_gemms(graph: onnx.GraphProto) -> None:
             nodes.append(onnx.helper.make_node("Add", [product, node.input[2]], list(node.output), f"{node.name}/Add"))
     del graph.node[:]
     graph.node.extend(nodes)
+    replaced -= used_names(graph)
+    for weight in [initializer for initializer in graph.initializer if initializer.name in replaced]:
+        graph.initializer.remove(weight)  # ONNX Runtime warns about unused weights
 
 
 def layer_of(weight: str) -> str:

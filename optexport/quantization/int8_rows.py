@@ -69,19 +69,19 @@ def quantize_rows(source: Path, model: onnx.ModelProto, nodes: Collection[str], 
     graph.ClearField("node")
     graph.node.extend(rewritten)
     graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
-    replaced = {*matrices} - _used_names(graph)
+    replaced = {*matrices} - used_names(graph)
     kept = [tensor for tensor in graph.initializer if tensor.name not in replaced]
     graph.ClearField("initializer")
     graph.initializer.extend(kept)
 
 
-def _used_names(graph: onnx.GraphProto) -> set[str]:
+def used_names(graph: onnx.GraphProto) -> set[str]:
     """Returns the names of all values that nodes read, also those in branches, and of the outputs."""
     names = {value.name for value in graph.output}
     for node in graph.node:
         names.update(node.input)
         for attribute in node.attribute:
-            names |= _used_names(attribute.g)
+            names |= used_names(attribute.g)
     return names
 
 

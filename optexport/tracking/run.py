@@ -20,7 +20,15 @@ from typing import Any
 from optexport._utils import atomic_dir
 from optexport.bundle import parts
 from optexport.config.schema import TrackingConfig
-from optexport.errors import BundleError, CheckError, ConfigError, ModelError, SourceError, TrackingError
+from optexport.errors import (
+    BundleError,
+    CheckError,
+    ConfigError,
+    ModelError,
+    OptexportError,
+    SourceError,
+    TrackingError,
+)
 from optexport.redaction import redact, redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import BundleRecord
@@ -114,6 +122,8 @@ class Tracker:
         if isinstance(error, ConfigError | SourceError | ModelError):
             with contextlib.suppress(Exception), store.short_timeout():
                 self._client.delete_run(self.run_id)
+        elif isinstance(error, OptexportError):
+            error.run_id = self.run_id
         if isinstance(error, CheckError) and self.failure is None:
             self._send_failure(error)
 

@@ -36,6 +36,7 @@ from optexport.bench.worker import _sample
 from optexport.bench.workload import Workload, other_sizes
 from optexport.errors import BenchError, ConfigError
 from optexport.exporters.format import Loader
+from optexport.exporters.registry import get_format
 from optexport.signature.signature import Dim
 from tests._helpers import exports
 from tests._helpers.cli import message
@@ -188,6 +189,14 @@ def test_different_formats_are_compared_with_the_first_file(tmp_path: Path) -> N
     (compared,) = read["comparisons"]
     assert (compared["artifact"], compared["baseline"]) == (str(tmp_path / "model.pt2"), str(tmp_path / "model.onnx"))
     assert compared["more_rounds"] is not None
+
+
+def test_format_that_ignores_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "onnx: --threads may have no effect, because the format does not define prepare_benchmark."
+    arguments = (exports.exported().output, "--format", "onnx", "--threads", "2")
+    assert note not in document(*arguments)["notes"]
+    monkeypatch.delattr(type(get_format("onnx")), "prepare_benchmark")
+    assert note in document(*arguments)["notes"]
 
 
 SERVED = """

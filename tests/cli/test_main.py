@@ -21,7 +21,7 @@ from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
 from optexport.transformations.registry import RULES
-from tests._helpers.cli import Caller, message
+from tests._helpers.cli import Caller, config, message
 from tests._helpers.config_errors import MISTAKES, MODEL, NO_TOML
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,13 @@ def test_check_and_run_exit_with_2_and_one_message(name: str, call: Caller) -> N
     error = message(call("check", text), 2)
     assert "mine.toml" in error
     assert message(call("run", text), 2) == error
+
+
+def test_check_and_run_name_a_missing_execution_provider(call: Caller) -> None:
+    text = config(more='[export.onnx]\nproviders = ["NoneExecutionProvider"]').replace('["pt2"]', '["onnx"]')
+    error = message(call("check", text), 3)
+    assert "mine.toml: export.onnx.providers: the installed ONNX Runtime has no NoneExecutionProvider" in error
+    assert message(call("run", text), 3) == error
 
 
 @pytest.mark.sample(1)

@@ -16,6 +16,7 @@ from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ConfigError, ParityError
 from optexport.parity import verify
 from optexport.pipeline.run import run
+from optexport.quantization import int8
 from optexport.quantization.int8_rows import quantize_rows
 from optexport.report.result import Result
 from optexport.runtime import runners
@@ -149,6 +150,29 @@ def test_row_does_not_depend_on_other_rows(rows: Result) -> None:
     together = bundle(x=x)["output"]
     for index in range(5):
         np.testing.assert_array_equal(bundle(x=x[index : index + 1])["output"][0], together[index])
+
+
+@pytest.mark.parametrize("precision", METHODS)
+def test_no_weight_is_left_without_a_reader(precision: str, tmp_path: Path) -> None:
+    """The float32 weight of each Gemm stayed in the file, and ONNX Runtime warned about it."""
+    values = onnx.helper.make_tensor_value_info
+    weights = {"weight": np.eye(4, dtype=np.float32), "bias": np.ones(4, dtype=np.float32)}
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Gemm", ["x", "weight", "bias"], ["y"], "layer", transB=1)],
+        "graph",
+        [values("x", onnx.TensorProto.FLOAT, ["n", 4])],
+        [values("y", onnx.TensorProto.FLOAT, ["n", 4])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    layers = int8.prepare(tmp_path / "model.onnx", tmp_path / "prepared.onnx", precision)
+    nodes = [name for names in layers.values() for name in names]
+    int8.quantize(tmp_path / "prepared.onnx", tmp_path / "target.onnx", nodes, precision, [{"x": torch.randn(3, 4)}])
+    for name in ("prepared.onnx", "target.onnx"):
+        written = onnx.load(tmp_path / name).graph
+        read = {name for node in written.node for name in node.input}
+        assert {initializer.name for initializer in written.initializer} <= read
 
 
 def test_weights_of_branches_and_outputs_stay(tmp_path: Path) -> None:

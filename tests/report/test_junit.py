@@ -181,6 +181,7 @@ def test_verify_json_has_failures_in_one_document(tmp_path: Path) -> None:
         "passed": False,
         "exit_code": 4,
         "error": f"{bundle}/model.onnx: the file is missing",
+        "mlflow_run_id": None,
         "parity": None,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import signal
 import sqlite3
 import time
@@ -61,6 +62,15 @@ def test_a_failing_run_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     assert "no such size" in run.data.tags["mlflow.note.content"]
     assert run.data.params["tracking.experiment"] == "tracked"
     assert run.data.metrics == {}
+    assert caught.value.run_id == run.info.run_id
+
+
+def test_json_of_a_failed_run_names_its_mlflow_run(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri)
+    in_forward(tmp_path, f"if torch.compiler.is_exporting():\n            {FAILS}")
+    result = CliRunner().invoke(cli, ["run", str(config), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["mlflow_run_id"]) == (3, only_run(uri).info.run_id)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ def _verify(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], 
     payload, signing_key = _read(folder / SIGNATURE)
     if signing_key != fingerprint:
         raise BundleError(
-            f"the signature was made with another key than {key}", location=str(folder / SIGNATURE), hint=_SIGN_HINT
+            f"the signature was made with another key than {key}",
+            location=str(folder / SIGNATURE),
+            hint="Give the public key of the one who signed the bundle. If its files are yours, sign it again.",
         )
     hash_config = _hashing()
     try:

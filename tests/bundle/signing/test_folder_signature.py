@@ -131,7 +131,8 @@ def test_new_signature_is_valid_for_the_new_key_only(copied: Path, keys: tuple[P
     done = signed.call("sign", copied, private)
     assert (done.exit_code, done.stderr) == (0, "")
     check(copied, public)
-    assert "bundle.sig: the signature was made with another key than " in refused(copied, keys[1])
+    assert "bundle.sig: the signature was made with another key than " in (error := refused(copied, keys[1]))
+    assert "Hint: Give the public key of the one who signed the bundle." in error
 
 
 def test_new_report_invalidates_the_signature_with_a_message(copied: Path, keys: tuple[Path, Path]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from optexport.bundle.signing import keys
@@ -59,7 +62,7 @@ def test_unusable_private_key_is_refused_and_bundle_is_unchanged(tmp_path: Path)
         error = message(signed.call("sign", bundle, key), 2)
         assert error.startswith(f"--key {key}: "), error
         assert cause in error
-        assert "openssl" in error or "Move the key to another folder." in error
+        assert "openssl" in error or "Move the key to another folder." in error or key == public
     assert sorted(path.name for path in bundle.iterdir()) == sorted([*exports.FILES, "bundle.sig"])
     assert (bundle / "bundle.sig").read_bytes() == private.read_bytes()
 
@@ -73,6 +76,39 @@ def test_unusable_public_key_is_refused(tmp_path: Path) -> None:
         keys.fingerprint(tmp_path / "torn.pem")
     with pytest.raises(ConfigError, match="the file does not exist"):
         keys.fingerprint(tmp_path / "absent.pem")
+
+
+def certificate(path: Path) -> Path:
+    """Writes a certificate with an elliptic-curve key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    path.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def test_hint_about_a_wrong_public_key_leads_to_the_right_one(tmp_path: Path) -> None:
+    rsa_key = rsa.generate_private_key(65537, 2048).public_key()
+    (tmp_path / "rsa.pem").write_bytes(
+        rsa_key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    (tmp_path / "empty.pem").touch()
+    for name, cause in {"rsa.pem": "the key is not an elliptic-curve key", "empty.pem": "the file is empty"}.items():
+        with pytest.raises(ConfigError, match=cause) as caught:
+            keys.fingerprint(tmp_path / name)
+        assert caught.value.hint == (
+            "Give the public.pem of the one who signed the bundle: an elliptic-curve key in a PEM file."
+        )
+    private, public = signed.pair(tmp_path)
+    for path, found in ((private, "a private key"), (certificate(tmp_path / "cert.pem"), "a certificate")):
+        with pytest.raises(ConfigError, match=f"expected a public key, found {found}") as caught:
+            keys.fingerprint(path)
+        command = str(caught.value.hint).removeprefix("Extract the public key: ")
+        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+        assert keys.fingerprint(tmp_path / "public.pem")
+    with pytest.raises(ConfigError, match="expected a private key, found a public key") as caught:
+        keys.check_private(public, tmp_path / "bundle")
+    assert caught.value.hint == "Give the private key of the same pair, which signs; the public key only checks."
 
 
 def test_signing_key_is_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
