@@ -57,6 +57,11 @@ def upload(
         experiment: The experiment; by default the one in the bundle's config.
         key: A public key; the bundle must then have a valid signature.
 
+    Returns:
+        The MLflow run: its ``run_id``, its ``page``, ``before`` (True if the run was complete already, so that nothing
+        was sent), and ``registered``, the registration of the model, or None if the config registers none.
+        ``registered.failure`` is an error if the alias stays at another version.
+
     Raises:
         ConfigError: The folder is not a bundle, the URI is invalid, or nothing sets one.
         BundleError: The bundle was changed or did not pass its checks.

@@ -102,6 +102,31 @@ def test_pipelines_call_optexport_with_valid_options() -> None:
         cli.commands[command].make_context(command, arguments)  # parses every option
 
 
+@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml"])
+def test_steps_in_comments_have_valid_options_in_their_order(name: str) -> None:
+    text = (ROOT / "pipelines" / name).read_text(encoding="utf-8")
+    calls = re.findall(r'(?:"\$IMAGE"|- optexport) ((?:check|run|sign|upload|verify|promote) .*)', text)
+    for call in calls:
+        command, *arguments = shlex.split(call)
+        cli.commands[command].make_context(command, arguments)
+    assert [call.split()[0] for call in calls] == ["check", "run", "sign", "upload", "verify", "promote"]
+
+
+@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml"])
+def test_file_is_valid_yaml_with_the_steps_in_comments(name: str) -> None:
+    text = (ROOT / "pipelines" / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^( *)# ((?:promote:|- env:|- optexport).*\n(?:\1# .*\n)*)", text, re.MULTILINE)
+    assert len(blocks) == 2
+    for indent, block in blocks:
+        comment = "".join(f"{indent}# {line}" for line in block.splitlines(keepends=True)).replace(
+            f"# {indent}# ", "# "
+        )
+        text = text.replace(comment, re.sub(rf"^{indent}# ", indent, comment, flags=re.MULTILINE))
+    jobs = yaml.safe_load(text)
+    assert "promote" in jobs.get("jobs", jobs)
+    assert " sign " in yaml.dump(jobs)
+
+
 def test_nightly_config_equals_nightly_toml() -> None:
     text = (ROOT / "pipelines" / "nightly.toml").read_text(encoding="utf-8")
     assert tomllib.loads(NIGHTLY[0]["data"]["nightly.toml"]) == tomllib.loads(text)
