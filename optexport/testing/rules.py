@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -28,9 +29,19 @@ Inputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 _MAX_ULPS = {torch.float64: 512, torch.float32: 128, torch.float16: 16, torch.bfloat16: 8}
 
 
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def _deepcopy(graph_module: _M, memo: dict[int, Any] | None = None) -> _M:
+    with warnings.catch_warnings():
+        # torch deprecates how it copies its own output trees
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+        return copy.deepcopy(graph_module, memo)
+
+
 def outputs(graph_module: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     """Runs a copy of a graph on copies of the inputs, and returns all output tensors."""
-    graph_module, inputs = copy.deepcopy(graph_module), copy.deepcopy(inputs)
+    graph_module, inputs = _deepcopy(graph_module), copy.deepcopy(inputs)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         if isinstance(inputs, Mapping):
@@ -84,7 +95,7 @@ def copy_sharing_modules(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Copies a graph but shares its modules and tensors, as a ``torch.fx`` trace does."""
     shared: list[Any] = [*graph_module.parameters(), *graph_module.buffers()]
     shared += [module for module in graph_module.modules() if type(module) is not nn.Module][1:]
-    return copy.deepcopy(graph_module, {id(item): item for item in shared})
+    return _deepcopy(graph_module, {id(item): item for item in shared})
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -193,7 +204,7 @@ def _check_undo(
     expected: list[torch.Tensor],
 ) -> None:
     """Asserts that undo restores the graph, which can then be transformed again."""
-    deep_copy = copy.deepcopy(transformed)
+    deep_copy = _deepcopy(transformed)
     _assert_equal(graph_state(deep_copy), once, "a deepcopy must equal the graph")
     for name, graph in (("undo", copy_sharing_modules(transformed)), ("undo after deepcopy", deep_copy)):
         restored = transformation(graph, reverse=True)

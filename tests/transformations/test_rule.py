@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
+import warnings
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -13,7 +15,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.testing import check_applied, check_laws, check_refused, graph_state, outputs
+from optexport.testing import (
+    check_applied,
+    check_laws,
+    check_refused,
+    copy_sharing_modules,
+    graph_state,
+    outputs,
+)
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm2dInConv2d,
@@ -199,3 +208,14 @@ def test_a_weight_with_gradient_history_names_the_rule() -> None:
     with pytest.raises(TransformationError, match=r"q\.weight with a gradient history") as caught:
         run(ScalesWeights(), _sums())
     assert caught.value.location == "ScalesWeights"
+
+
+def test_checks_of_an_exported_graph_do_not_warn() -> None:
+    """A suite of a user that turns warnings into errors failed: torch deprecates how it copies output trees."""
+    program = torch.export.export(nn.Linear(4, 2), (torch.randn(3, 4),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(FutureWarning, match="LeafSpec"):
+            copy.deepcopy(program.module())
+        assert outputs(program.module(), torch.randn(3, 4))[0].shape == (3, 2)
+        copy_sharing_modules(program.module())
