@@ -42,7 +42,7 @@ from optexport.pipeline.api_arguments import (
 )
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
-from optexport.runtime.devices import Device
+from optexport.runtime.devices import Device, check_weight_bits
 from optexport.runtime.providers import check_available
 from optexport.signature import dtypes, program_arguments, resizing
 from optexport.signature.arguments import flat_inputs
@@ -193,6 +193,8 @@ def export(  # noqa: PLR0913 - options of the public API
     check_device(config, "export")
     registry.check_device(config.model.device, config.export.formats, "device")
     check_available(config.export.onnx.providers, "providers")
+    if config.precision is not None:
+        check_weight_bits(config.precision.weight_bits, "precision: weight_bits")
     check_precision(config, "export")
     config = resolve_passes(config)
     rules = name_rules(transformations)

@@ -137,6 +137,11 @@ class Job:
         return None if self.config.precision is None else self.config.precision.of(file_format)
 
     @property
+    def weight_bits(self) -> int:
+        """Bits of the weights of an ONNX file in int8."""
+        return 7 if self.config.precision is None else self.config.precision.weight_bits
+
+    @property
     def has_declared_sizes(self) -> bool:
         """True if the user declared sizes, and tracing did not choose them."""
         dims = [dim for axes in (self.dynamic or {}).values() for dim in axes.values()]

@@ -50,6 +50,12 @@ def processor_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
+def saturates_int8() -> bool:
+    """Returns True if this processor may saturate sums of products of 8-bit numbers, as x86 without VNNI does."""
+    has_vnni = processor_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}
+    return platform.machine().lower() in {"x86_64", "amd64"} and not has_vnni
+
+
 def usable_cores() -> int:
     """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Precisions of a decoder with a cache: they need no calibration, and no row depends on other rows of its batch.
 _GENERATION_PRECISIONS = ("int8-blocks", "int4-blocks")
+_WEIGHT_BITS_PRECISIONS = ("int8", "int8-rows", "int8-static")
 # The axes of a tokenizer's tensors, as `optexport.signature.signature` names them.
 _TEXT_AXES = {"batch", "sequence", "decoder_sequence"}
 
@@ -259,6 +260,12 @@ def check_precision(config: Config, location: str) -> None:
             "no format gets a precision here",
             location=f"{location}: precision",
             hint='Write a precision for a format, such as onnx = "int8", or remove [precision].',
+        )
+    if table.weight_bits != 7 and table.onnx not in _WEIGHT_BITS_PRECISIONS:
+        raise ConfigError(
+            "no format has a precision with weights of 7 or 8 bits",
+            location=f"{location}: precision.weight_bits",
+            hint=f"Write onnx = {' or '.join(map(json.dumps, _WEIGHT_BITS_PRECISIONS))}, or remove weight_bits.",
         )
     for name in lowered:
         _check_exported([name], config.export.formats, f"{location}: precision.{name}")

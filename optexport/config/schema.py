@@ -242,12 +242,15 @@ class PrecisionConfig(Table):
         onnx: Precision of the layers of the ONNX file.
         torchscript: Precision of the TorchScript file.
         pt2: Precision of the ``.pt2`` file.
+        weight_bits: Bits of the weights in ``int8``, ``int8-rows`` and ``int8-static``. 8 is more exact, and only for
+            processors with VNNI: others give wrong sums.
         keep_float32: Layers, or modules with all layers in them, that always stay in float32.
     """
 
     onnx: Literal["int8", "int8-rows", "int8-blocks", "int8-static", "int4-blocks"] | None = None
     torchscript: Half | None = None
     pt2: Half | None = None
+    weight_bits: Literal[7, 8] = 7
     keep_float32: list[Annotated[str, Field(min_length=1)]] = []
 
     def of(self, file_format: str) -> str | None:

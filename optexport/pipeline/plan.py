@@ -27,6 +27,7 @@ from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
+from optexport.runtime.devices import check_weight_bits
 from optexport.runtime.providers import check_available
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
@@ -153,6 +154,8 @@ def _check_config(config: Config, path: Path) -> None:
     check_extras(config, path)
     registry.check_device(config.model.device, config.export.formats, f"{path}: model.device")
     check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
+    if config.precision is not None:
+        check_weight_bits(config.precision.weight_bits, f"{path}: precision.weight_bits")
 
 
 def _apply_options(config: Config, options: RunOptions) -> Config:

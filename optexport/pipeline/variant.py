@@ -225,7 +225,7 @@ class VariantExporter:
     def _lower_onnx(self, path: Path, precision: str, graph: FlatGraph) -> PrecisionRecord:
         """Writes a quantized copy of an ONNX file, and checks it."""
         with self._progress.step("lower onnx"):
-            quantizer = Quantizer(path, precision, self._checker)
+            quantizer = Quantizer(path, precision, self._job.weight_bits, self._checker)
             choice = quantizer.choose_layers(self._job, graph.flat, self._choices)
             quantizer.write(choice.float32_units, self._draft / path.name)
         with self._progress.step("check lowered onnx"):

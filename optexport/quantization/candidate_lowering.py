@@ -51,7 +51,7 @@ class CandidateLowering:
 
     def quantize_file(self, source: Path, target: Path, precision: str, graph_module: fx.GraphModule) -> None:
         """Writes an ONNX file in lower precision. Temporary files are written to the folder of the source."""
-        quantizer = Quantizer(source, precision, self._checker)
+        quantizer = Quantizer(source, precision, self._job.weight_bits, self._checker)
 
         def choose() -> Choice:
             return quantizer.choose_layers(self._job, graph_module, self._choices)

@@ -53,8 +53,8 @@ class HalfCaster:
             ParityError: No choice of layers passes the gates.
         """
 
-        def make(keep: Collection[str]) -> Run:
-            return graph_runner(self.cast(keep)[0], call)
+        def make(keep: Collection[str]) -> list[Run]:
+            return [graph_runner(self.cast(keep)[0], call)]
 
         keep = resolve_keep_float32(job, self._graph_module, self.layers)
         content = keys.of_graph(self._graph_module)

@@ -23,6 +23,7 @@ from optexport.parity.checker import ParityChecker
 from optexport.quantization.int8_rows import quantize_rows, used_names
 from optexport.quantization.sensitivity import Choice, LayerChoices, gated_cases, layers_in, resolve_keep_float32
 from optexport.runtime import runners
+from optexport.runtime.devices import WEIGHT_BITS_KEY
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
@@ -43,9 +44,6 @@ OPERATORS = {
 }
 # Operator types whose second input is a matrix of weights.
 _WEIGHTED = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN")
-# With 8 bits, processors without VNNI saturate sums of two products, so that a file verified on a VNNI processor gives
-# other values there.
-_SEVEN_BITS = True
 # Type of values that onnxruntime cannot infer: results of its custom operators.
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
@@ -56,17 +54,18 @@ class Quantizer:
     Args:
         source: ONNX file in float32, unchanged. Temporary files are written to the same folder.
         precision: Precision, one of `OPERATORS`.
+        weight_bits: 7, or 8 for processors with VNNI.
         checker: Checker with the reference and the gates.
 
     Attributes:
         layers: Names of the nodes that can be quantized, by layer.
     """
 
-    def __init__(self, source: Path, precision: str, checker: ParityChecker) -> None:
-        self._source, self._precision, self._checker = source, precision, checker
+    def __init__(self, source: Path, precision: str, weight_bits: int, checker: ParityChecker) -> None:
+        self._source, self._precision, self._weight_bits, self._checker = source, precision, weight_bits, checker
         self._prepared, self._attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
         self._batches = [case.batch for case in gated_cases(checker)]
-        self.layers = prepare(source, self._prepared, precision)
+        self.layers = prepare(source, self._prepared, precision, weight_bits)
 
     def write(self, float32_layers: Collection[str], target: Path) -> None:
         """Writes a copy with all other layers in lower precision.
@@ -76,7 +75,7 @@ class Quantizer:
         """
         float32 = {layer for unit in float32_layers for layer in layers_in(unit, self.layers)}
         nodes = [node for layer, names in self.layers.items() if layer not in float32 for node in names]
-        quantize(self._prepared, target, nodes, self._precision, self._batches)
+        quantize(self._prepared, target, nodes, self._precision, self._weight_bits, self._batches)
 
     def choose_layers(self, job: Job, graph_module: fx.GraphModule, choices: LayerChoices) -> Choice:
         """Finds the layers that the gates need in float32.
@@ -91,9 +90,10 @@ class Quantizer:
             ParityError: No choice of layers passes the gates.
         """
 
-        def make(keep: Collection[str]) -> Run:
+        def make(keep: Collection[str]) -> Iterator[Run]:
             self.write(keep, self._attempt)
-            return runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=True)
+            for optimized in (True, False):
+                yield runners.open_onnx(self._attempt, list(self._checker.tolerances), optimized=optimized)
 
         operators = _count_float32_operators(self._source, self._precision)
         if not self.layers and "Conv" in operators:
@@ -115,7 +115,7 @@ def _count_float32_operators(source: Path, precision: str) -> Counter[str]:
     return Counter(n.op_type for n in nodes if n.op_type in _WEIGHTED and n.op_type not in OPERATORS[precision])
 
 
-def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
+def prepare(source: Path, target: Path, precision: str, weight_bits: int) -> dict[str, list[str]]:
     """Writes a copy of an ONNX file that is ready for quantization.
 
     The copy has MatMul and Add in place of Gemm, unique node names, and its purpose in the metadata. It has no recorded
@@ -125,14 +125,18 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
         source: ONNX file; external weights are read from the same folder.
         target: Path of the copy.
         precision: Precision, one of `OPERATORS`.
+        weight_bits: 7, or 8 for processors with VNNI.
 
     Returns:
         The names of the nodes that can be quantized, by the layer that owns their weights.
     """
     model = onnx.load(source)
     model.graph.ClearField("value_info")
-    entry = model.metadata_props.add()
-    entry.key, entry.value = "optexport.precision", json.dumps(precision)
+    metadata = {"optexport.precision": json.dumps(precision)}
+    if weight_bits == 8:
+        metadata[WEIGHT_BITS_KEY] = json.dumps(weight_bits)
+    for key, text in metadata.items():
+        model.metadata_props.add(key=key, value=text)
     _split_gemms(model.graph)
     weights = {w.name: len(w.dims) for w in model.graph.initializer if w.data_type == onnx.TensorProto.FLOAT}
     layers: dict[str, list[str]] = {}
@@ -192,7 +196,9 @@ def layer_of(weight: str) -> str:
     return re.sub(rf"{re.escape(TRANSPOSED)}(_\w+)?$", "", weight).removesuffix(".weight")
 
 
-def quantize(source: Path, target: Path, nodes: Collection[str], precision: str, batches: Sequence[Batch]) -> None:
+def quantize(
+    source: Path, target: Path, nodes: Collection[str], precision: str, weight_bits: int, batches: Sequence[Batch]
+) -> None:
     """Writes an ONNX file with some layers in lower precision.
 
     Args:
@@ -205,6 +211,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
             "int4-blocks": the same with weights in 4 bits, and a zero point per block of a weight column.
             "int8-static": MatMul and Conv with a scale per column or channel of the weights. The scales of their inputs
             and outputs come from calibration.
+        weight_bits: 7, or 8 for processors with VNNI; unused in blocks.
         batches: Calibration inputs.
 
     Raises:
@@ -213,7 +220,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
     try:
         _remove(target)
         with _silence_logging():
-            _QUANTIZERS[precision](source, target, nodes, batches)
+            _QUANTIZERS[precision](source, target, nodes, weight_bits, batches)
             quantized = _list_float32_layers(source, precision) - _list_float32_layers(target, precision)
             if quantized != set(nodes):
                 raise ValueError(f"{len(quantized)} layers are quantized (expected {len(nodes)})")
@@ -225,7 +232,7 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
         ) from error
 
 
-def _quantize_dynamic(source: Path, target: Path, nodes: Collection[str], _: Sequence[Batch]) -> None:
+def _quantize_dynamic(source: Path, target: Path, nodes: Collection[str], weight_bits: int, _: Sequence[Batch]) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(
@@ -234,7 +241,7 @@ def _quantize_dynamic(source: Path, target: Path, nodes: Collection[str], _: Seq
         op_types_to_quantize=list(OPERATORS["int8"]),
         per_channel=True,
         weight_type=QuantType.QInt8,
-        reduce_range=_SEVEN_BITS,
+        reduce_range=weight_bits == 7,
         nodes_to_quantize=list(nodes),
         use_external_data_format=_size(source) > EXTERNAL_DATA_ABOVE,
         extra_options=dict(_OPTIONS),
@@ -245,7 +252,8 @@ def _quantize_in_blocks(
     source: Path,
     target: Path,
     nodes: Collection[str],
-    _: Sequence[Batch],
+    _weight_bits: int,
+    _batches: Sequence[Batch],
     *,
     bits: int,
     block_size: int,
@@ -266,13 +274,17 @@ def _quantize_in_blocks(
     quantizer.model.save_model_to_file(str(target), _size(source) > EXTERNAL_DATA_ABOVE)
 
 
-def _quantize_rows(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
+def _quantize_rows(
+    source: Path, target: Path, nodes: Collection[str], weight_bits: int, batches: Sequence[Batch]
+) -> None:
     model = onnx.load(source)
-    quantize_rows(source, model, nodes, batches)
+    quantize_rows(source, model, nodes, weight_bits, batches)
     onnx.save(model, target, save_as_external_data=_size(source) > EXTERNAL_DATA_ABOVE, location=f"{target.name}.data")
 
 
-def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches: Sequence[Batch]) -> None:
+def _quantize_static(
+    source: Path, target: Path, nodes: Collection[str], weight_bits: int, batches: Sequence[Batch]
+) -> None:
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
     model = onnx.load(source, load_external_data=False)
@@ -292,7 +304,7 @@ def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
-        reduce_range=_SEVEN_BITS,
+        reduce_range=weight_bits == 7,
         nodes_to_exclude=[n.name for n in model.graph.node if n.name not in nodes and n.op_type not in activations],
         use_external_data_format=_size(source) > EXTERNAL_DATA_ABOVE,
         calibration_cache_path=source.with_suffix(".ranges.json"),
@@ -300,7 +312,7 @@ def _quantize_static(source: Path, target: Path, nodes: Collection[str], batches
     )
 
 
-_QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], Sequence[Batch]], None]] = {
+_QUANTIZERS: Mapping[str, Callable[[Path, Path, Collection[str], int, Sequence[Batch]], None]] = {
     "int8": _quantize_dynamic,
     "int8-rows": _quantize_rows,
     "int8-blocks": partial(_quantize_in_blocks, bits=8, block_size=_BLOCK, is_symmetric=True),

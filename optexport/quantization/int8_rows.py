@@ -25,18 +25,22 @@ from optexport.signature.signature import Batch
 
 Array = npt.NDArray[np.float32]
 
-# Weights have seven bits, as in `int8`: processors without VNNI saturate the sum of two products, 2 * 255 * 64 < 2**15.
-_WEIGHT_LEVELS = 64
 _INPUT_LEVELS, _ZERO = 127, 128
+# Largest magnitude of a weight by its bits. Processors without VNNI saturate the sum of two products, and
+# 2 * 255 * 64 < 2**15.
+_LEVELS = {7: 64, 8: 127}
 _SMALLEST = 1e-20  # replaces the largest magnitude of a row of zeros
 
 
-def quantize_rows(source: Path, model: onnx.ModelProto, nodes: Collection[str], batches: Sequence[Batch]) -> None:
+def quantize_rows(
+    source: Path, model: onnx.ModelProto, nodes: Collection[str], weight_bits: int, batches: Sequence[Batch]
+) -> None:
     """Rewrites products of a model in place.
 
     Args:
         source: File of the model. The largest magnitudes of its channels are cached in the same folder.
         nodes: Names of ``MatMul`` nodes whose second input is a matrix of constants.
+        weight_bits: 7 or 8.
         batches: Calibration inputs.
     """
     graph = model.graph
@@ -60,7 +64,7 @@ def quantize_rows(source: Path, model: onnx.ModelProto, nodes: Collection[str], 
             constants[f"{name}/smoothing"] = 1 / smoothing[name]
             rewritten += _quantize_input(name)
         if f"{weight}/int8" not in constants:
-            constants |= _quantize_weight(weight, matrices[weight] * smoothing[name][:, None])
+            constants |= _quantize_weight(weight, matrices[weight] * smoothing[name][:, None], _LEVELS[weight_bits])
             parameters = [f"{weight}/{kind}" for kind in ("int8", "scale", "zero")]
             rewritten.append(
                 helper.make_node("DequantizeLinear", parameters, [f"{weight}/rounded"], f"{weight}/Dequantize", axis=1)
@@ -99,9 +103,9 @@ def _quantize_input(name: str) -> Iterator[onnx.NodeProto]:
     yield helper.make_node("DequantizeLinear", [f"{name}/int8", *parameters], [f"{name}/rounded"], f"{name}/Dequantize")
 
 
-def _quantize_weight(name: str, matrix: Array) -> dict[str, npt.NDArray[Any]]:
-    """Returns a weight in seven bits with a scale per column, as constants by name."""
-    scale = np.maximum(np.abs(matrix).max(0), _SMALLEST) / np.float32(_WEIGHT_LEVELS)
+def _quantize_weight(name: str, matrix: Array, levels: int) -> dict[str, npt.NDArray[Any]]:
+    """Returns a weight in int8, from -levels to levels, with a scale per column, as constants by name."""
+    scale = np.maximum(np.abs(matrix).max(0), _SMALLEST) / np.float32(levels)
     return {
         f"{name}/int8": np.round(matrix / scale).astype(np.int8),
         f"{name}/scale": scale.astype(np.float32),

@@ -1,7 +1,8 @@
 """Search for the layers that must stay in float32 when all others are lowered.
 
 The search lowers all layers first and ends if the gates pass. Otherwise it lowers each layer alone. The harm of a layer
-is the share of a gate's margin that it uses. Bisection finds how few of the most harmful layers must stay in float32.
+is the share of a gate's margin that it uses, or the angle of its outputs if the gates count rows: a layer changes few of
+them, and which ones is chance. Bisection finds how few of the most harmful layers must stay in float32.
 Finally each of these is lowered once more, because harm does not predict how the errors of layers add up.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch import fx
 
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
-from optexport.config.metrics import round_for_gate
+from optexport.config.metrics import SHARES, round_for_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.job import Job
 from optexport.parity.cases.case import Case
@@ -36,8 +38,8 @@ _MERGED_HINT = (
     " [tune] may merge layers in one file and not in another: set formats of the merging rule, or remove [tune]."
 )
 
-# Opens a target with some units in float32 and all others lowered.
-Make = Callable[[Collection[str]], Run]
+# Opens a target with some units in float32 and all others lowered, in each way that its runtime can open it.
+Make = Callable[[Collection[str]], Iterable[Run]]
 
 
 @dataclass
@@ -114,7 +116,7 @@ def choose_layers(
         target: Name of the file or graph, for messages.
         layers: Names of layers that can be lowered, in model order.
         keep: Names of layers, or of modules that contain layers, that always stay in float32.
-        make: Opens the target for a set of float32 units.
+        make: Opens the target for a set of float32 units, in each way.
         checker: Checker with the reference and the gates.
 
     Raises:
@@ -146,15 +148,19 @@ def choose_layers(
     gated_checker = _on_gated_cases(checker)
     original_results = gated_checker.targets[0].gate_results
 
-    def measure(lowered: Collection[str]) -> TargetParity:
-        return gated_checker.check(target, make([unit for unit in units if unit not in lowered]), precision=precision)
+    def measure(lowered: Collection[str], ways: int | None = None) -> TargetParity:
+        for run in islice(make([unit for unit in units if unit not in lowered]), ways):
+            parity = gated_checker.check(target, run, precision=precision)
+            if not parity.passed:
+                break
+        return parity
 
     lowered_parity = measure(free)
     choice = Choice(precision, units, configured, lowered_parity, lowered_parity)
     if lowered_parity.passed:
         return choice
-    choice.by_unit = {unit: measure([unit]) for unit in free} if len(free) > 1 else {free[0]: lowered_parity}
-    order = sorted(free, key=lambda unit: measure_harm(choice.by_unit[unit], original_results), reverse=True)
+    choice.by_unit = {unit: measure([unit], ways=1) for unit in free} if len(free) > 1 else {free[0]: lowered_parity}
+    order = sorted(free, key=lambda unit: _rank(choice.by_unit[unit], original_results), reverse=True)
     choice.chosen, choice.measured = choice.by_unit[order[-1]], order[:-1]
     if not choice.chosen.passed:
         raise _no_choice_error(target, choice, order[-1], checker)
@@ -232,6 +238,13 @@ def measure_harm(target: TargetParity, original_results: Sequence[GateResult]) -
         elif math.isfinite(case.limit) and case.distance > 0:
             shares.append(case.distance / case.limit if case.limit else math.inf)
     return max(shares)
+
+
+def _rank(target: TargetParity, original_results: Sequence[GateResult]) -> tuple[float, float]:
+    """Returns the order of layers by harm: first those that fail alone if the gates count rows."""
+    harm = measure_harm(target, original_results)
+    counts_rows = all(result.gate.measure in SHARES for result in target.gate_results)
+    return float(harm > 1) if counts_rows else harm, -min((output.cosine for output in target.outputs), default=1.0)
 
 
 def gated_cases(checker: ParityChecker) -> list[Case]:

@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from optexport._utils.extras import how_to_install
+from optexport._utils.platform import saturates_int8
 from optexport.errors import DeviceError
 
 Device = Literal["cpu", "cuda"]
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
+# Entry of an ONNX file's metadata with the bits of its weights, if these need VNNI.
+WEIGHT_BITS_KEY = "optexport.weight_bits"
 _HINT = 'Run on a machine with an NVIDIA GPU and its driver, or export for the CPU: remove device = "cuda".'
 _HINT_ONNX = (
     f"{how_to_install('cuda')}. Then, because both packages write to one folder: pip uninstall onnxruntime; "
@@ -49,6 +52,20 @@ def check_onnx_runtime(device: Device, location: str) -> None:
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():
         raise DeviceError(f"the installed ONNX Runtime has no {CUDA_PROVIDER}", location=location, hint=_HINT_ONNX)
+
+
+def check_weight_bits(weight_bits: int, location: str) -> None:
+    """Checks that this processor gives the right sums of products with weights of 8 bits.
+
+    Raises:
+        DeviceError: It does not, or does not say so.
+    """
+    if weight_bits == 8 and saturates_int8():
+        raise DeviceError(
+            "weights in 8 bits need a processor with VNNI, and this one has none, or its flags are unknown",
+            location=location,
+            hint="Export with weight_bits = 7, or run on such a processor.",
+        )
 
 
 def set_float32_precision(precisions: Sequence[str] = ("ieee", "ieee", "ieee")) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.errors import DeviceError
-from optexport.runtime.devices import CUDA_PROVIDER, Device, check_onnx_runtime
+from optexport.runtime.devices import CUDA_PROVIDER, WEIGHT_BITS_KEY, Device, check_onnx_runtime, check_weight_bits
 from optexport.runtime.providers import PROVIDERS_KEY, check_available
 
 # TensorProto.BFLOAT16 in onnx.proto; onnx itself need not be installed to run a file.
@@ -39,7 +39,7 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
         options: An ``onnxruntime.SessionOptions``.
 
     Raises:
-        DeviceError: The device or a provider is not available.
+        DeviceError: The device, a provider or a needed feature of the processor is not available.
         Exception: ONNX Runtime rejects the file; it raises many types.
     """
     import onnxruntime
@@ -59,6 +59,8 @@ def open_session(path: Path, options: Any, device: Device) -> Any:
                 location=path.name,
                 hint="Install what this provider needs, or remove it from export.onnx.providers.",
             )
+    if session.get_modelmeta().custom_metadata_map.get(WEIGHT_BITS_KEY) == "8":
+        check_weight_bits(8, path.name)
     session.disable_fallback()  # no switch to the CPU after a failed run
     return session
 

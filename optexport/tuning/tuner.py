@@ -181,7 +181,7 @@ def _cache_entry(
         devices.describe(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
         job.precision_of(file_format),
-        job.config.precision and job.config.precision.keep_float32,
+        job.config.precision and [job.config.precision.keep_float32, job.config.precision.weight_bits],
         keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],
         [case.name for case in reference.cases],

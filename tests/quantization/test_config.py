@@ -34,6 +34,13 @@ from tests.quantization import models
             r"parity.metrics: .*accepts any result \(cosine = -1\)\n.*a larger number",
         ),
         ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.metrics: .*accepts any result"),
+        (
+            'onnx = "int8-blocks"\nweight_bits = 8',
+            '"onnx"',
+            "cosine = 0.9",
+            "precision.weight_bits: no format has a precision with weights of 7 or 8 bits",
+        ),
+        ('onnx = "int8"\nweight_bits = 6', '"onnx"', "cosine = 0.9", "precision.weight_bits"),
         ('onnx = "int8"\nkep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
     ],
 )

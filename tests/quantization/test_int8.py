@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from optexport import Bundle
+from optexport._utils.platform import saturates_int8
 from optexport.bundle.manifest import PrecisionRecord
-from optexport.errors import ConfigError, ParityError
+from optexport.errors import ConfigError, DeviceError, ParityError
 from optexport.parity import verify
 from optexport.pipeline.run import run
 from optexport.quantization import int8
 from optexport.quantization.int8_rows import quantize_rows
 from optexport.report.result import Result
-from optexport.runtime import runners
+from optexport.runtime import devices, runners
 from tests._helpers import exports
 from tests.quantization import models
 
@@ -200,7 +201,7 @@ def test_weights_of_branches_and_outputs_stay(tmp_path: Path) -> None:
         {"x": torch.randn(3, 4), "flag": torch.tensor(True)},
         {"x": torch.zeros(0, 4), "flag": torch.tensor(True)},
     ]
-    quantize_rows(tmp_path / "model.onnx", model, ["layer"], batches)
+    quantize_rows(tmp_path / "model.onnx", model, ["layer"], 7, batches)
     onnx.save(model, tmp_path / "rows.onnx")
     run_file = runners.open_onnx(tmp_path / "rows.onnx", ["y"], optimized=True)
     x = torch.tensor([[1.0, 2.0, -3.0, 4.0]])
@@ -218,6 +219,37 @@ def test_convolutions_are_static_int8_except_a_sensitive_one(tmp_path: Path) -> 
     nodes = onnx.load(result.files["onnx"]).graph.node
     lowered = [n for n in nodes if n.op_type == "Conv" and n.input[1].endswith("DequantizeLinear_Output")]
     assert (len(lowered), sum(n.op_type == "Conv" for n in nodes)) == (3, 4)
+
+
+NEEDS_VNNI = pytest.mark.skipif(saturates_int8(), reason="weights of 8 bits need VNNI")
+
+
+@NEEDS_VNNI
+@pytest.mark.sample(0, 2)
+@pytest.mark.parametrize("method", ["int8", "int8-rows", "int8-static"])
+def test_weights_of_8_bits_are_more_exact(tmp_path: Path, method: str) -> None:
+    errors = {}
+    for bits in (7, 8):
+        precision = f'onnx = "{method}"\nweight_bits = {bits}'
+        (tmp_path / str(bits)).mkdir()
+        result = run(models.write(tmp_path / str(bits), precision, model="harmless"))
+        (target,) = [one for one in result.parity if one.target == "onnx" and one.precision == method]
+        errors[bits] = target.outputs[0].max_abs
+        tensors = [onnx.numpy_helper.to_array(one) for one in onnx.load(result.files["onnx"]).graph.initializer]
+        assert max(np.abs(one.astype(int)).max() for one in tensors if one.dtype == np.int8) == {7: 64, 8: 127}[bits]
+    assert errors[8] < 0.8 * errors[7]
+
+
+@NEEDS_VNNI
+def test_weights_of_8_bits_are_refused_without_vnni(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"\nweight_bits = 8', model="harmless")
+    result = run(config)
+    assert verify.verify(result.output).passed
+    monkeypatch.setattr(devices, "saturates_int8", lambda: True)
+    with pytest.raises(DeviceError, match="model.onnx: weights in 8 bits need a processor with VNNI"):
+        verify.verify(result.output)
+    with pytest.raises(DeviceError, match="precision.weight_bits: weights in 8 bits need a processor with VNNI"):
+        run(config)
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ def test_verify_refuses_a_file_that_misses_its_gates(folder: Path, tmp_path: Pat
     shutil.copytree(folder / "bundle", bundle)
     plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
     assert plain.exit_code == 0, plain.output
-    layers = int8.prepare(tmp_path / "bundle" / "model.onnx", prepared, "int8")
-    int8.quantize(prepared, bundle / "model.onnx", [n for nodes in layers.values() for n in nodes], "int8", [])
+    layers = int8.prepare(tmp_path / "bundle" / "model.onnx", prepared, "int8", 7)
+    int8.quantize(prepared, bundle / "model.onnx", [n for nodes in layers.values() for n in nodes], "int8", 7, [])
     exports.reseal(bundle, "model.onnx")
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 6, done.output

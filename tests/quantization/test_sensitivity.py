@@ -40,10 +40,10 @@ class Bent:
         self.angles = {f"layer.{index}": angle for index, angle in enumerate(angles)}
         self.count = 0
 
-    def __call__(self, float32_units: Collection[str]) -> Run:
+    def __call__(self, float32_units: Collection[str]) -> list[Run]:
         self.count += 1
         angle = sum(angle for name, angle in self.angles.items() if name not in float32_units)
-        return lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}
+        return [lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}]
 
     def choose(self, keep: Collection[str] = ()) -> Choice:
         return choose_layers("file", "int8", list(self.angles), keep, self, _checker())
