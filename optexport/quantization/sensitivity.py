@@ -1,8 +1,8 @@
 """Search for the layers that must stay in float32 when all others are lowered.
 
 The search lowers all layers first and ends if the gates pass. Otherwise it lowers each layer alone. The harm of a layer
-is the share of a gate's margin that it uses, or the angle of its outputs if the gates count rows: a layer changes few of
-them, and which ones is chance. Bisection finds how few of the most harmful layers must stay in float32.
+is the share of a gate's margin that it uses. If the gates count rows, it is the angle of the outputs, because one layer
+changes few rows, and which ones is chance. Bisection finds how few of the most harmful layers must stay in float32.
 Finally each of these is lowered once more, because harm does not predict how the errors of layers add up.
 """
 
@@ -123,14 +123,7 @@ def choose_layers(
         ConfigError: No layer can be lowered, or `keep` contains an unknown name.
         ParityError: The gates fail if any layer is lowered.
     """
-    for name in keep:
-        if not any(is_within(layer, [name]) for layer in layers):
-            merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
-            raise ConfigError(
-                f'{target} has no layer "{name}" that can be lowered',
-                location="precision.keep_float32",
-                hint=did_you_mean(name, layers) + (_MERGED_HINT if merged else ""),
-            )
+    _check_names(target, layers, keep)
     units = group_layers(layers)
     configured = [
         unit
@@ -178,6 +171,17 @@ def choose_layers(
     for unit in choice.measured[::-1][:_MAX_RETRIES]:
         passes([other_unit for other_unit in choice.measured if other_unit != unit])
     return choice
+
+
+def _check_names(target: str, layers: Collection[str], keep: Collection[str]) -> None:
+    for name in keep:
+        if not any(is_within(layer, [name]) for layer in layers):
+            merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
+            raise ConfigError(
+                f'{target} has no layer "{name}" that can be lowered',
+                location="precision.keep_float32",
+                hint=did_you_mean(name, layers) + (_MERGED_HINT if merged else ""),
+            )
 
 
 class LayerChoices:

@@ -49,6 +49,35 @@ class Bent:
         return choose_layers("file", "int8", list(self.angles), keep, self, _checker())
 
 
+def test_rows_that_change_by_chance_do_not_rank_layers() -> None:
+    """Each layer alone changes the same row. Only the last one, with a large error, must stay in float32."""
+    rows = 48
+    y = torch.stack([torch.linspace(0.6, 1.0, rows), torch.zeros(rows)], 1)
+    y[0, 0] = 0.01
+    errors = {f"layer.{index}": 0.012 for index in range(20)} | {"layer.20": 0.5}
+    reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
+    tolerances = measure_tolerances(reference, 4.0)
+    gates = make_gates({"argmax_agreement": MetricGateConfig(min=0.97)}, {}, reference, tolerances, 4.0)
+
+    def make(float32_units: Collection[str]) -> list[Run]:
+        error = sum(value for name, value in errors.items() if name not in float32_units)
+        return [lambda batch: {"y": y + torch.tensor([0.0, error])}]
+
+    choice = choose_layers("file", "int8", list(errors), [], make, ParityChecker(reference, tolerances, gates))
+    assert choice.measured == ["layer.20"]
+
+
+def test_choice_passes_in_every_way_to_run_the_file() -> None:
+    exact, sensitive = Bent([0.02, 0.03]), Bent([0.02, 0.3])
+
+    def make(float32_units: Collection[str]) -> list[Run]:
+        return [*exact(float32_units), *sensitive(float32_units)]
+
+    choice = choose_layers("file", "int8", list(exact.angles), [], make, _checker())
+    assert choice.measured == ["layer.1"]
+    assert choice.chosen.passed
+
+
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
 
 
