@@ -1,6 +1,6 @@
 """Measures int8-static on trained convolution nets: speed over float32, and agreement on photos.
 
-    python -m tests.benchmarks.quantization_images FOLDER [--gate 0.99] [--rounds 12] [--threads 1]
+    python -m tests.benchmarks.quantization_images FOLDER [--models MobileNetV2] [--gate 0.99] [--rounds 12]
 
 Layers are chosen by the smallest cosine of a row of the output, on 48 crops of six photos. The printed values are from
 300 crops of six other photos: the smallest cosine, and for the classifier the share of crops with the same class, of
@@ -111,6 +111,7 @@ def _measure_net(name: str, folder: Path, arguments: argparse.Namespace) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", nargs="+", choices=_NETS, default=list(_NETS))
     parser.add_argument("--gate", type=float, default=0.99)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
@@ -124,7 +125,7 @@ def main() -> None:
     sys.path.append(str(packages))
     print(f"{machine()}, {arguments.threads} thread(s), {arguments.rounds} rounds, gate {arguments.gate}\n", flush=True)
     print("| model | file | layers in float32 | all lowered | held out: cosine; same class; if sure | MB | speed |")
-    for name in _NETS:
+    for name in arguments.models:
         _measure_net(name, arguments.folder.absolute(), arguments)
 
 

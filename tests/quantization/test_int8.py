@@ -167,7 +167,7 @@ def test_no_weight_is_left_without_a_reader(precision: str, tmp_path: Path) -> N
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
-    layers = int8.prepare(tmp_path / "model.onnx", tmp_path / "prepared.onnx", precision)
+    layers = int8.prepare(tmp_path / "model.onnx", tmp_path / "prepared.onnx", precision, 7)
     nodes = [name for names in layers.values() for name in names]
     int8.quantize(tmp_path / "prepared.onnx", tmp_path / "target.onnx", nodes, precision, [{"x": torch.randn(3, 4)}])
     for name in ("prepared.onnx", "target.onnx"):
