@@ -111,7 +111,7 @@ def test_error_of_a_runtime_names_the_file(tmp_path: Path) -> None:
     assert error.startswith(f"{path}: cannot run the file")
     assert "inputs x are missing (found z)" in error
     read = json.loads(call(path, "--inputs", inputs, *BRIEF, "--json").stdout)
-    assert read == {"passed": False, "exit_code": 5, "error": error.rstrip("\n"), "parity": None}
+    assert read == {"passed": False, "exit_code": 5, "error": error.rstrip("\n"), "mlflow_run_id": None, "parity": None}
 
 
 def test_error_of_a_killed_process_names_file_and_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

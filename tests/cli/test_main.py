@@ -98,7 +98,7 @@ def test_usage_error_is_in_the_json_output(
     document = json.loads(result.stdout)
     assert words in document.pop("error")
     assert words in result.stderr
-    assert document == {"passed": False, "exit_code": 2, "parity": None}
+    assert document == {"passed": False, "exit_code": 2, "mlflow_run_id": None, "parity": None}
     assert result.exit_code == 2
 
 
