@@ -169,7 +169,7 @@ def test_no_weight_is_left_without_a_reader(precision: str, tmp_path: Path) -> N
     onnx.save(model, tmp_path / "model.onnx")
     layers = int8.prepare(tmp_path / "model.onnx", tmp_path / "prepared.onnx", precision, 7)
     nodes = [name for names in layers.values() for name in names]
-    int8.quantize(tmp_path / "prepared.onnx", tmp_path / "target.onnx", nodes, precision, [{"x": torch.randn(3, 4)}])
+    int8.quantize(tmp_path / "prepared.onnx", tmp_path / "target.onnx", nodes, precision, 7, [{"x": torch.randn(3, 4)}])
     for name in ("prepared.onnx", "target.onnx"):
         written = onnx.load(tmp_path / name).graph
         read = {name for node in written.node for name in node.input}
