@@ -306,7 +306,7 @@ def _gain_notes(result: RunData) -> Iterator[str]:
     elif slower and result.tuned:
         yield f"Hint: {slower[0]} is slower than PyTorch; lower precision may help ([precision])"
     elif slower:
-        yield f"Hint: {slower[0]} is slower than PyTorch; --tune searches for faster rules and passes"
+        yield f"Hint: {slower[0]} is slower than PyTorch; [tune] may find faster rules and passes"
 
 
 def _show_locations(result: RunData, console: Console) -> None:

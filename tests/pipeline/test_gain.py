@@ -148,7 +148,7 @@ def test_a_wide_interval_is_shown_within_80_columns() -> None:
 
 
 def test_only_a_file_that_is_certainly_slower_has_a_hint() -> None:
-    hint = "  Hint: onnx is slower than PyTorch; --tune searches for faster rules and passes"
+    hint = "  Hint: onnx is slower than PyTorch; [tune] may find faster rules and passes"
     assert hint in summary(0.8, 0.7, 0.99)
     assert len(hint) <= 80
     assert not any("Hint: " in line for line in summary(0.8, 0.7, 1.01))
