@@ -269,8 +269,8 @@ MUTATIONS = (
     Mutation(
         "least-harmful-layers-kept",
         "optexport/quantization/sensitivity.py",
-        "measure_harm(choice.by_unit[unit], original_results), reverse=True)",
-        "measure_harm(choice.by_unit[unit], original_results))",
+        "_rank(choice.by_unit[unit], original_results), reverse=True)",
+        "_rank(choice.by_unit[unit], original_results))",
         ("tests/quantization/test_sensitivity.py",),
     ),
     # cache
