@@ -26,7 +26,7 @@ from optexport._utils import signals
 from optexport.bench.artifact import Artifact
 from optexport.bench.worker import Task, TimedCalls
 from optexport.bench.workload import Workload
-from optexport.errors import BenchError, first_line
+from optexport.errors import BenchError, describe_error
 from optexport.exporters.format import Loader
 
 # Like a "spawn" of multiprocessing, but without importing the caller's main module, which may be heavy.
@@ -166,7 +166,7 @@ class _OwnProcess:
         try:
             answer = self._calls.answer(order, argument)
         except Exception as error:  # the model's code may raise anything
-            raise BenchError(f"cannot run the model: {first_line(error)}", location=self.artifact.name) from error
+            raise BenchError(f"cannot run the model: {describe_error(error)}", location=self.artifact.name) from error
         return 0.0 if order == "load" else answer
 
     def send(self, message: object) -> None:

@@ -98,19 +98,23 @@ class TimedCalls:
 def _sample(run: Callable[[], object], seconds: float, repeats: int = 1, min_samples: int = 1) -> list[float]:
     """Measures calls for some seconds; each sample is the mean of ``repeats`` calls."""
     samples: list[float] = []
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
-    turn_start = time.perf_counter()
-    while (
-        len(samples) < min_samples
-        or (elapsed := time.perf_counter() - turn_start) < seconds
-        or (len(samples) < _USUAL_SAMPLES and elapsed < _MAX_OVERRUN * seconds)
-    ):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        samples.append((time.perf_counter() - start) / repeats)
-    gc.enable()
+    try:
+        turn_start = time.perf_counter()
+        while (
+            len(samples) < min_samples
+            or (elapsed := time.perf_counter() - turn_start) < seconds
+            or (len(samples) < _USUAL_SAMPLES and elapsed < _MAX_OVERRUN * seconds)
+        ):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            samples.append((time.perf_counter() - start) / repeats)
+    finally:
+        if was_enabled:
+            gc.enable()
     return samples
 
 

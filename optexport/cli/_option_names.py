@@ -14,19 +14,22 @@ from optexport._utils.custom_code import VARIABLE
 from optexport.errors import OptexportError
 
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+# A location that is one argument; its value may contain backquotes, as MLflow's filters do.
+_LOCATION = re.compile(r"`(\w+)=(.*)`", re.DOTALL)
 # What a user of Python does, and the option of a command for it.
-_PHRASES = {"the traceback": "the traceback (--debug)", "bundle(**inputs)": "--data FILE"}
+_PHRASES = {"See the traceback": "See the traceback (--debug)", "bundle(**inputs)": "--data FILE"}
 
 
 def name_options(error: OptexportError) -> None:
     """Replaces arguments of Python functions in an error by the options of the current command."""
     error.hint = error.hint and name_options_in_text(error.hint)
     if error.location is not None:
-        error.location = name_options_in_text(error.location)
+        pattern = _LOCATION if _LOCATION.fullmatch(error.location) else _ARGUMENT
+        error.location = name_options_in_text(error.location, pattern)
     error.args = (str(error),)
 
 
-def name_options_in_text(text: str) -> str:
+def name_options_in_text(text: str, pattern: re.Pattern[str] = _ARGUMENT) -> str:
     """Replaces arguments of Python functions in a text by the options of the current command."""
     context = click.get_current_context()
     if context.get_parameter_source("no_custom_code") is ParameterSource.COMMANDLINE:
@@ -41,4 +44,4 @@ def name_options_in_text(text: str) -> str:
             return match[0]
         return options[name] if value is None else f"{options[name]} {value}"
 
-    return _ARGUMENT.sub(as_option, text)
+    return pattern.sub(as_option, text)

@@ -118,8 +118,10 @@ def _read_arrays(bundle: Bundle, path: Path) -> list[Query]:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file), np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # NumPy and zipfile raise many types
         raise ConfigError(f"cannot read the file: {error}", location=location) from error
+    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise ConfigError(f"{others[0]} is not an array", location=location)
     specs = {spec.name: spec for spec in bundle.manifest.inputs}
     for name in arrays:
         if name in (constants := bundle.manifest.constants):

@@ -14,6 +14,7 @@ from optexport.config.tasks import OR_TRANSFORMER_ALONE, SENTENCES, sentence_kin
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError
 from optexport.exporters.registry import get_format
+from optexport.runtime.devices import check_weight_bits
 from optexport.runtime.providers import check_available
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def check_machine(config: Config, path: Path) -> None:
     Raises:
         ConfigError: The folder has no model, an extra is missing, a package has an unsupported version, or the output
             path is occupied or not writable.
-        DeviceError: An execution provider is not available.
+        DeviceError: An execution provider or a needed feature of the processor is not available.
     """
     mistakes = Mistakes(str(path))
     mistakes.collect(_check_model_folder, config, path)
@@ -40,6 +41,8 @@ def check_machine(config: Config, path: Path) -> None:
     mistakes.collect(packages.check)
     mistakes.raise_all()
     check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
+    if config.precision is not None:
+        check_weight_bits(config.precision.weight_bits, f"{path}: precision.weight_bits")
 
 
 def _check_model_folder(config: Config, path: Path) -> None:

@@ -22,7 +22,7 @@ from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.comparison import compare
 from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.measurements import GainRecord
-from optexport.errors import first_line, short_line
+from optexport.errors import describe_error, short_line
 from optexport.exporters.format import Loader
 from optexport.exporters.registry import get_format
 from optexport.pipeline.bundle_writer import RunResults
@@ -69,10 +69,12 @@ def measure_gain(results: RunResults, draft: Path) -> RunResults:
             openers = [_opener(artifact, workload, threads) for artifact in artifacts]
             rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
         except Exception as error:  # a runtime may raise anything, and the files are checked already
-            reason = f"a file cannot be timed: {first_line(error)}"
+            reason = f"a file cannot be timed: {describe_error(error)}"
             return replace(results, gain_skipped=short_line(reason, _MAX_REASON))
     if rounds is None:
-        return replace(results, gain_skipped=f"{LEAST_ROUNDS} calls of each file take more than {SECONDS:g} s")
+        return replace(
+            results, gain_skipped=f"{LEAST_ROUNDS} rounds of PyTorch and the files take more than {SECONDS:g} s"
+        )
     sizes = workload.label if workload.sizes else _shapes(job.example)
     original, *files = rounds.T
     gain = [_record(artifact, original, file, sizes, threads) for artifact, file in zip(artifacts, files, strict=True)]

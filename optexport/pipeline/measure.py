@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from optexport._utils import model_memory
+from optexport._utils.markup import size_in_words
 from optexport._utils.progress import Progress
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact, list_artifacts
@@ -18,6 +19,7 @@ from optexport.bench.workload import Workload, from_signature, other_sizes
 from optexport.bundle.outcomes import LEAST_ROUNDS, PYTORCH
 from optexport.config.run_steps import is_measured
 from optexport.config.schema import Format
+from optexport.errors import describe_error
 from optexport.job import Job
 from optexport.pipeline import variant
 from optexport.pipeline.bundle_writer import RunResults
@@ -114,13 +116,24 @@ def _export_plain(
     )
 
 
-def _list_original(job: Job) -> list[Artifact]:
-    """Returns the original model in eager PyTorch as an artifact; none on a GPU, where its inputs would be copied."""
+def _list_original(job: Job, workloads: Sequence[Workload]) -> tuple[list[Artifact], list[str]]:
+    """Returns the original model in eager PyTorch as an artifact, or a note why it is not measured.
+
+    On a GPU its inputs would be copied. All files are in memory with it, which is too much for large models.
+    """
     model = job.loaded.model
     if job.config.model.device != "cpu":
-        return []
+        return [], []
+    if model_memory.is_large(model):
+        weights = size_in_words(model_memory.weight_bytes(model))
+        return [], [f"{PYTORCH}: not measured, because the model has {weights} of weights"]
     read = partial(read_eager, model)
-    return [Artifact(PYTORCH, Path(), PYTORCH, model_memory.weight_bytes(model), prepare=read)]
+    try:
+        for workload in workloads:
+            read(workload.file)()()
+    except Exception as error:  # the model's code may raise anything at sizes that it was not traced at
+        return [], [f"{PYTORCH}: not measured, because the model fails: {describe_error(error)}"]
+    return [Artifact(PYTORCH, Path(), PYTORCH, model_memory.weight_bytes(model), prepare=read)], []
 
 
 def _measure(
@@ -131,14 +144,14 @@ def _measure(
     is_compared = bool(_compared_formats(results.traced.job, tuned=tuned))
     settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if is_compared else bench.rounds)
     pairs = [(own, baseline) for own in artifacts for baseline in plain.artifacts if own.format == baseline.format]
-    original = _list_original(results.traced.job)
-    pairs += [(own, eager) for own in artifacts for eager in original]
     with timing_settings(results.traced.job.loaded.model, bench.threads):
+        original, eager_notes = _list_original(results.traced.job, workloads)
+        pairs += [(own, eager) for own in artifacts for eager in original]
         report = measure([*original, *artifacts, *plain.artifacts], workloads, pairs, settings)
     notes = [
         f"{name}: not compared, because the plain export failed: {cause}" for name, cause in plain.failures.items()
     ]
-    report = replace(report, notes=(*report.notes, *notes))
+    report = replace(report, notes=(*report.notes, *eager_notes, *notes))
 
     def measure_again(slower: PairwiseComparison) -> PairwiseComparison:
         pair = (slower.artifact, slower.baseline)

@@ -154,7 +154,7 @@ def choose_layers(
         return choice
     choice.by_unit = {unit: measure([unit], ways=1) for unit in free} if len(free) > 1 else {free[0]: lowered_parity}
     order = sorted(free, key=lambda unit: _rank(choice.by_unit[unit], original_results), reverse=True)
-    choice.chosen, choice.measured = choice.by_unit[order[-1]], order[:-1]
+    choice.chosen, choice.measured = measure(order[-1:]), order[:-1]
     if not choice.chosen.passed:
         raise _no_choice_error(target, choice, order[-1], checker)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -276,6 +277,23 @@ def test_turn_has_three_calls_or_a_very_long_one(monkeypatch: pytest.MonkeyPatch
     assert len(_sample(lambda: call(0.6), seconds=0.05)) == 1
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_failing_call_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
+    def fail() -> None:
+        raise ValueError("failed")
+
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError, match="failed"):
+            _sample(fail, seconds=0.0)
+        assert gc.isenabled() is enabled
+        _sample(lambda: None, seconds=0.0)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
 @pytest.mark.parametrize(
     ("formats", "baselines", "pairs"),
     [
@@ -318,7 +336,7 @@ def test_a_model_of_this_process_that_fails_is_named(tmp_path: Path) -> None:
         raise ValueError("no such size")
 
     model = Artifact("PyTorch", Path(), "PyTorch", 1, prepare=prepare)
-    with pytest.raises(BenchError, match="PyTorch: cannot run the model: no such size"):
+    with pytest.raises(BenchError, match="PyTorch: cannot run the model: ValueError: no such size"):
         measure([model], [workload(tmp_path)], [], Settings(rounds=2, seconds=0.001))
 
 

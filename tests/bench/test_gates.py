@@ -72,6 +72,21 @@ def test_figures_are_printed_and_not_in_the_manifest(call: Caller, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_size_at_which_the_model_fails_leaves_a_note(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "import torch\n\nclass Picky(torch.nn.Module):\n    def forward(self, x):\n"
+        "        if not torch.compiler.is_exporting() and x.shape[0] == 7:\n            raise ValueError('seven')\n"
+        "        return x * 2\n\ndef load():\n    return Picky()\n",
+        encoding="utf-8",
+    )
+    bench = "parity.effort = 'quick'\nbench = { enabled = true, rounds = 1, shapes = [{ batch = 7 }] }"
+    result = call("run", config("picky:load", DYNAMIC, bench).replace('["pt2"]', '["onnx"]'))
+    assert result.exit_code == 0, result.stderr
+    assert "PyTorch: not measured, because the model fails: ValueError: seven" in measured(tmp_path)["notes"]
+    assert [row["artifact"] for row in measured(tmp_path)["figures"]] == ["onnx"]
+
+
+@pytest.mark.slow
 def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     path = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,16 @@ def test_named_arrays_are_read_from_a_file(tmp_path: Path) -> None:
         result = called(output, "--data", path)
         assert (result.exit_code, f"--data {path}" in result.stderr) == (2, True)
         assert error in result.stderr
-    path.write_bytes(b"no archive")
-    assert "cannot read the file" in called(output, "--data", path).stderr
+    np.savez_compressed(path, **batch)
+    damaged = bytearray(path.read_bytes())
+    damaged[60:90] = bytes(30)
+    for content in (b"no archive", bytes(damaged)):
+        path.write_bytes(content)
+        result = called(output, "--data", path)
+        assert (result.exit_code, "cannot read the file" in result.stderr) == (2, True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "text")
+    assert "x is not an array" in called(output, "--data", path).stderr
 
 
 def test_file_of_arrays_may_repeat_constants_of_the_file(weighing: Path, tmp_path: Path) -> None:

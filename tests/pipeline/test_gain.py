@@ -90,7 +90,7 @@ def test_the_reason_for_missing_times_is_in_the_summary_and_the_bundle(
     monkeypatch.setattr(gain, "SECONDS", 1e-9)
     result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx"])
     assert result.gain == ()
-    reason = "3 calls of each file take more than 1e-09 s"
+    reason = "3 rounds of PyTorch and the files take more than 1e-09 s"
     assert f"  speed not compared with PyTorch: {reason}" in result.summary().splitlines()
     measured = read_measured(tmp_path / "bundle")
     assert (measured.gain, measured.gain_skipped) == ([], reason)

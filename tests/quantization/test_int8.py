@@ -14,6 +14,8 @@ import torch
 from optexport import Bundle
 from optexport._utils.platform import saturates_int8
 from optexport.bundle.manifest import PrecisionRecord
+from optexport.config.load import load_config
+from optexport.config.requirements import check_machine
 from optexport.errors import ConfigError, DeviceError, ParityError
 from optexport.parity import verify
 from optexport.pipeline.run import run
@@ -248,8 +250,9 @@ def test_weights_of_8_bits_are_refused_without_vnni(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(devices, "saturates_int8", lambda: True)
     with pytest.raises(DeviceError, match="model.onnx: weights in 8 bits need a processor with VNNI"):
         verify.verify(result.output)
-    with pytest.raises(DeviceError, match="precision.weight_bits: weights in 8 bits need a processor with VNNI"):
-        run(config)
+    for refused in (run, lambda path: check_machine(load_config(path), path)):
+        with pytest.raises(DeviceError, match="precision.weight_bits: weights in 8 bits need a processor with VNNI"):
+            refused(config)
 
 
 @pytest.mark.slow

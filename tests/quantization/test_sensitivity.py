@@ -78,6 +78,16 @@ def test_choice_passes_in_every_way_to_run_the_file() -> None:
     assert choice.chosen.passed
 
 
+def test_least_harmful_layer_must_pass_in_every_way() -> None:
+    exact, sensitive = Bent([0.1, 0.2]), Bent([0.3, 0.3])
+
+    def make(float32_units: Collection[str]) -> list[Run]:
+        return [*exact(float32_units), *sensitive(float32_units)]
+
+    with pytest.raises(ParityError, match="no choice of layers in int8 passes the gates"):
+        choose_layers("file", "int8", list(exact.angles), [], make, _checker())
+
+
 _ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
 
 
@@ -108,7 +118,7 @@ def test_fully_lowered_candidate_that_passes_is_made_once(angles: list[float]) -
 def test_few_files_are_made_for_many_layers() -> None:
     bent = Bent([1.0, *[1e-3] * 40])
     assert bent.choose().float32_units == ["layer.0"]
-    assert bent.count <= 1 + 41 + math.ceil(math.log2(41)) + 8
+    assert bent.count <= 1 + 41 + 1 + math.ceil(math.log2(41)) + 8
 
 
 def test_most_harmful_layer_is_kept_at_any_place() -> None:
