@@ -118,8 +118,8 @@ def test_steps_are_printed_on_request_and_in_notebooks(
 def test_files_are_measured_on_request(tmp_path: Path) -> None:
     report = _export(tmp_path, bench={"rounds": 2}).bench
     assert report is not None
-    assert {figures.artifact.name for figures in report.figures} == {"onnx"}
-    assert repr(report) == "Report(onnx; no comparisons)"
+    assert {figures.artifact.name for figures in report.figures} == {"PyTorch", "onnx"}
+    assert repr(report).startswith("Report(PyTorch, onnx; 1 ")
     assert "p50 ms" in report.summary()
     assert "p50 ms" in report._repr_html_()
     assert _export(tmp_path).bench is None

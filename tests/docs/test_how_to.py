@@ -44,7 +44,8 @@ def _batch(folder: Path) -> None:
 def _benchmarks(folder: Path) -> None:
     dynamic = exports.DYNAMIC | {"x": {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 128)}}
     exports.quick(exports.block(), exports.batch(), folder / "build" / "new", dynamic=dynamic, formats=["onnx"])
-    shutil.copytree(folder / "build" / "new", folder / "build" / "old")
+    for name in ("old", "model"):
+        shutil.copytree(folder / "build" / "new", folder / "build" / name)
 
 
 def _inference(folder: Path) -> None:
