@@ -148,7 +148,8 @@ def show(report: Report, console: Console) -> None:
         console.print(comparison_table(report))
     threads = f"{report.settings.threads} thread{'s' if report.settings.threads != 1 else ''}"
     over = "" if baseline is None else f"; speedups are over {baseline.name.removeprefix(_common_prefix(report))}"
-    text = f"Measured with {threads} each, in {report.settings.rounds} rounds{over}."
+    rounds = max((pair.comparison.rounds for pair in report.comparisons), default=report.settings.rounds)
+    text = f"Measured with {threads} each, in {rounds} rounds{over}."
     console.print(text, soft_wrap=True, highlight=False, markup=False)
     unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven and f.artifact.prepare is None})
     for note in report.notes:

@@ -160,7 +160,7 @@ class PrecisionRecord(_Record):
     """The lower precision of a file.
 
     Gate values here are of the cases that gates count. They are measured in the graph or with ONNX Runtime's
-    optimizations. Values of the file itself are in the parity of its targets.
+    optimizations, or without if only that fails. Values of the file itself are in the parity of its targets.
 
     Attributes:
         precision: The precision.

@@ -40,6 +40,18 @@ def check_machine(config: Config, path: Path) -> None:
     mistakes.collect(check_output_path, config.output_path(path.parent))
     mistakes.collect(packages.check)
     mistakes.raise_all()
+    check_onnx_file_runs(config, path)
+
+
+def check_onnx_file_runs(config: Config, path: Path) -> None:
+    """Checks that this machine has the execution providers and the processor that the ONNX file of a config needs.
+
+    Args:
+        path: The path of the config.
+
+    Raises:
+        DeviceError: An execution provider or a needed feature of the processor is not available.
+    """
     check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
     if config.precision is not None:
         check_weight_bits(config.precision.weight_bits, f"{path}: precision.weight_bits")

@@ -19,7 +19,7 @@ from optexport.bundle.measurements import Origin
 from optexport.config.derived import resolve_config
 from optexport.config.error_locations import naming_config
 from optexport.config.load import load_config
-from optexport.config.requirements import check_extras
+from optexport.config.requirements import check_extras, check_onnx_file_runs
 from optexport.config.schema import Config
 from optexport.config.toml_file import read_redacted
 from optexport.errors import CheckError, ConfigError
@@ -37,7 +37,6 @@ from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
-from optexport.runtime.providers import check_available
 from optexport.tracking import run_params
 
 
@@ -61,7 +60,7 @@ def run_generation(
     if config.generation is None:
         raise ConfigError("the config has no table [generation]", location=str(path), hint="Call optexport.run(path).")
     check_extras(config, path)
-    check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
+    check_onnx_file_runs(config, path)
     new_tokens = config.generation.new_tokens
     with naming_config(path):
         rules = load_rules(config, folder, without)

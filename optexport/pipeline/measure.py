@@ -130,7 +130,7 @@ def _list_original(job: Job, workloads: Sequence[Workload]) -> tuple[list[Artifa
     read = partial(read_eager, model)
     try:
         for workload in workloads:
-            read(workload.file)()()
+            read(workload.file)()
     except Exception as error:  # the model's code may raise anything at sizes that it was not traced at
         return [], [f"{PYTORCH}: not measured, because the model fails: {describe_error(error)}"]
     return [Artifact(PYTORCH, Path(), PYTORCH, model_memory.weight_bytes(model), prepare=read)], []

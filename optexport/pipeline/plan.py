@@ -19,7 +19,7 @@ from optexport.config.benchmarks import TuneConfig
 from optexport.config.derived import disable_measurements, resolve_config, resolve_passes
 from optexport.config.error_locations import naming_config
 from optexport.config.load import parse_config
-from optexport.config.requirements import check_extras
+from optexport.config.requirements import check_extras, check_onnx_file_runs
 from optexport.config.schema import Config
 from optexport.errors import ConfigError
 from optexport.exporters import registry
@@ -27,8 +27,6 @@ from optexport.pipeline import lockfile
 from optexport.pipeline.lockfile import Lock
 from optexport.pipeline.portable_config import portable_config
 from optexport.pipeline.rules import load_rules
-from optexport.runtime.devices import check_weight_bits
-from optexport.runtime.providers import check_available
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
 
@@ -153,9 +151,7 @@ def _check_config(config: Config, path: Path) -> None:
         )
     check_extras(config, path)
     registry.check_device(config.model.device, config.export.formats, f"{path}: model.device")
-    check_available(config.export.onnx.providers, f"{path}: export.onnx.providers")
-    if config.precision is not None:
-        check_weight_bits(config.precision.weight_bits, f"{path}: precision.weight_bits")
+    check_onnx_file_runs(config, path)
 
 
 def _apply_options(config: Config, options: RunOptions) -> Config:

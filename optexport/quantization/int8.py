@@ -42,7 +42,7 @@ OPERATORS = {
     "int8-static": ("MatMul", "Conv"),
     "int4-blocks": ("MatMul",),
 }
-# Operator types whose second input is a matrix of weights.
+# Operator types with weights, besides products of matrices.
 _WEIGHTED = ("Conv", "ConvTranspose", "LSTM", "GRU", "RNN")
 # Type of values that onnxruntime cannot infer: results of its custom operators.
 _OPTIONS = {"DefaultTensorType": onnx.TensorProto.FLOAT}

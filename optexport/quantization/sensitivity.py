@@ -1,9 +1,9 @@
 """Search for the layers that must stay in float32 when all others are lowered.
 
 The search lowers all layers first and ends if the gates pass. Otherwise it lowers each layer alone. The harm of a layer
-is the share of a gate's margin that it uses. If the gates count rows, it is the angle of the outputs, because one layer
-changes few rows, and which ones is chance. Bisection finds how few of the most harmful layers must stay in float32.
-Finally each of these is lowered once more, because harm does not predict how the errors of layers add up.
+is the share of a gate's margin that it uses. If all gates are on shares of rows, it is the cosine of the outputs: one
+layer changes few rows, and which ones is chance. Bisection finds how few of the most harmful layers must stay in
+float32. Finally each of these is lowered once more, because harm does not predict how the errors of layers add up.
 """
 
 from __future__ import annotations
@@ -142,11 +142,12 @@ def choose_layers(
     original_results = gated_checker.targets[0].gate_results
 
     def measure(lowered: Collection[str], ways: int | None = None) -> TargetParity:
+        parities = []
         for run in islice(make([unit for unit in units if unit not in lowered]), ways):
-            parity = gated_checker.check(target, run, precision=precision)
-            if not parity.passed:
-                break
-        return parity
+            parities.append(gated_checker.check(target, run, precision=precision))
+            if not parities[-1].passed:
+                return parities[-1]
+        return parities[0]
 
     lowered_parity = measure(free)
     choice = Choice(precision, units, configured, lowered_parity, lowered_parity)
@@ -245,10 +246,13 @@ def measure_harm(target: TargetParity, original_results: Sequence[GateResult]) -
 
 
 def _rank(target: TargetParity, original_results: Sequence[GateResult]) -> tuple[float, float]:
-    """Returns the order of layers by harm: first those that fail alone if the gates count rows."""
+    """Returns a key that is larger for a more harmful layer: harm, then cosine.
+
+    If all gates are on shares of rows, the harm only tells whether the layer fails alone.
+    """
     harm = measure_harm(target, original_results)
-    counts_rows = all(result.gate.measure in SHARES for result in target.gate_results)
-    return float(harm > 1) if counts_rows else harm, -min((output.cosine for output in target.outputs), default=1.0)
+    has_shares_only = all(result.gate.measure in SHARES for result in target.gate_results)
+    return float(harm > 1) if has_shares_only else harm, -min((output.cosine for output in target.outputs), default=1.0)
 
 
 def gated_cases(checker: ParityChecker) -> list[Case]:

@@ -302,11 +302,11 @@ def _gain_notes(result: RunData) -> Iterator[str]:
         if artifact.precision is not None and artifact.format in slower
     ]
     if lowered:
-        yield f"Hint: {lowered[0]} is slower than PyTorch; without [precision] it may be faster"
+        yield f"Hint: {lowered[0]} is slower than PyTorch; in float32 it may be faster"
     elif slower and result.tuned:
-        yield f"Hint: {slower[0]} is slower than PyTorch; lower precision may help ([precision])"
+        yield f"Hint: {slower[0]} is slower than PyTorch; lower precision may help"
     elif slower:
-        yield f"Hint: {slower[0]} is slower than PyTorch; [tune] may find faster rules and passes"
+        yield f"Hint: {slower[0]} is slower than PyTorch; tuning may find faster rules and passes"
 
 
 def _show_locations(result: RunData, console: Console) -> None:

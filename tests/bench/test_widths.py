@@ -41,7 +41,7 @@ def test_speedups_over_one_baseline_are_in_the_same_table(width: int, tmp_path: 
         for name in ("torchscript", "onnx", "pt2")
     ]
     figures = tuple(Figures(a, workload, 0.123456, 0.2, 0.3, None, None, 123.4, 1.25, 10**9) for a in artifacts)
-    comparison = Comparison(1.234, 1.01, 1.56, "faster")
+    comparison = Comparison(1.234, 1.01, 1.56, "faster", rounds=12)
     pairs = tuple(PairwiseComparison(a, artifacts[0], workload, comparison) for a in artifacts[1:])
     console = Console(width=width, file=io.StringIO(), record=True)
     show(Report(Settings(), figures, pairs), console)
@@ -51,6 +51,6 @@ def test_speedups_over_one_baseline_are_in_the_same_table(width: int, tmp_path: 
     assert [row.split()[-1] for row in rows] == ["baseline", "faster", "faster"]
     assert [" 1.23 (1.01 to 1.56) " in row for row in rows] == [False, True, True]
     assert ("p90 ms" in "".join(lines[:4])) == (width >= 145)
-    assert "Measured with 1 thread each, in 20 rounds; speedups are over torchscript." in lines
+    assert "Measured with 1 thread each, in 12 rounds; speedups are over torchscript." in lines
     assert "baseline" not in "".join(line for line in lines if line not in rows)
     assert all(len(line) <= width for line in lines)

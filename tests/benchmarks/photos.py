@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+# The package that the environment of the tests lacks.
+PACKAGE = "scikit-image==0.26.0"
 _SIZE = 224
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _FILES = {

