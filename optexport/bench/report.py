@@ -80,6 +80,11 @@ class Report:
         names = dict.fromkeys(figures.artifact.name for figures in self.figures)
         return f"Report({', '.join(names)}; {counts})"
 
+    @property
+    def rounds(self) -> int:
+        """Number of measured rounds, which a comparison may increase and a deadline reduce."""
+        return max((pair.comparison.rounds for pair in self.comparisons), default=self.settings.rounds)
+
     def summary(self) -> str:
         """Returns the tables that ``optexport bench`` prints."""
         return notebook.as_text(functools.partial(show, self))
@@ -93,7 +98,7 @@ def as_json(report: Report) -> dict[str, Any]:
     artifacts = {figures.artifact: None for figures in report.figures}
     return {
         "threads": report.settings.threads,
-        "rounds": report.settings.rounds,
+        "rounds": report.rounds,
         "artifacts": [
             {"name": a.name, "format": a.format, "device": a.device, "bytes": a.size, "proven": a.proven}
             for a in artifacts
@@ -148,8 +153,7 @@ def show(report: Report, console: Console) -> None:
         console.print(comparison_table(report))
     threads = f"{report.settings.threads} thread{'s' if report.settings.threads != 1 else ''}"
     over = "" if baseline is None else f"; speedups are over {baseline.name.removeprefix(_common_prefix(report))}"
-    rounds = max((pair.comparison.rounds for pair in report.comparisons), default=report.settings.rounds)
-    text = f"Measured with {threads} each, in {rounds} rounds{over}."
+    text = f"Measured with {threads} each, in {report.rounds} rounds{over}."
     console.print(text, soft_wrap=True, highlight=False, markup=False)
     unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven and f.artifact.prepare is None})
     for note in report.notes:

@@ -40,6 +40,8 @@ def name_options_in_text(text: str, pattern: re.Pattern[str] = _ARGUMENT) -> str
 
     def as_option(match: re.Match[str]) -> str:
         name, value = match.groups()
+        if name == "without" and name not in options:
+            return f"optexport run --without {value}"
         if name not in options:
             return match[0]
         return options[name] if value is None else f"{options[name]} {value}"

@@ -67,19 +67,19 @@ def measure_gain(results: RunResults, draft: Path) -> RunResults:
     with signals.temporary_folder() as folder, timing_settings(model, threads):
         try:
             (workload,) = from_signature(job.example, signature, [], folder, "inputs")
-            openers = [_opener(artifact, workload, threads) for artifact in artifacts]
-            rounds = _time_in_turns([read_eager(model, workload.file), *openers], end)
-        except Exception as error:  # a runtime may raise anything, and the files are checked already
-            reason = f"a file cannot be timed: {describe_error(error)}"
-            return replace(results, gain_skipped=short_line(reason, _MAX_REASON))
+            original_call = _open(read_eager(model, workload.file), end)
+            files, skipped = _open_files(artifacts, workload, threads, end)
+            rounds = _time_in_turns([original_call, *files.values()], end) if files else None
+        except Exception as error:  # the model's code may raise anything, and the files are checked already
+            files, rounds = {}, None
+            skipped = short_line(f"a call failed: {describe_error(error)}", _MAX_REASON)
     if rounds is None:
-        return replace(
-            results, gain_skipped=f"{LEAST_ROUNDS} rounds of PyTorch and the files take more than {SECONDS:g} s"
-        )
+        slow = f"{LEAST_ROUNDS} rounds of PyTorch and the files take more than {SECONDS:g} s"
+        return replace(results, gain_skipped=skipped or slow)
     sizes = workload.label if workload.sizes else _shapes(job.example)
-    original, *files = rounds.T
-    gain = [_record(artifact, original, file, sizes, threads) for artifact, file in zip(artifacts, files, strict=True)]
-    return replace(results, gain=tuple(gain))
+    original, *times = rounds.T
+    gain = [_record(artifact, original, file, sizes, threads) for artifact, file in zip(files, times, strict=True)]
+    return replace(results, gain=tuple(gain), gain_skipped=skipped)
 
 
 def _shapes(batch: Batch) -> str:
@@ -140,15 +140,36 @@ def read_eager(model: nn.Module, inputs: Path) -> Loader:
     return load
 
 
-def _time_in_turns(openers: Sequence[Loader], end: float) -> npt.NDArray[np.float64] | None:
+def _open_files(
+    artifacts: Sequence[Artifact], workload: Workload, threads: int, end: float
+) -> tuple[dict[Artifact, Callable[[], object]], str]:
+    """Returns a call of each file that can be timed, and the reason why another one cannot; empty if all can.
+
+    Returns no calls if the time is too short.
+    """
+    calls: dict[Artifact, Callable[[], object]] = {}
+    skipped = ""
+    for artifact in artifacts:
+        if time.perf_counter() >= end:
+            return {}, skipped
+        try:
+            calls[artifact] = _open(_opener(artifact, workload, threads), end)
+        except Exception as error:  # a runtime may raise anything
+            skipped = short_line(f"{artifact.name} cannot be timed: {describe_error(error)}", _MAX_REASON)
+    return calls, skipped
+
+
+def _open(opener: Loader, end: float) -> Callable[[], object]:
+    """Opens a file, and makes its first calls while there is time."""
+    call = opener()
+    for _ in range(_WARMUP_CALLS):
+        if time.perf_counter() < end:
+            call()
+    return call
+
+
+def _time_in_turns(calls: Sequence[Callable[[], object]], end: float) -> npt.NDArray[np.float64] | None:
     """Returns the seconds of each call in its turns, of shape [rounds, calls]; None if the time is too short."""
-    calls: list[Callable[[], object]] = []
-    for opener in openers:
-        calls.append(opener())
-        for _ in range(_WARMUP_CALLS):
-            if time.perf_counter() >= end:
-                return None
-            calls[-1]()
     turns: list[float] = []
     while len(turns) < ROUNDS * len(calls) and time.perf_counter() < end:
         turns.append(_time_turn(calls[len(turns) % len(calls)]))

@@ -89,10 +89,10 @@ def _file_rows(manifest: Manifest, measured: Measured) -> Iterator[str]:
 
 
 def _gain_note(measured: Measured) -> list[str]:
-    """Returns how the speed was measured, or why it was not."""
-    if measured.gain_skipped:
-        return ["", f"The speed was not measured: {measured.gain_skipped}."]
-    return ["", f"The speed is that at {measured.gain[0].setting}."] if measured.gain else []
+    """Returns how the speed was measured, and why that of a file was not."""
+    skipped = [f"The speed was not measured: {measured.gain_skipped}."] if measured.gain_skipped else []
+    setting = [f"The speed is that at {measured.gain[0].setting}."] if measured.gain else []
+    return [line for text in (*setting, *skipped) for line in ("", text)]
 
 
 def _gate_lines(manifest: Manifest, measured: Measured, gate: GateConfig) -> list[str]:

@@ -323,6 +323,7 @@ def test_a_model_of_this_process_takes_turns_with_files(tmp_path: Path) -> None:
     report = measure([model, file], [workload(tmp_path)], [(file, model)], Settings(rounds=8, seconds=0.001))
     (pair,) = report.comparisons
     assert (pair.artifact, pair.baseline, pair.comparison.rounds) == (file, model, 8)
+    assert as_json(report)["rounds"] == 8
     assert set(calls) == {workload(tmp_path).file}
     figures = report.figures[0]
     assert (figures.artifact, figures.load, figures.peak_memory) == (model, 0.0, None)
@@ -353,8 +354,9 @@ def test_processes_restart_less_often_if_only_formats_are_compared(
     onnx, same, other = Artifact("a", path, "onnx", 1), Artifact("b", path, "onnx", 1), Artifact("c", path, "onnx", 1)
     other = replace(other, prepare=lambda inputs: lambda: lambda: None, format="PyTorch")
     measure([onnx, same], [workload(tmp_path)], [(onnx, same)], Settings(rounds=20, seconds=0.001))
-    measure([onnx, other], [workload(tmp_path)], [(onnx, other)], Settings(rounds=20, seconds=0.001))
+    report = measure([onnx, other], [workload(tmp_path)], [(onnx, other)], Settings(rounds=20, seconds=0.001))
     assert launches == [10, 4]
+    assert (report.settings.rounds, as_json(report)["rounds"]) == (20, 2)  # as measured
 
 
 def test_file_of_fixed_shape_is_not_measured_at_others(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_python_gets_the_argument_and_the_command_its_option(tmp_path: Path) -> 
     ("options", "location", "hint", "named"),
     [
         ([], "`shapes`[0]", "Set `shapes=8`, `other`.", "--shape[0]: m `shapes`\nHint: Set --shape 8, `other`."),
+        ([], "a", "Run again with `without=r`.", "a: m `shapes`\nHint: Run again with optexport run --without r."),
         ([], "`shapes=a`b` c`", "", "--shape a`b` c: m `shapes`"),
         ([], "a", "For the traceback, import it.", "a: m `shapes`\nHint: For the traceback, import it."),
         ([], "a", "See the traceback.", "a: m `shapes`\nHint: See the traceback (--debug)."),

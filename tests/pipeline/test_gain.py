@@ -119,22 +119,35 @@ def test_the_reason_for_missing_times_is_in_the_summary_and_the_bundle(
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_runtime_that_cannot_be_timed_is_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("formats", [["onnx"], ["onnx", "torchscript"]])
+def test_a_file_that_cannot_be_timed_leaves_the_others(tmp_path: Path, formats: list[str]) -> None:
     model = Program(lambda m, x: m.linear(x.float()), linear=nn.Linear(16, 8)).eval()
     example = {"x": torch.randn(4, 16).bfloat16()}  # benchmarks of ONNX files read inputs as arrays of NumPy
-    result = optexport.export(model, example, tmp_path / "bundle", formats=["onnx"])
-    assert result.gain == ()
-    assert result.gain_skipped.startswith("a file cannot be timed: ")
+    result = optexport.export(model, example, tmp_path / "bundle", formats=formats)
+    assert [record.format for record in result.gain] == formats[1:]
+    assert result.gain_skipped.startswith("onnx cannot be timed: ")
+    lines = [line for line in result.summary().splitlines() if "compared with PyTorch" in line]
+    assert len(lines) == len(formats)
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_model_that_refuses_further_calls_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("no more calls")
+
+    monkeypatch.setattr(gain, "read_eager", lambda model, inputs: refuse)
+    result = optexport.export(Mlp().eval(), torch.randn(4, 16), tmp_path / "bundle", formats=["onnx"])
+    assert (result.gain, result.gain_skipped) == ((), "a call failed: RuntimeError: no more calls")
 
 
 def test_every_call_has_as_many_turns() -> None:
     calls: list[str] = []
-    seconds = gain._time_in_turns([lambda: lambda: calls.append("a"), lambda: lambda: calls.append("b")], float("inf"))
+    seconds = gain._time_in_turns([lambda: calls.append("a"), lambda: calls.append("b")], float("inf"))
     assert seconds is not None
     assert seconds.shape == (gain.ROUNDS, 2)
     assert ((seconds > 0) & (seconds < 1)).all()
     order = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
-    assert order == ["a", "b"] * (gain.ROUNDS + 1)  # the first ones warm up
+    assert order == ["a", "b"] * gain.ROUNDS
 
 
 def test_a_slow_call_is_not_repeated() -> None:
@@ -144,7 +157,9 @@ def test_a_slow_call_is_not_repeated() -> None:
         calls.append(1)
         time.sleep(0.1)
 
-    assert gain._time_in_turns([lambda: call, lambda: call], time.perf_counter() + 0.05) is None
+    end = time.perf_counter() + 0.05
+    assert gain._open(lambda: call, end) is call
+    assert gain._time_in_turns([call, call], end) is None
     assert len(calls) == 1
 
 
