@@ -51,6 +51,22 @@ def test_closed_output_pipe_is_not_a_defect() -> None:
     assert "This is a bug" not in done.stderr
 
 
+@pytest.mark.slow
+def test_exit_does_not_look_for_garbage() -> None:
+    """It took up to 4 seconds after the summary."""
+    code = """
+import atexit, gc, sys
+from optexport.__main__ import main
+
+sys.argv = ["optexport", "--version"]
+atexit.register(lambda: print(gc.get_freeze_count(), file=sys.stderr))
+main()
+"""
+    done = python("-c", code)
+    assert done.returncode == 0
+    assert int(done.stderr) > 10_000
+
+
 @pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(("makes", "code"), [("load()", 0), ("Forks()", 3)])
 def test_thread_of_model_code_does_not_block_the_exit(makes: str, code: int, tmp_path: Path) -> None:
