@@ -46,7 +46,12 @@ GATED = _SENTENCES[: len(_SENTENCES) // 2]
 
 
 def export(
-    folder: Path, name: str, formats: Sequence[str], more: str = "", recipe: Mapping[str, Any] | None = None
+    folder: Path,
+    name: str,
+    formats: Sequence[str],
+    more: str = "",
+    recipe: Mapping[str, Any] | None = None,
+    opset: int | None = None,
 ) -> Result:
     """Runs MiniLM's config with some formats and additional lines, and with the rules and passes of another run."""
     example = tomllib.loads((workloads.EXAMPLES / "minilm.toml").read_text(encoding="utf-8"))
@@ -74,6 +79,7 @@ sequence = [2, 512]
 [export]
 formats = {list(formats)}
 output = "{name}"
+{"" if opset is None else f"opset = {opset}"}
 [export.passes]
 {passes}
 [tracking]
