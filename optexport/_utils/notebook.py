@@ -19,7 +19,7 @@ def as_text(show: Callable[[Console], None]) -> str:
     from rich.console import Console  # keeps the import of optexport fast
 
     text = io.StringIO()
-    show(Console(file=text, width=_WIDTH, emoji=False, no_color=True))
+    show(Console(file=text, width=_WIDTH, emoji=False, no_color=True, force_jupyter=False))
     return text.getvalue()
 
 
@@ -28,7 +28,7 @@ def as_html(show: Callable[[Console], None]) -> str:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
-    console = Console(file=io.StringIO(), width=_WIDTH, emoji=False, record=True)
+    console = Console(file=io.StringIO(), width=_WIDTH, emoji=False, record=True, force_jupyter=False)
     show(console)
     return console.export_html(inline_styles=True, theme=DEFAULT_TERMINAL_THEME, code_format=_PREFORMATTED)
 
