@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 without_option = click.option("--without", multiple=True, metavar="RULE", help="Leave this rule out. May be repeated.")
 tune_option = click.option(
-    "--tune", is_flag=True, help="Search for the rules and format passes that make each file faster."
+    "--tune",
+    is_flag=True,
+    help="Search for the rules and format passes that make each file faster: 5 minutes, or tune.budget.",
 )
 baseline_option = click.option(
     "--baseline", is_flag=True, help="Also write the plain export, without rules and format passes, to OUTPUT-baseline."

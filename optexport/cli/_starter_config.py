@@ -34,7 +34,6 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DEFAULT_URI = '# uri = "http://127.0.0.1:5000"  # by default MLFLOW_TRACKING_URI, or sqlite:///mlflow.db'
-_TUNE = ["# Searches for faster rules and format passes.", "[tune]", 'budget = "5m"', ""]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Choices:
 
     Attributes:
         data: A file with the inputs; a relative path starts at the folder of the config.
+        budget: The time of the run if it is tuned.
         guesses: Whether to write inputs that must be edited if the source does not describe them.
     """
 
@@ -61,7 +61,7 @@ class Choices:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     data: str | None = None
     rules: Sequence[str] = PRESET
-    is_tuned: bool = False
+    budget: str | None = None
     uri: str | None = None
     experiment: str | None = None
     is_tracked: bool = True
@@ -106,7 +106,7 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         f"output = {quoted(choices.output or f'build/{name}')}",
         '# layout = "triton"  # arranges the files as a model repository of Triton Inference Server',
         "",
-        *(_TUNE if choices.is_tuned else []),
+        *_tune(choices.budget),
         "# The MLflow store: the URL of a server, or a local database.",
         "[tracking]",
         *([] if choices.is_tracked else ["enabled = false"]),
@@ -114,6 +114,12 @@ def starter_config(source: str, folder: Path, choices: Choices | None = None) ->
         f"experiment = {quoted(name if choices.experiment is None else choices.experiment)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tune(budget: str | None) -> list[str]:
+    if budget is None:
+        return []
+    return ["# Searches for faster rules and format passes.", "[tune]", f"budget = {quoted(budget)}", ""]
 
 
 def _inputs(choices: Choices, config: dict[str, Any], kind: SourceKind, parameters: Sequence[str]) -> StarterInputs:

@@ -36,13 +36,14 @@ _OPTIONS = {
     r"transformations\[\d+\](?:\.use)?": "--transform",
     r"export\.formats(?:\[\d+\])?": "--format",
     r"export\.output": "--output",
+    r"tune\.budget": "--budget",
     r"tracking\.uri": "--uri",
     r"tracking\.experiment": "--experiment",
 }
 _PANELS = [
     RichOptionPanel("Model and inputs", options=["--task", "--dynamic", "--input", "--data"]),
     RichOptionPanel("Bundle", options=["--output", "--format", "--save-config", "--baseline"]),
-    RichOptionPanel("Rules", options=["--transform", "--without", "--tune", "--dump"]),
+    RichOptionPanel("Rules", options=["--transform", "--without", "--tune", "--budget", "--dump"]),
     RichOptionPanel("MLflow", options=["--uri", "--experiment", "--no-tracking"]),
 ]
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
@@ -118,7 +119,11 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     metavar="NAME=SIZE,...",
     help="An input of random numbers, such as x=batch,3,224,224 or ids=batch,sequence:int64. May be repeated.",
 )
-@click.option("--data", type=click.Path(path_type=Path), help="A .jsonl, .npz or .safetensors file with the inputs.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help='A .jsonl file with lines such as {"text": "..."}, or a .npz or .safetensors file, with the inputs.',
+)
 @click.option(
     *("--transform", "rules"),
     multiple=True,
@@ -126,6 +131,7 @@ def _tensors(context: click.Context, option: click.Parameter, values: tuple[str,
     help="A rule of optexport transformations, instead of the default rules. May be repeated.",
 )
 @pipeline_options
+@click.option("--budget", metavar="TIME", help="The time of a run with --tune, such as 90s or 10m (default: 5m).")
 @click.option("--uri", help="The MLflow store (default: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db).")
 @click.option("--experiment", help="The MLflow experiment (default: the name of the model).")
 @click.option("--no-tracking", is_flag=True, help="Do not track the run in MLflow.")
@@ -146,6 +152,7 @@ def export(
     rules: tuple[str, ...],
     without: tuple[str, ...],
     tune: bool,
+    budget: str | None,
     baseline: bool,
     dump: Path | None,
     uri: str | None,
@@ -166,10 +173,12 @@ def export(
     SOURCE is a folder such as ./my-model, a hub id, python:module:factory, package:NAME/PATH,
     mlflow:models:/NAME@ALIAS, a .pt2 file or a TorchScript file.
 
-    Without --input and --data, the inputs are generated from the model's config.json or the .pt2 file.
+    Without --input and --data, the inputs are two example sentences, or random numbers that fit the model's config.json
+    or the .pt2 file. Give your own, because the checks are as good as the inputs.
     """
     from optexport.bundle.layout import output_folders
     from optexport.cli._starter_config import Choices, starter_config
+    from optexport.config.benchmarks import TuneConfig
     from optexport.config.load import parse_config
     from optexport.config.requirements import check_machine
     from optexport.config.source import check_module, model_name
@@ -178,6 +187,8 @@ def export(
 
     if tensors and data is not None:
         raise click.UsageError("give either --input or --data, not both.")
+    if budget is not None and not tune:
+        raise click.UsageError("--budget needs --tune.")
     path = save_config or _NO_FILE
     name = model_name(source, Path())
     with _naming_options(path):
@@ -189,7 +200,7 @@ def export(
             tensors=tensors,
             data=None if data is None else _relative(data.expanduser(), path),
             rules=_choose_rules(rules, without),
-            is_tuned=tune,
+            budget=(budget or TuneConfig().budget) if tune else None,
             uri=_choose_uri(uri, path),
             experiment=name if experiment is None else experiment,
             is_tracked=not no_tracking,
@@ -225,6 +236,9 @@ def export(
                 baseline=baseline,
                 dump=dump,
             )
+        if not (tensors or data or quiet):
+            made_up = "two example sentences" if config.inputs.texts else "random numbers"
+            echo(f"The inputs were {made_up}. To check with your own: --data FILE", err=True)
     except ConfigError:
         if save_config is not None and is_new:  # so that the corrected command can write it
             save_config.unlink(missing_ok=True)

@@ -38,6 +38,7 @@ def new_rule(name: str, folder: Path) -> None:
     rule, test, config = write_rule(name, folder)
     echo(f"Wrote {rule}, {test} and {config}. Now run:")
     echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
+    echo("The rule is an example that removes double negations. Replace its match and rewrite, and the test.")
 
 
 def write_rule(name: str, folder: Path) -> list[Path]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from optexport._utils.markup import size_in_words, times_as_fast
 from optexport.bench import report
@@ -33,8 +32,11 @@ from optexport.report.parity_text import (
     tolerance_text,
 )
 from optexport.result import RunData
+from optexport.transformations.registry import RULES
 
 _SHOWN_NEAR_MISSES = 3
+# A terminal with fewer columns shows neither the means nor the ties of gates.
+_WIDE = 100
 
 
 def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
@@ -61,7 +63,16 @@ def show(result: RunData, console: Console, *, verbose: bool = False) -> None:
 
 
 def _print(console: Console, text: str) -> None:
-    """Prints plain text, without markup, colors or wrapping."""
+    """Prints a line. On a terminal, it breaks between words, and its further lines are indented.
+
+    Elsewhere, for instance in a log, it does not break.
+    """
+    if console.is_terminal and len(text) > console.width:
+        indent = " " * (len(text) - len(text.lstrip()))
+        lines = textwrap.wrap(
+            text, console.width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+        )
+        text = "\n".join(lines)
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -114,10 +125,12 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
         if rule.formats != formats:
             formats = rule.formats
             console.print(f"  for {', '.join(formats)}:")
+        purpose = f": {RULES[rule.rule].summary}" if rule.rule in RULES else ""
+        _print(console, f"  {rule.rule}{purpose}")
         text = "no match"
         if rule.changes:
             text = f"{changed_text(rule.changes)}, first at {_change_location(rule.changes[0])}"
-        _print(console, f"  {rule.rule:38} {text}")
+        _print(console, f"    {text}")
         for miss in rule.near_misses[:_SHOWN_NEAR_MISSES]:
             _print(console, f"    skipped at {miss.node}: {miss.reason}")
         if (hidden := len(rule.near_misses) - _SHOWN_NEAR_MISSES) > 0:
@@ -126,8 +139,8 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
         _print(console, f"  {hidden} {'rule' if hidden == 1 else 'rules'} found nothing")
     for artifact in manifest.artifacts if verbose else ():
         if artifact.passes:
-            _print(console, f"  {f'format passes, {artifact.format}':38} {', '.join(artifact.passes)}")
-    if manifest.undone:
+            _print(console, f"  format passes, {artifact.format}: {', '.join(artifact.passes)}")
+    if manifest.undone and verbose:
         _print(console, f"  undo verified, bit-exact: {', '.join(manifest.undone)}")
 
 
@@ -175,46 +188,45 @@ def _gate_values(values: Sequence[GateValueRecord]) -> str:
 
 def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console, *, verbose: bool) -> None:
     parity = manifest.parity
-    names = f": {escape(case_names(parity.cases))}" if verbose else ""
-    console.print(f"\n[bold]Parity[/] on {len(parity.cases)} cases{names}", soft_wrap=True, highlight=False)
+    console.print(f"\n[bold]Parity[/] on {len(parity.cases)} cases", highlight=False)
+    if verbose:
+        _print(console, f"  cases: {case_names(parity.cases)}")
+        if parity.ways:
+            _print(console, f"  noise floor: from the original as it runs by default, and {' and '.join(parity.ways)}")
     for line in _parity_notes(manifest):
-        # On a terminal, lines break between words; elsewhere, for instance in a log, they do not break.
-        indented = Padding.indent(Text.from_markup(line), 2) if console.is_terminal else f"  {line}"
-        console.print(indented, soft_wrap=not console.is_terminal, highlight=False)
+        _print(console, f"  {line}")
     compared = [target for target in targets if target.target != ORIGINAL]
     console.print()
     console.print(parity_table(parity.compared))
     if any(target.gate_results for target in compared):
         console.print()
-        console.print(gate_table(compared))
+        console.print(gate_table(compared, is_narrow=console.width < _WIDE))
 
 
 def _parity_notes(manifest: Manifest) -> Iterator[str]:
     """Yields what a reader must know to rely on the check."""
     parity = manifest.parity
-    if parity.ways:
-        yield f"noise floor: from the original as it runs by default, and {escape(' and '.join(parity.ways))}"
     if parity.fallback:
-        yield f"reference: the original itself, because float64 failed ({escape(parity.fallback)})"
+        yield f"reference: the original itself, because float64 failed ({parity.fallback})"
     for name in parity.unguided:
-        yield f"{escape(name)}: compared with the original itself, because float64 takes another path there"
+        yield f"{name}: compared with the original itself, because float64 takes another path there"
     for text in manifest.few_digits:
         yield (
-            f"[bold]large noise floor[/]: the original differs from float64 in {escape(text)}; "
+            f"large noise floor: the original differs from float64 in {text}; "
             "errors of that size pass. Set parity.atol to detect them."
         )
     for name in manifest.only_zeros:
         yield (
-            f"[bold]only zeros[/]: {escape(name)} is zero in all ordinary cases, so its check shows little. "
+            f"only zeros: {name} is zero in all ordinary cases, so its check shows little. "
             "Set inputs.data to data that gives other values."
         )
     for text in list_coarse_gates(parity):
-        yield f"[bold]few values[/]: {escape(text)}, so it requires that all agree. Set inputs.data to more data."
+        yield f"few values: {text}, so it requires that all agree. Set inputs.data to a file with more rows."
     for text in parity.left_out:
-        yield f"not checked: {escape(text)}"
+        yield f"not checked: {text}"
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
-            yield f"{artifact.format}: [bold]fixed shape[/], because {escape(artifact.fixed_shape)}"
+            yield f"{artifact.format}: fixed shape, because {artifact.fixed_shape}"
 
 
 def parity_table(targets: Sequence[TargetRecord]) -> Table:
@@ -228,7 +240,8 @@ def parity_table(targets: Sequence[TargetRecord]) -> Table:
     for target in targets:
         worst = [(output, find_worst_case(output)) for output in target.outputs]
         output, case = max(worst, key=lambda pair: pair[1].used_share or 0.0)
-        error = "" if case.distance is None else f"{case.distance:.1e}"
+        distance = output.max_abs if case.limit is None else case.distance  # without cases of extreme values
+        error = "" if distance is None else f"{distance:.1e}"
         cells = [error, tolerance_text(target, output, case), share_text(case.used_share)]
         cells.append("ok" if target.passed else "FAILED")
         name = escape(on_one_line(output.output))
@@ -236,19 +249,20 @@ def parity_table(targets: Sequence[TargetRecord]) -> Table:
     return table
 
 
-def gate_table(targets: Sequence[TargetParity]) -> Table:
-    """Returns a table with every metric of every target."""
+def gate_table(targets: Sequence[TargetParity], *, is_narrow: bool) -> Table:
+    """Returns a table with every metric of every target; a narrow one lacks the means and ties."""
     table = Table(box=None)
     for heading in ("target", "metric"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("value", "minimum", "mean (95 % interval)", "count", "ties"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("value", "minimum", "count", *([] if is_narrow else ["mean (95 % interval)", "ties"])):
         table.add_column(heading, justify="right", no_wrap=True)
     for target in targets:
         for gate_result in target.gate_results:
-            interval = "" if gate_result.low is None else f" ({gate_result.low:.6g} to {gate_result.high:.6g})"
+            interval = "" if gate_result.low is None else f" ({gate_result.low:.4g} to {gate_result.high:.4g})"
             value, minimum = round_for_gate(gate_result.value, gate_result.gate.min), f"{gate_result.gate.min:.15g}"
-            count = f"{gate_result.count} {counted_unit(gate_result.gate.measure)}"
-            cells = [value, minimum, f"{gate_result.mean:.6g}{interval}", count, f"{gate_result.ties}"]
+            cells = [value, minimum, f"{gate_result.count} {counted_unit(gate_result.gate.measure)}"]
+            if not is_narrow:
+                cells += [f"{gate_result.mean:.4g}{interval}", f"{gate_result.ties}"]
             style = None if gate_result.passed else "red"
             table.add_row(target.title, escape(gate_result.gate.name), *cells, style=style)
     return table
@@ -322,5 +336,5 @@ def _show_locations(result: RunData, console: Console) -> None:
     if result.registered is not None:
         locations.append(("registry", result.registered.summary))
         locations += [("", reason) for reason in result.registered.why]
-    for title, text in locations:
-        _print(console, f"{title:9}{text}")
+    for title, text in locations:  # not broken into lines, so that they can be copied
+        console.print(f"{title:9}{text}", soft_wrap=True, highlight=False, markup=False)

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from optexport.cli.main import cli
-from tests._helpers import exports, models
+from tests._helpers import exports, folders, models
 from tests._helpers.cli import MODULE, config, message
+from tests._helpers.inputs import bert
 
 # A model that needs inputs, and the shortest way to export it.
 SOURCE = "python:halves:load"
@@ -120,6 +121,19 @@ def test_tuned_export_has_the_search_in_its_config() -> None:
     assert done.stderr == ""
 
 
+def test_made_up_inputs_are_named(tmp_path: Path) -> None:
+    folders.save(bert(), tmp_path / "bert")
+    done = call("export", "bert", "--format", "pt2", "--no-tracking")
+    assert "The inputs were two example sentences. To check with your own: --data FILE\n" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_budget_is_the_time_of_tuning() -> None:
+    done = call("export", *HALVES[:3], "--format", "torchscript", "--no-tracking", "--tune", "--budget", "20s")
+    assert done.exit_code == 0, done.stderr
+    assert settings("build/halves")["tune"] == {"budget": "20s"}
+
+
 @pytest.mark.slow
 def test_lost_server_is_reported_with_the_command_that_uploads() -> None:
     done = call("export", *HALVES[:-1], "--uri", "http://127.0.0.1:9")
@@ -152,6 +166,7 @@ MISTAKES: dict[str, tuple[list[str], str, str]] = {
     "axis": ([*HALVES, "--dynamic", "bach=1:8"], "--dynamic bach", 'Did you mean "batch"?'),
     "size": ([*HALVES, "--input", "y=0"], "--input y.shape[0]", "expected a size from 1"),
     "uri": ([SOURCE, "--uri", "htp://host"], "--uri", 'MLflow has no tracking store "htp"'),
+    "budget": ([*HALVES, "--tune", "--budget", "3x"], "--budget", "such as"),
     "code": ([SOURCE, "--no-custom-code"], "SOURCE", "then run again without --no-custom-code"),
     "saved config": ([*HALVES, "--save-config", "halves.py"], "--save-config halves.py", "has other content"),
     "folder of a config": (
@@ -185,6 +200,7 @@ def test_errors_name_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ["--input", "x=batch,4:int65"],
         ["--format", "tflite"],
         ["--data", "x.npz", "--input", "x=batch,4"],
+        ["--budget", "60s"],
     ],
     ids=" ".join,
 )

@@ -125,7 +125,7 @@ def test_rule_of_an_installed_package_is_found_by_name(tmp_path: Path) -> None:
     config = tmp_path / "drop_negations.toml"
     config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))
     summary = _listed(tmp_path, "run", str(config))
-    assert "drop-negations                         1 neg -> 0" in summary
+    assert "  drop-negations\n    1 neg -> 0, first at " in summary
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ def test_gate_on_too_few_rows_is_named(rows: int, minimum: float, needed: int | 
     assert list_coarse_gates(result.manifest.parity) == ([] if needed is None else [text])
     summary = result.summary()
     assert f" {rows} positions " in summary
-    assert (f"few values: {text}, so it requires that all agree. Set inputs.data to more data." in summary) is bool(
-        needed
-    )
+    assert (
+        f"few values: {text}, so it requires that all agree. Set inputs.data to a file with more rows." in summary
+    ) is bool(needed)
     page = (result.output / "report.html").read_text(encoding="utf-8")
     assert (f"{text}, so it requires that all agree." in page) is bool(needed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import optexport
+from optexport.report import terminal
 from tests._helpers import exports
 from tests._helpers.cli import CliRunner, cli
 from tests._helpers.tampering import tamper_onnx
@@ -48,7 +51,31 @@ def test_rules_that_found_nothing_passes_and_cases_are_listed_on_request() -> No
     assert "format passes, onnx" in long
     assert "format passes" not in short
     assert f"Parity on {len(result.manifest.parity.cases)} cases\n" in short
-    assert f"{len(result.manifest.parity.cases)} cases: traced" in long
+    assert "  cases: traced; " in long
+
+
+def test_terminals_of_80_columns_get_every_number(tmp_path: Path) -> None:
+    result = optexport.export(
+        exports.block(),
+        exports.batch(),
+        tmp_path / "bundle",
+        dynamic=exports.DYNAMIC,
+        formats="onnx",
+        precision={"onnx": "int8-rows"},
+        metrics={"cosine": {"min": 0.9}},
+    )
+    text = io.StringIO()
+    terminal.show(result, Console(file=text, width=80, force_terminal=True, color_system=None), verbose=True)
+    lines = text.getvalue().splitlines()
+    paths = ("bundle ", "report ", "Precision")
+    assert [line for line in lines if len(line.rstrip()) > 80 and not line.startswith(paths)] == []
+    assert not any("…" in line for line in lines)
+    (heading,) = [line for line in lines if "minimum" in line]
+    assert heading.split() == ["target", "metric", "value", "minimum", "count"]
+    lowered = [line for line in lines if line.startswith(" onnx (int8-rows)") and "gates" in line]
+    ordinary = max(output.max_abs for output in result.parity[-1].outputs)
+    assert all(float(line.split()[-3]) <= ordinary * 1.1 for line in lowered)  # not that of values 64 times as large
+    assert lowered
 
 
 def test_comparisons_have_one_line_each() -> None:
