@@ -75,7 +75,8 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        verdicts = Counter(pair.comparison.verdict for pair in self.comparisons)
+        # The first words of the table's verdicts, because `verdict` calls equal times inconclusive.
+        verdicts = Counter(pair.comparison.verdict_text.split()[0].rstrip(":") for pair in self.comparisons)
         counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "no comparisons"
         names = dict.fromkeys(figures.artifact.name for figures in self.figures)
         return f"Report({', '.join(names)}; {counts})"

@@ -20,8 +20,8 @@ def diff(bundle_a: Path, bundle_b: Path, html: Path | None, layers: bool, as_jso
     """Compare the bundles A and B.
 
     Use this after a change of the model, the config or a version. It says first whether both bundles compute the same.
-    Tables then show what differs in configs, versions, rules, errors, file sizes and latencies. A file in a bundle
-    stands for the bundle.
+    Tables then show what differs in configs, versions, rules, errors, gates, file sizes and latencies. A file in a
+    bundle stands for the bundle.
 
     The exit code is 0 whether or not the bundles differ, and 4 if one of them is damaged.
     """

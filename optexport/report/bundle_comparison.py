@@ -11,8 +11,10 @@ from typing import Any
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ArtifactRecord, ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, read_measured
+from optexport.bundle.parity_records import OutputRecord, ParityRecord, TargetRecord
 from optexport.report import reference_comparison
 from optexport.report.difference import Cell, Difference, Section, Side, Verdict
+from optexport.report.parity_text import list_gate_results, list_outputs, metric_title, tolerance_text
 
 _ChangeKey = tuple[tuple[str, ...], str, tuple[str, ...]]
 _MAX_NAMES = 3
@@ -41,6 +43,7 @@ def compare(side_a: Side, side_b: Side) -> Difference:
         _rules(a, b),
         _pairs("Graphs and files", _files(a), _files(b)),
         _parity(a, b),
+        _gates(a, b),
         _sizes(a, b),
         _latency(side_a, side_b),
     )
@@ -232,19 +235,45 @@ def _files(manifest: Manifest) -> dict[str, Cell]:
 
 
 def _parity(a: Manifest, b: Manifest) -> Section:
-    errors_a, errors_b = (
-        {(target.title, output.output): output.max_abs for target in m.parity.targets for output in target.outputs}
+    cells_a, cells_b = (
+        {
+            (target.title, output.output): (output.max_abs, _tolerance(m.parity, target, output))
+            for target, output in list_outputs(m.parity)
+        }
         for m in (a, b)
     )
-    rows = []
-    for target, output in dict.fromkeys([*errors_a, *errors_b]):
-        bounds = [m.parity.bounds.get(output) for m in (a, b)]
-        limit_a, limit_b = (None if bound is None else bound.limit for bound in bounds)
-        error_a, error_b = (errors.get((target, output), _ABSENT) for errors in (errors_a, errors_b))
-        rows.append((target, output, error_a, limit_a, error_b, limit_b))
+    names, absent = dict.fromkeys([*cells_a, *cells_b]), (_ABSENT, None)
+    rows = [(*name, *cells_a.get(name, absent), *cells_b.get(name, absent)) for name in names]
     columns = ("target", "output", "distance in A", "limit in A", "distance in B", "limit in B")
     unequal = tuple(row for row in rows if row[2:4] != row[4:6])
     return Section("Parity", columns, unequal, len(rows) - len(unequal))
+
+
+def _tolerance(parity: ParityRecord, target: TargetRecord, output: OutputRecord) -> Cell:
+    """Returns the tolerance of an output, or what decides if no case has one."""
+    if output.cases and all(case.limit is None for case in output.cases):
+        return tolerance_text(target, output, output.cases[0])
+    bound = parity.bounds.get(output.output)
+    return None if bound is None else bound.limit
+
+
+def _gates(a: Manifest, b: Manifest) -> Section:
+    gates_a, gates_b = (
+        {
+            (target.title, metric_title(result)): (result.value, result.min)
+            for target, result in list_gate_results(m.parity)
+        }
+        for m in (a, b)
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for name in dict.fromkeys([*gates_a, *gates_b]):
+        (value_a, min_a), (value_b, min_b) = (gates.get(name, (_ABSENT, None)) for gates in (gates_a, gates_b))
+        minima = list(dict.fromkeys(minimum for minimum in (min_a, min_b) if minimum is not None))
+        minimum = minima[0] if len(minima) == 1 else f"{minima[0]:.15g} in A, {minima[1]:.15g} in B"
+        rows.append((*name, value_a, value_b, minimum))
+    columns = ("target", "metric", "value in A", "value in B", "minimum")
+    note = "Equal values are listed too." if rows else "Neither bundle has gates."
+    return Section("Gates", columns, tuple(rows), note=note, digits=6)
 
 
 def _sizes(a: Manifest, b: Manifest) -> Section:

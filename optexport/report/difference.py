@@ -48,6 +48,7 @@ class Section:
         rows: Cells of each row.
         same: Number of equal rows, which are omitted.
         note: Text below the table.
+        digits: Digits of a fraction for people.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Section:
     rows: tuple[tuple[Cell, ...], ...]
     same: int = 0
     note: str = ""
+    digits: int = 3
 
     @property
     def headings(self) -> list[str]:
@@ -124,7 +126,7 @@ class Difference:
                 is_number = all(isinstance(cell, int | float | None) for cell in cells)
                 table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
             for row in section.rows:
-                table.add_row(*(escape(on_one_line(cell_text(cell))) for cell in row))
+                table.add_row(*(escape(on_one_line(cell_text(cell, section.digits))) for cell in row))
             console.print(table)
             if section.note:
                 console.print(section.note, soft_wrap=True, highlight=False)
@@ -133,12 +135,12 @@ class Difference:
             console.print(f"\n[bold]Equal[/] {', '.join(equal)}", soft_wrap=True, highlight=False)
 
 
-def cell_text(cell: Cell) -> str:
+def cell_text(cell: Cell, digits: int = 3) -> str:
     """Returns a cell's value for people."""
     if cell is None:
         return "\N{EN DASH}"
     if isinstance(cell, float):
-        return f"{cell:.3g}" if math.isfinite(cell) else str(cell)
+        return f"{cell:.{digits}g}" if math.isfinite(cell) else str(cell)
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 

@@ -24,7 +24,7 @@ from optexport.config.metrics import counted_unit, round_for_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import TargetParity
 from optexport.report import tuning
-from optexport.report.change_text import changed_text
+from optexport.report.change_text import changed_text, is_function
 from optexport.report.parity_text import (
     case_names,
     find_worst_case,
@@ -146,8 +146,7 @@ def _show_transformations(manifest: Manifest, console: Console, *, verbose: bool
 
 def _change_location(change: ChangeRecord) -> str:
     """Returns the changed module, or the first changed node if a function was changed."""
-    is_function = change.target.startswith(("operator.", "torch."))
-    return change.target if change.target and not is_function else (change.nodes or change.replaced)[0]
+    return change.target if change.target and not is_function(change.target) else (change.nodes or change.replaced)[0]
 
 
 def _show_precision(manifest: Manifest, console: Console) -> None:

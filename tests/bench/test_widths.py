@@ -1,4 +1,4 @@
-"""Tables of benchmarks fit into a terminal: no word and no number is broken."""
+"""Tables of benchmarks fit into a terminal, no cell is broken, and the short form counts their verdicts."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ def test_speedups_over_one_baseline_are_in_the_same_table(width: int, tmp_path: 
     assert "Measured with 1 thread each, in 12 rounds; speedups are over torchscript." in lines
     assert "baseline" not in "".join(line for line in lines if line not in rows)
     assert all(len(line) <= width for line in lines)
+
+
+def test_short_form_counts_the_verdicts_of_the_table(tmp_path: Path) -> None:
+    artifacts = [Artifact(name, tmp_path, name, 1) for name in "abcde"]
+    workload = Workload({}, 1, tmp_path / "inputs")
+    figures = tuple(Figures(a, workload, 0.1, 0.2, 0.3, None, None, 1.0, 1.0, 1) for a in artifacts)
+    ends = ((0.99, 1.02, "inconclusive"), (0.7, 1.4, "inconclusive"), (0.5, 0.8, "slower"), (0.5, 0.9, "slower"))
+    comparisons = [Comparison(1.0, low, high, verdict) for low, high, verdict in ends]
+    pairs = tuple(
+        PairwiseComparison(a, artifacts[0], workload, comparison)
+        for a, comparison in zip(artifacts[1:], comparisons, strict=True)
+    )
+    report = Report(Settings(), figures, pairs)
+    assert "equal within 2 %" in report.summary()
+    assert repr(report) == "Report(a, b, c, d, e; 1 equal, 1 inconclusive, 2 slower)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -100,6 +101,51 @@ def test_report_shows_a_value_below_its_gate(folder: Path) -> None:
     shown = page[page.index("Values of the gates") :]
     assert f'<td class="n">{lowered.value:.6g}</td><td class="n">{chosen.value:.6g}</td>' in shown
     assert f'<td class="n">{chosen.min:.15g}</td>' in shown
+
+
+@pytest.mark.usefixtures("summary")
+def test_diff_shows_gates_in_place_of_tolerances(folder: Path, tmp_path: Path) -> None:
+    plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
+    assert plain.exit_code == 0, plain.output
+    arguments = ["diff", str(tmp_path / "bundle"), str(folder / "bundle")]
+    sections = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)["sections"]
+    rows = {row["target"]: row for row in sections["Parity"]["rows"]}
+    assert rows["onnx (int8)"] | {"distance in B": 0} == {
+        "target": "onnx (int8)", "output": "output", "distance in A": "not there", "limit in A": None,
+        "distance in B": 0, "limit in B": "gates",
+    }  # fmt: skip
+    assert isinstance(rows["onnx"]["limit in A"], float)
+    assert rows["onnx"]["limit in B"] is None
+    gates = {row["target"]: row for row in sections["Gates"]["rows"]}
+    manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
+    (target,) = [target for target in manifest.parity.targets if target.title == "onnx (int8)"]
+    (result,) = target.gate_results
+    assert gates["onnx (int8)"] == {
+        "target": "onnx (int8)", "metric": "cosine of output", "value in A": "not there", "value in B": result.value,
+        "minimum": result.min,
+    }  # fmt: skip
+    page = tmp_path / "diff.html"
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(cli, [*arguments, "--html", str(page)]).stdout
+    shown = text[text.index("\nGates\n") :]
+    assert f"{result.value:.6g}" in shown
+    assert f'<td class="n">{result.value:.6g}</td>' in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("summary")
+def test_diff_shows_equal_gates_and_both_minima(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder / "bundle", tmp_path / "other"))
+
+    def change(manifest: dict[str, Any]) -> None:
+        for target in manifest["parity"]["targets"]:
+            if target["target"] == "onnx":
+                target["gate_results"][0]["min"] = 0.5
+
+    exports.edit_json(other / "manifest.json", change)
+    done = CliRunner().invoke(cli, ["diff", str(folder / "bundle"), str(other), "--json"])
+    rows = {row["target"]: row for row in json.loads(done.stdout)["sections"]["Gates"]["rows"]}
+    assert rows["onnx (int8)"]["value in A"] == rows["onnx (int8)"]["value in B"]
+    assert rows["onnx (int8)"]["minimum"] == "0.999 in A, 0.5 in B"
+    assert rows["onnx-optimized (int8)"]["minimum"] == 0.999
 
 
 @given(value=st.floats(-1, 1), minimum=st.floats(-1, 1), digits=st.integers(1, 9))

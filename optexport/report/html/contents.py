@@ -196,10 +196,12 @@ def _skipped_measurements(measured: Measured) -> list[Skipped]:
                  for trial in outcome.trials if trial.refused is not None]  # fmt: skip
         if outcome.untried:
             rows.append(Skipped(f"tuning {outcome.format}", outcome.untried, "no time left"))
-    if measured.bench is None:
+    if measured.bench is not None:
+        rows += [Skipped("benchmark", (), note) for note in measured.bench.notes]
+    elif not measured.gain:
         reason = "not enabled; set [bench] enabled = true, or run optexport bench BUNDLE"
-        return [*rows, Skipped("benchmark", (), reason)]
-    return rows + [Skipped("benchmark", (), note) for note in measured.bench.notes]
+        rows.append(Skipped("benchmark", (), reason))
+    return rows
 
 
 def first_figures(measured: Measured) -> list[FigureRecord]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optexport.errors import on_one_line
+from optexport.report.change_text import function_name
 from optexport.report.html.changes import View
 from optexport.report.html.graph_layout import HEIGHT, Box, arrange
 from optexport.report.html.graph_text import OUTPUT, GraphNode
@@ -59,8 +60,7 @@ def _title(node: GraphNode) -> str:
     if node.op == "placeholder":
         return f"input {node.target}"
     if node.op == "call_function":
-        parts = node.target.split(".")
-        return parts[3] if node.target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+        return function_name(node.target)
     return node.target
 
 

@@ -22,11 +22,12 @@ from optexport.bundle.measurements import read_measured
 from optexport.bundle.verdict import share_text
 from optexport.config.metrics import round_for_gate
 from optexport.errors import on_one_line, printable
-from optexport.report.change_text import changed_text
+from optexport.report.change_text import changed_text, short_target
 from optexport.report.difference import Difference, cell_text
 from optexport.report.html import changes, contents, plots, whole_graph
 from optexport.report.html.changes import View
 from optexport.report.html.graph_drawing import draw
+from optexport.transformations.registry import RULES
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_TEXT = 2_000
@@ -113,6 +114,7 @@ def _environment() -> jinja2.Environment:
         "times_as_fast": times_as_fast,
         "cell_text": cell_text,
         "changed_text": changed_text,
+        "short_target": short_target,
         "beside_minimum": _beside_minimum,
     }
     script = _TEMPLATES.joinpath("page.js").read_text(encoding="utf-8")
@@ -124,6 +126,7 @@ def _environment() -> jinja2.Environment:
         "draw": _draw,
         "source_name": contents.source_name,
         "trial_result": contents.trial_result,
+        "rule_summaries": {name: info.summary for name, info in RULES.items()},
         "max_listed": changes.MAX_LISTED,
         "max_rows": contents.MAX_ROWS,
         "max_nodes": whole_graph.MAX_NODES,

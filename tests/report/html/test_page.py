@@ -20,8 +20,9 @@ from rich.console import Console
 
 from optexport.bundle.verdict import passed_text, share_text
 from optexport.report import terminal
-from optexport.report.change_text import changed_text
+from optexport.report.change_text import changed_text, short_target
 from optexport.report.html import contents, page
+from optexport.transformations.registry import RULES
 from tests._helpers import exports
 from tests.report.html import bundles
 from tests.report.html.reading import Page
@@ -157,7 +158,45 @@ def test_page_of_a_bundle_without_times(tmp_path: Path) -> None:
     folder = bundles.copied(tmp_path / "bundle", measured=False)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
     assert "No benchmark was run" in read.text
+    assert "benchmark" in [row.children[0].text for row in read.all("tr") if row.children]
     check_contained(read)
+
+
+def test_page_of_a_bundle_with_only_the_quick_comparison(tmp_path: Path) -> None:
+    folder = bundles.copied(tmp_path / "bundle", measured=False)
+    gain = {"format": "onnx", "ms": 1.0, "original_ms": 3.0, "speedup": 3.0, "low": 2.9, "high": 3.1,
+            "sizes": "batch=2", "threads": 1}  # fmt: skip
+    exports.edit_json(folder / "measurements.json", lambda measurements: measurements.update(gain=[gain]))
+    page.write(folder)
+    read = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert "Only the quick comparison with PyTorch at the top of this page was made. For percentiles, set" in read.text
+    assert "No benchmark was run" not in read.text
+    assert "benchmark" not in [row.children[0].text for row in read.all("tr") if row.children]
+
+
+def test_rules_have_a_purpose_and_functions_a_short_name(read: Page) -> None:
+    (table,) = [e for e in read.all("div") if e.attributes.get("aria-label") == "Rules"]
+    rules = exports.exported().manifest.transformations
+    assert all(RULES[rule.rule].summary in table.text for rule in rules)
+    targets = [change.target for rule in rules for change in rule.changes]
+    assert "operator.mul" in targets
+    assert "mul" in {e.text for e in read.all("summary")}
+    assert "operator.mul" not in {e.text for e in read.all("code")}
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        ("torch._ops.aten.select.int", "select"),
+        ("torch.ops.aten.relu", "relu"),
+        ("torch._C._nn.gelu", "gelu"),
+        ("operator.mul", "mul"),
+        ("encoder.layer.0.query", "encoder.layer.0.query"),
+        ("", ""),
+    ],
+)
+def test_functions_are_named_without_module_and_overload(target: str, shown: str) -> None:
+    assert short_target(target) == shown
 
 
 def test_failed_check_is_shown_as_failed(tmp_path: Path) -> None:
