@@ -59,7 +59,7 @@ def test_error_beside_passed_checks_has_a_test_of_its_own() -> None:
     assert failed.get("name") == "run"
     text = github.markdown(record, "x", error)
     assert text.startswith("### x: failed with exit code 6, parity passed")
-    assert "gate.max_size_mb: onnx has 2 MB" in text
+    assert "`gate.max_size_mb`: onnx has 2 MB" in text
 
 
 def test_nearly_right_rule_fails_only_its_target(call: Caller, tmp_path: Path) -> None:
