@@ -104,7 +104,7 @@ def _target_row(parity: ParityRecord, target: TargetRecord, output: OutputRecord
         number_text(bound.floor),
         tolerance,
         number_text(output.step),
-        atol_text(output),
+        atol_text(parity, output),
         "passed" if find_failure(output) is None else "**failed**",
     )
 

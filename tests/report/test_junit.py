@@ -277,6 +277,16 @@ def test_verify_reports_differences_despite_an_unwritable_report(tmp_path: Path)
     assert "Cannot write the JUnit file: [Errno 27]" in result.stderr
 
 
+def test_all_reports_recommend_one_tolerance_above_the_noise_floor(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    text = config(more="[parity]\natol = 1e-12").replace('"pt2"', '"onnx"')
+    error = message(call("run", text, "--junit", str(report)), 4)
+    recommended = error.split("Set parity.atol to at least ")[1].split(",")[0]
+    texts = [str(failure.text) for failure in ElementTree.parse(report).getroot().iter("failure")]
+    assert texts
+    assert all(text.startswith(f"With atol={recommended} against") for text in texts)
+
+
 def test_failures_name_the_reference_of_a_fixed_tolerance(call: Caller, tmp_path: Path) -> None:
     failed = call(
         "run", config(more=f"{NEARLY_RIGHT}\n[parity]\natol = 1e-12"), "--junit", str(tmp_path / "parity.xml")
