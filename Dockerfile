@@ -17,10 +17,13 @@ RUN python -m venv /opt/optexport
 COPY constraints.txt ./
 RUN /opt/optexport/bin/pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
-COPY optexport optexport
 # With "images,ray,trust" the image is also one for a Ray cluster.
 ARG EXTRAS=images,trust
-RUN /opt/optexport/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
+# An empty package brings the dependencies, so that a change of the sources does not install them again.
+RUN mkdir optexport && echo "__version__ = \"0\"" > optexport/_version.py \
+    && /opt/optexport/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
+COPY optexport optexport
+RUN /opt/optexport/bin/pip install --no-deps .
 
 FROM ${PYTHON_IMAGE}
 # MLflow's runs bear the commit that they were made from.

@@ -30,6 +30,7 @@ class TaskResult:
         digest: SHA-256 of the config's text; empty if the file cannot be read.
         exit_code: Exit code of ``optexport run``; 1 if its process was killed.
         error: The error message, or the reason for a kill; None on success.
+        ending: How its process ended without a result, such as ``crashed``; None with a result.
         output: The folder of the bundle, if it is complete.
         run_id: The MLflow run.
         attempts: Number of attempts; 0 if an earlier batch completed the config.
@@ -47,6 +48,7 @@ class TaskResult:
     attempts: int = 1
     seconds: float = 0.0
     peak_memory: int = 0
+    ending: str | None = None
 
 
 _ADAPTER = TypeAdapter(TaskResult)

@@ -109,7 +109,7 @@ def run_batch(  # noqa: PLR0913 - options of the public API
     if parent.failure is not None:
         failures.append(parent.failure)
     empty = None if selection is None or results else selection.describe_empty()
-    return BatchResult(tuple(results), parent.run_id, tuple(failures), empty)
+    return BatchResult(tuple(results), parent.run_id, tuple(failures), empty, parent.page)
 
 
 def _as_paths(configs: object) -> list[Path]:

@@ -35,6 +35,7 @@ class BatchResult:
     Attributes:
         results: The result of each config, in their order.
         run_id: The MLflow run of the batch; None without one.
+        run_page: The URL of that run, after the command that serves it if necessary.
         tracking_failures: Errors of MLflow.
         empty: Why the batch had no config; None if it had some.
     """
@@ -43,6 +44,7 @@ class BatchResult:
     run_id: str | None
     tracking_failures: tuple[OptexportError, ...] = ()
     empty: str | None = None
+    run_page: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -72,6 +74,8 @@ class BatchResult:
             print_table(self.results, console)
         if self.run_id is not None:
             console.print(f"MLflow run of the batch: {self.run_id}", soft_wrap=True)
+        if self.run_page is not None:
+            console.print(self.run_page, soft_wrap=True, highlight=False, markup=False)
 
     def summary(self) -> str:
         """Returns the text that ``optexport batch`` prints."""
@@ -89,6 +93,8 @@ def describe(result: TaskResult) -> str:
     """Returns a result in one to three words."""
     if result.attempts == 0:
         return "passed before"
+    if result.ending is not None:
+        return result.ending
     return _WORDS.get(result.exit_code, f"exit code {result.exit_code}")
 
 

@@ -112,21 +112,23 @@ class Supervisor:
         outcome = _try_read(document) if problem is None else None
         if outcome is not None:
             code, error = int(outcome["exit_code"]), outcome.get("error")
-            output, run_id = outcome.get("output"), outcome.get("mlflow_run_id")
+            output, run_id, ending = outcome.get("output"), outcome.get("mlflow_run_id"), None
         else:
-            reason = problem or _describe_exit(process.returncode)
+            ending, reason = problem or _describe_exit(process.returncode)
             status = "FAILED" if problem is None else "KILLED"
             run_id, note = _end_tracked_run(task, attempt, reason, status)
             code, output, error = 1, None, f"{reason}\n  Log: {log}{note}"
-        result = TaskResult(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
+        result = TaskResult(
+            task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak, ending
+        )
         return result, outcome is None and peak <= self.limits.memory
 
     def _watch(
         self, process: subprocess.Popen[bytes], marked: processes.MarkedProcesses, start: float
-    ) -> tuple[str | None, int]:
+    ) -> tuple[tuple[str, str] | None, int]:
         """Waits until a process ends or exceeds a limit.
 
-        Returns the reason to end it, if any, and its peak memory in bytes.
+        Returns why to end it, if so, in one to three words and as a sentence, and its peak memory in bytes.
         """
         peak = 0
         while not _wait(process, _POLL_SECONDS):
@@ -134,11 +136,12 @@ class Supervisor:
             peak = max(peak, memory)
             if memory > self.limits.memory:
                 marked.kill()  # at once: the machine may have no memory left for a regular exit
-                return f"the process used more than {self.limits.memory / 2**30:.1f} GiB of memory", peak
+                reason = f"the process used more than {self.limits.memory / 2**30:.1f} GiB of memory"
+                return ("out of memory", reason), peak
             if time.monotonic() - start > self.limits.seconds:
-                return f"the process did not finish within {self.limits.seconds:g} s", peak
+                return ("timeout", f"the process did not finish within {self.limits.seconds:g} s"), peak
             if self.stop.is_set():
-                return "interrupted", peak
+                return ("interrupted", "interrupted"), peak
         return None, peak
 
 
@@ -190,13 +193,13 @@ def _end_tracked_run(task: Task, attempt: str, reason: str, status: str) -> tupl
     return next(iter(run_ids), None), "".join(f"\n  MLflow run {run_id} was ended as {status}." for run_id in run_ids)
 
 
-def _describe_exit(code: int) -> str:
-    """Describes the exit of a process that wrote no result."""
+def _describe_exit(code: int) -> tuple[str, str]:
+    """Describes the exit of a process that wrote no result, in one word and as a sentence."""
     if -code == signal.SIGKILL:
-        return "the process was killed by SIGKILL, for example because memory ran out"
+        return "killed", "the process was killed by SIGKILL, for example because memory ran out"
     if -code in set(signal.Signals):
-        return f"the process crashed with {signal.Signals(-code).name}"
-    return f"the process exited with {code} and wrote no result"
+        return "crashed", f"the process crashed with {signal.Signals(-code).name}"
+    return "no result", f"the process exited with {code} and wrote no result"
 
 
 def _try_read(document: Path) -> dict[str, Any] | None:

@@ -182,6 +182,11 @@ class TargetRecord(_Record):
         return all(failure is None for failure in [*failures, *(result.failure for result in self.gate_results)])
 
 
+def atol_above_rounding(floor: float) -> float:
+    """Returns an absolute tolerance that rounding alone does not exceed, for an output with this noise floor."""
+    return 4 * floor
+
+
 class ToleranceRecord(_Record):
     """Noise floor and tolerance of an output.
 

@@ -109,12 +109,13 @@ def run_config(
             from optexport.pipeline.plan import RunOptions, plan_run
             from optexport.pipeline.run import run_plan
             from optexport.report import json_document, terminal
+            from optexport.report.gate_limits import list_gate_limits
 
         # A model's own code may print; standard output is reserved for the result.
         with stdout_to_stderr():
             result = run_plan(plan_run(path, RunOptions(**options), text), progress)
-    github.publish(title, result.manifest.parity, result.failure)
-    report_junit.write(junit, result.manifest.parity, result.failure)
+    github.publish(title, result.manifest.parity, result.failure, result)
+    report_junit.write(junit, result.manifest.parity, result.failure, list_gate_limits(result))
     if as_json:
         print_json(json_document.as_json(result))
     else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from optexport.bundle.layout import SCRIPT
+from optexport.bundle.parity_records import atol_above_rounding
 from optexport.diagnosis.reproduction import Finding, write_folder
 from optexport.errors import GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.parity.checker import CaseParity, OutputParity, ParityChecker, TargetParity
@@ -73,8 +74,8 @@ def _find_small_tolerance(checker: ParityChecker) -> tuple[str, str] | None:
                 "original itself differs from float64. Rounding alone can exceed it."
             )
             return text, (
-                f"Set parity.atol to at least {4 * tolerance.floor:.1e}, or remove parity.atol and parity.rtol; the "
-                "tolerance is then measured."
+                f"Set parity.atol to at least {atol_above_rounding(tolerance.floor):.2g}, or remove parity.atol and "
+                "parity.rtol; the tolerance is then measured."
             )
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport._utils.paths import NO_ROOM, check_overwritable
+from optexport.bundle.gate_limits import GateLimit
 from optexport.bundle.layout import check_outside
 from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import ConfigError, GateError, OptexportError
@@ -18,11 +19,12 @@ _SUITE = "optexport"
 _JUNIT_START = re.compile(rb"(<\?xml.*?)?<testsuite", re.DOTALL)
 
 
-def render(parity: ParityRecord, error: OptexportError | None = None) -> str:
-    """Returns JUnit XML with a test case for every target, output and case.
+def render(parity: ParityRecord, error: OptexportError | None = None, limits: Iterable[GateLimit] = ()) -> str:
+    """Returns JUnit XML with a test case for every target, output and case, and for every gate.
 
     Args:
         error: The error that ended the run. If all cases passed, it has a case of its own, such as a gate on the size.
+        limits: The limits of ``[gate]`` that the run met.
     """
     tests = []
     for target, output in list_outputs(parity):
@@ -38,6 +40,10 @@ def render(parity: ParityRecord, error: OptexportError | None = None) -> str:
         test = ElementTree.Element("testcase", classname=f"{_SUITE}.{target.title}", name=metric_title(gate_result))
         if gate_result.failure is not None:
             ElementTree.SubElement(test, "failure", message=gate_result.failure, type="GateError")
+        tests.append(test)
+    for limit in limits:
+        test = ElementTree.Element("testcase", classname=f"{_SUITE}.{limit.format}", name=f"gate {limit.gate}")
+        ElementTree.SubElement(test, "system-out").text = limit.text
         tests.append(test)
     if error is not None and not any(test.find("failure") is not None for test in tests):
         tests.append(_error_case(error))
@@ -100,7 +106,9 @@ def start(path: Path | None, protected: Iterable[Path]) -> None:
         raise _as_write_error(path, error) from error
 
 
-def write(path: Path | None, parity: ParityRecord | None, error: OptexportError | None) -> None:
+def write(
+    path: Path | None, parity: ParityRecord | None, error: OptexportError | None, limits: Iterable[GateLimit] = ()
+) -> None:
     """Writes the JUnit file of a finished run.
 
     Args:
@@ -108,6 +116,7 @@ def write(path: Path | None, parity: ParityRecord | None, error: OptexportError 
         parity: The parity record; by default the record of the error.
         error: The error that ended the run. If the file cannot be written, that problem is only printed, so that this
             error still decides the exit code.
+        limits: The limits of ``[gate]`` that the run met.
 
     Raises:
         ConfigError: The run succeeded, but the file cannot be written.
@@ -117,7 +126,7 @@ def write(path: Path | None, parity: ParityRecord | None, error: OptexportError 
         parity = error.parity
     if path is None or (parity is None and error is None):
         return
-    text = render(parity, error) if parity is not None else render_error(error) if error is not None else ""
+    text = render(parity, error, limits) if parity is not None else render_error(error) if error is not None else ""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:

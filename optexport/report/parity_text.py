@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from optexport.bundle.parity_records import CaseRecord, GateResultRecord, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.parity_records import (
+    CaseRecord,
+    GateResultRecord,
+    OutputRecord,
+    ParityRecord,
+    TargetRecord,
+    atol_above_rounding,
+)
 from optexport.config.metrics import SHARES, counted_unit
 
 _SHOWN_DATA_CASES = 4
@@ -71,12 +78,20 @@ def explain(parity: ParityRecord, output: OutputRecord) -> str:
             f"A tolerance that passes would prove nothing: it is more than {_USEFUL_SHARE:g} of the largest value, "
             f"{number_text(bound.largest)}.{multiple}"
         )
-    return f"With {atol_text(output)} against the original it would have passed.{multiple}"
+    return f"With {atol_text(parity, output)} against the original it would have passed.{multiple}"
 
 
-def atol_text(output: OutputRecord) -> str:
-    """Returns the smallest ``atol`` that an output would have passed with."""
-    return "none" if output.passing_atol is None else f"atol={output.passing_atol:.2g}"
+def atol_text(parity: ParityRecord, output: OutputRecord) -> str:
+    """Returns the smallest ``atol`` that an output would have passed with.
+
+    If it failed a tolerance below its noise floor, this is at least the ``atol`` that the error message recommends.
+    """
+    if output.passing_atol is None:
+        return "none"
+    atol, bound = output.passing_atol, parity.bounds[output.output]
+    if bound.fixed and bound.limit < bound.floor and find_failure(output) is not None:
+        atol = max(atol, atol_above_rounding(bound.floor))
+    return f"atol={atol:.2g}"
 
 
 def number_text(value: float | None) -> str:

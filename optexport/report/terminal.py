@@ -25,6 +25,7 @@ from optexport.errors import on_one_line
 from optexport.parity.checker import TargetParity
 from optexport.report import tuning
 from optexport.report.change_text import changed_text, is_function
+from optexport.report.gate_limits import list_gate_limits
 from optexport.report.parity_text import (
     case_names,
     find_worst_case,
@@ -279,6 +280,8 @@ def _show_verdict(result: RunData, console: Console) -> None:
         name = artifact.format if precision is None else f"{artifact.format} ({precision})"
         details = [latencies.get(name), gains.get(artifact.format)]
         _print(console, f"  {artifact.path:20} {size:>8}  {'; '.join(filter(None, details))}".rstrip())
+    for limit in list_gate_limits(result):
+        _print(console, f"  {limit.text}")
     for note in _gain_notes(result):
         _print(console, f"  {note}")
     for reason in manifest.application.missing if manifest.application is not None else ():

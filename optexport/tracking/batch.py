@@ -21,6 +21,7 @@ class BatchRun:
 
     Attributes:
         run_id: The id of the run; None if it could not be started.
+        page: The URL of the run, after the command that serves it if necessary.
         failure: The error that prevented the start or the upload of some data.
         table: The columns of the results table, by name.
         metrics: The metrics of the batch, by name.
@@ -29,6 +30,7 @@ class BatchRun:
 
     def __init__(self) -> None:
         self.run_id: str | None = None
+        self.page: str | None = None
         self.failure: TrackingError | None = None
         self.table: Mapping[str, Sequence[Any]] = {}
         self.metrics: Mapping[str, float] = {}
@@ -52,6 +54,7 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         client = store.open_store(config.store, path.parent)
         experiment = store.experiment_id(client, config.experiment, path.parent)
         run.run_id = new_run(client, experiment, "batch", {})
+        run.page = store.page(client.tracking_uri, experiment, run.run_id)
         client.log_param(run.run_id, "configs", size)
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
         run.failure = store.failure(error, config.store, "The runs of the bundles are tracked anyway.")

@@ -15,7 +15,6 @@ from optexport.bundle import digest_json, digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
-from optexport.config.benchmarks import GateConfig
 from optexport.config.providers import OnnxConfig
 from optexport.config.registration import RegisterConfig
 from optexport.config.schema import TrackingConfig
@@ -40,7 +39,6 @@ class BundleSettings(BaseModel):
     tracking: TrackingConfig
     # BaseModel inherits a `register` method from ABCMeta.
     registering: RegisterConfig | None = Field(default=None, alias="register")
-    gate: GateConfig = GateConfig()
 
 
 @dataclass(frozen=True)

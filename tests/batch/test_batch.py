@@ -20,6 +20,7 @@ import optexport
 from optexport import verify
 from optexport.batch.engine import run_tasks
 from optexport.batch.results import TaskResult, worst_exit_code
+from optexport.batch.summary import BatchResult
 from optexport.batch.tasks import Task, find_tasks
 from optexport.cli.main import cli
 from tests._helpers import stores
@@ -322,7 +323,7 @@ def test_mlflow_run_of_the_batch_is_the_parent_of_all_runs(tmp_path: Path) -> No
     assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 2)
     assert parent.data.tags["optexport.failure"] == "2 of 3 configs failed"
     table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
-    assert [row[table["columns"].index("result")] for row in table["data"]] == ["passed", "error", "error"]
+    assert [row[table["columns"].index("result")] for row in table["data"]] == ["passed", "crashed", "out of memory"]
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
     assert sorted(run.info.status for run in runs.values()) == ["FAILED", "FAILED", "FINISHED", "KILLED"]
     for name, status, reason in (
@@ -402,3 +403,8 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_summary_has_the_page_of_the_batch_in_mlflow() -> None:
+    page = "http://mlflow:5000/#/experiments/1/runs/abc?workflowType=machine_learning"
+    assert page in BatchResult((), "abc", run_page=page).summary().splitlines()

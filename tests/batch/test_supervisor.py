@@ -21,6 +21,7 @@ import pytest
 
 from optexport.batch import supervisor
 from optexport.batch.results import TaskResult
+from optexport.batch.summary import describe
 from optexport.batch.supervisor import Limits, Supervisor, supervise
 from optexport.batch.tasks import Task, find_tasks
 
@@ -110,17 +111,17 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("script", "error"),
+    ("script", "words", "error"),
     [
-        ("kill -SEGV $$", "the process crashed with SIGSEGV"),
-        ("kill -KILL $$", "the process was killed by SIGKILL"),
-        ("exit 3", "the process exited with 3 and wrote no result"),
-        ("echo '{'", "the process exited with 0 and wrote no result"),
+        ("kill -SEGV $$", "crashed", "the process crashed with SIGSEGV"),
+        ("kill -KILL $$", "killed", "the process was killed by SIGKILL"),
+        ("exit 3", "no result", "the process exited with 3 and wrote no result"),
+        ("echo '{'", "no result", "the process exited with 0 and wrote no result"),
     ],
 )
-def test_process_without_a_result_has_failed(run: Run, script: str, error: str, tmp_path: Path) -> None:
+def test_process_without_a_result_has_failed(run: Run, script: str, words: str, error: str, tmp_path: Path) -> None:
     result = run(script)
-    assert result.exit_code == 1
+    assert (result.exit_code, describe(result)) == (1, words)
     assert str(result.error).startswith(f"{error}")
     (log,) = tmp_path.glob("0-*.log")
     assert str(result.error).endswith(f"Log: {log}")
@@ -136,6 +137,7 @@ def test_hanging_process_is_ended_even_if_it_ignores_sigterm(run: Run, script: s
     start = time.monotonic()
     result = run(script, Limits(2**34, 0.5, 0))
     assert str(result.error).startswith("the process did not finish within 0.5 s")
+    assert describe(result) == "timeout"
     assert time.monotonic() - start < 60
 
 

@@ -72,6 +72,15 @@ def test_kubernetes_job_runs_a_valid_config(tmp_path: Path) -> None:
     )
 
 
+def test_kubernetes_job_says_how_to_upload_its_bundle_later() -> None:
+    text = (ROOT / "pipelines" / "kubernetes-job.yml").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("#   args: ")]
+    command, *arguments = yaml.safe_load(line.removeprefix("#"))["args"]
+    options = cli.commands[command].make_context(command, arguments).params
+    assert str(options["bundle"]) == tomllib.loads(KUBERNETES[0]["data"]["config.toml"])["export"]["output"]
+    assert str(options["config_path"]) == KUBERNETES[-1]["spec"]["template"]["spec"]["containers"][0]["args"][-1]
+
+
 def _pods() -> dict[str, dict[str, Any]]:
     """Returns the pods that Argo and Ray create."""
     argo = next(template for template in ARGO["spec"]["templates"] if "container" in template)
@@ -100,6 +109,13 @@ def test_pipelines_call_optexport_with_valid_options() -> None:
     for program, command, *arguments in calls:
         assert program == "optexport"
         cli.commands[command].make_context(command, arguments)  # parses every option
+
+
+def test_change_of_the_sources_does_not_reinstall_the_dependencies_of_the_image() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    after = lines[lines.index("COPY optexport optexport") : lines.index("FROM ${PYTHON_IMAGE}")]
+    (install,) = [line for line in after if "pip install" in line]
+    assert install == "RUN /opt/optexport/bin/pip install --no-deps ."
 
 
 @pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml"])
@@ -191,7 +207,12 @@ def test_github_keeps_the_folder_of_a_failed_check() -> None:
     assert steps["failure"]["with"]["path"] == "${{ env.BUNDLE }}-failure"
     assert steps["failure"]["with"]["if-no-files-found"] == "ignore"
     assert steps["reports"]["if"] == "always()"
-    assert "if" not in steps["bundle"]
+
+
+def test_github_keeps_a_bundle_that_mlflow_did_not_get() -> None:
+    (step,) = [step for step in GITHUB["jobs"]["export"]["steps"] if step.get("with", {}).get("name") == "bundle"]
+    assert step["if"] == "always()"
+    assert step["with"]["if-no-files-found"] == "ignore"
 
 
 def test_gitlab_keeps_the_folder_of_a_failed_check() -> None:

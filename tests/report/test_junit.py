@@ -59,7 +59,7 @@ def test_error_beside_passed_checks_has_a_test_of_its_own() -> None:
     assert failed.get("name") == "run"
     text = github.markdown(record, "x", error)
     assert text.startswith("### x: failed with exit code 6, parity passed")
-    assert "gate.max_size_mb: onnx has 2 MB" in text
+    assert "`gate.max_size_mb`: onnx has 2 MB" in text
 
 
 def test_nearly_right_rule_fails_only_its_target(call: Caller, tmp_path: Path) -> None:
@@ -275,6 +275,16 @@ def test_verify_reports_differences_despite_an_unwritable_report(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "the files do not reproduce the stored outputs" in message(result, 4)
     assert "Cannot write the JUnit file: [Errno 27]" in result.stderr
+
+
+def test_all_reports_recommend_one_tolerance_above_the_noise_floor(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    text = config(more="[parity]\natol = 1e-12").replace('"pt2"', '"onnx"')
+    error = message(call("run", text, "--junit", str(report)), 4)
+    recommended = error.split("Set parity.atol to at least ")[1].split(",")[0]
+    texts = [str(failure.text) for failure in ElementTree.parse(report).getroot().iter("failure")]
+    assert texts
+    assert all(text.startswith(f"With atol={recommended} against") for text in texts)
 
 
 def test_failures_name_the_reference_of_a_fixed_tolerance(call: Caller, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from optexport._utils import atomic_dir, signals
 from optexport._utils.markup import size_in_words, times_as_fast
 from optexport.bundle import digest_json, parts
 from optexport.bundle.digests import sha256
+from optexport.bundle.gate_limits import list_gate_limits
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REPORT
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import read_measured
@@ -58,6 +59,7 @@ def render(folder: Path, manifest: Manifest) -> str:
         skipped=contents.skipped(manifest, measured),
         sizes=contents.sizes(manifest),
         first_figures=contents.first_figures(measured),
+        gate_limits=list(list_gate_limits(manifest, measured.bench)),
         config=_config_text(folder, manifest),
         has_config_file=has_config_file,
         commands=contents.commands(manifest, has_config_file=has_config_file),
