@@ -15,7 +15,7 @@ SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel
 TOKENIZER_LENGTH = "tokenizer's model_max_length"
 NO_TOKENIZER = "no tokenizer"
 # Comments above inputs that were guessed.
-GUESS = "# These inputs are guessed, because no config.json of the source is on this machine. Edit them."
+GUESS = "# These inputs are guessed. Set the name and shape of forward's input."
 GUESSED_SHAPES = "# The names are the arguments of forward in the Python file. The shapes are guessed. Edit them."
 GUESSED_SIZE = (
     "# The image size 224 is guessed, because config.json has none. Set the size that the image processor gives."
@@ -64,7 +64,7 @@ def starter_inputs(
         name, shape = "x", '["batch", 3, 224, 224]'
     hint = [GUESSED_SIZE] if size is None else []
     if not config:
-        hint = [GUESS, "# Set the name and shape of the model's input."]
+        hint = [GUESS]
     return StarterInputs([*hint, f"[inputs.tensors.{name}]", f"shape = {shape}"], {"batch": (1, 16)})
 
 

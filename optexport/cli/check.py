@@ -32,14 +32,16 @@ def check(configs: tuple[Path, ...]) -> None:
 
     It does not run your code: of a python: source, only the module is looked up.
     """
+    from optexport.config.error_locations import naming_config
     from optexport.config.load import load_config
     from optexport.config.requirements import check_machine, find_open_question
 
     errors: list[OptexportError] = []
     for path in configs:
         try:
-            config = load_config(path)
-            check_machine(config, path)
+            with naming_config(path):
+                config = load_config(path)
+                check_machine(config, path)
         except (ConfigError, DeviceError) as error:  # the other configs are checked too
             name_options(error)
             errors.append(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from optexport.inference.arrays import Arrays
     from optexport.inference.bundle import Bundle
     from optexport.inference.predictions import Query
+
+# Arguments like these are names of files, not texts.
+_FILE_NAME = re.compile(
+    r"\S+\.(txt|csv|tsv|jsonl?|npz|npy|safetensors|png|jpe?g|gif|bmp|webp|wav|mp3|flac)", re.IGNORECASE
+)
+_TEXT_OF_A_FILE = 'Pass texts in a .jsonl file with --data: {"text": ...} on each line.'
 
 
 @click.command(
@@ -60,8 +67,14 @@ def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_forma
     from optexport.inference import answers, predictions
     from optexport.inference.bundle import Bundle
 
+    names = [text for text in inputs if _FILE_NAME.fullmatch(text)]
+    for name in names:
+        if not Path(name).is_file():
+            raise ConfigError("the file does not exist", location=name, hint=_TEXT_OF_A_FILE)
     loaded = Bundle.load(bundle, file_format)
     queries = predictions.as_queries(loaded.preprocessing, inputs) if data is None else read_file(loaded, data)
+    if names and (query := next((query for query in queries if query.text in names), None)) is not None:
+        raise ConfigError("the model takes texts, not files", location=query.title, hint=_TEXT_OF_A_FILE)
     results = predictions.predict_all(loaded, loaded.preprocessing, queries)
     table = answers.similarities(results)
     if as_json:
@@ -87,6 +100,13 @@ def read_file(bundle: Bundle, path: Path) -> list[Query]:
     """
     if path.suffix == ".npz":
         return _read_arrays(bundle, path)
+    if path.suffix == ".npy":
+        names = [spec.name for spec in bundle.manifest.inputs]
+        raise ConfigError(
+            "a .npy file does not name the input of its array",
+            location=f"--data {path}",
+            hint=f"Save with numpy.savez('{path.stem}.npz', {', '.join(f'{name}=array' for name in names)})",
+        )
     from optexport.inference.predictions import Query
     from optexport.inputs.data_lines import find_texts, read_lines
 
@@ -112,6 +132,7 @@ def _read_arrays(bundle: Bundle, path: Path) -> list[Query]:
     """Reads the arrays of an ``.npz`` file as one query for each row."""
     import numpy as np
 
+    from optexport.inference.arrays import check_rank
     from optexport.inference.predictions import Query
 
     location = f"--data {path}"
@@ -127,7 +148,14 @@ def _read_arrays(bundle: Bundle, path: Path) -> list[Query]:
         if name in (constants := bundle.manifest.constants):
             _check_constant(constants[name], arrays[name], f'{location}, "{name}"')
         elif name not in specs:
-            raise ConfigError("the model has no input of this name", location=location, hint=did_you_mean(name, specs))
+            key = f'{location}, "{name}"'
+            raise ConfigError("the model has no input of this name", location=key, hint=did_you_mean(name, specs))
+    for name in arrays.keys() & specs.keys():
+        try:
+            check_rank(specs[name], arrays[name])
+        except ConfigError as error:
+            error.locate(f'{location}, "{name}"')
+            raise
     rows = {name: len(array) for name, array in arrays.items() if name in specs and specs[name].shape and array.ndim}
     if not rows or 0 in rows.values() or len({*rows.values()}) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())

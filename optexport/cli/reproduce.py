@@ -42,5 +42,7 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         differing = pipeline_reproduce.reproduce(bundle, folder, progress=True)
     if differing:
         details = "\n".join(differing)
-        raise ParityError("the repeated export differs from the bundle", location=str(bundle), details=details)
+        hint = pipeline_reproduce.find_hint(bundle)
+        message = "the repeated export differs from the bundle"
+        raise ParityError(message, location=str(bundle), details=details, hint=hint)
     echo(f"{bundle}: reproduced, every file of the manifest is identical")

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from optexport.config.inputs import InputsConfig
@@ -20,6 +20,7 @@ TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
 DATA_SUFFIXES = (".safetensors", ".npz", ".jsonl")
 # Suffixes of files that hold weights without the code of the model.
 _WEIGHTS_SUFFIXES = (".pth", ".bin", ".safetensors", ".ckpt")
+_FILE_SUFFIXES = (*_WEIGHTS_SUFFIXES, ".onnx", ".pt2", *TORCHSCRIPT_SUFFIXES)
 
 # Placeholders in the template of a batch, replaced for each model of a registry.
 NAME, VERSION = "{name}", "{version}"
@@ -61,7 +62,8 @@ def is_model_source(text: str) -> bool:
     """Returns True if a text names a model and no file that could be a config."""
     kind = source_kind(text, Path())
     if kind is SourceKind.HUB:
-        return _is_hub_id(text) and not text.endswith(".toml") and not os.path.exists(text)
+        is_file = text.endswith(".toml") or _is_file_name(text, Path()) or os.path.exists(text)
+        return _is_hub_id(text) and not is_file
     return kind is not SourceKind.FOLDER or os.path.isdir(text)
 
 
@@ -136,12 +138,18 @@ def _check_mlflow_source(source: str, folder: Path, location: str) -> None:  # n
 
 def _check_file_source(source: str, folder: Path, location: str) -> None:
     if not _is_file(folder, source):
-        raise ConfigError(f"the file {source} does not exist", location=location, hint=_PATH_HINT)
+        path, parent = Path(source), os.path.dirname(source)
+        files = (folder / Path(parent).expanduser()).glob("*") if _is_dir(folder, parent) else ()
+        names = sorted(str(path.with_name(file.name)) for file in files if file.suffix in _FILE_SUFFIXES)
+        hint = did_you_mean(source, names) if names else _PATH_HINT
+        raise ConfigError(f"the file {source} does not exist", location=location, hint=hint)
 
 
 def _check_folder_source(source: str, folder: Path, location: str) -> None:
     if _is_file(folder, source):
-        _refuse_file(source, folder, location)
+        refuse_file(source, folder, location)
+    if not _is_dir(folder, source) and _is_file_name(source, folder):
+        _check_file_source(source, folder, location)
     if not _is_dir(folder, source):
         raise ConfigError(f"the folder {source} does not exist", location=location, hint=_PATH_HINT)
 
@@ -149,7 +157,9 @@ def _check_folder_source(source: str, folder: Path, location: str) -> None:
 def _check_hub_source(source: str, folder: Path, location: str) -> None:
     """Checks that a source without prefix, file or folder is a valid hub id."""
     if _is_file(folder, source):
-        _refuse_file(source, folder, location)
+        refuse_file(source, folder, location)
+    if _is_file_name(source, folder):
+        _check_file_source(source, folder, location)
     if _is_hub_id(source):
         return
     code = re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)
@@ -164,7 +174,17 @@ def _is_hub_id(source: str) -> bool:
     return re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source) is not None
 
 
-def _refuse_file(source: str, folder: Path, location: str) -> NoReturn:
+def _is_file_name(source: str, folder: Path) -> bool:
+    """Returns True for the name of a model file, existing or not, in an existing folder."""
+    return source.endswith(_FILE_SUFFIXES) and _is_dir(folder, os.path.dirname(source))
+
+
+def is_other_model_file(path: Path) -> bool:
+    """Returns True for an existing file of weights or an ONNX file, which are no sources."""
+    return path.suffix in (*_WEIGHTS_SUFFIXES, ".onnx") and path.is_file()
+
+
+def refuse_file(source: str, folder: Path, location: str) -> NoReturn:
     """Raises the error for a file that is neither a ``.pt2`` nor a TorchScript file."""
     path = folder / Path(source).expanduser()
     message, hint = f"{source} is not a file that a model can be loaded from", f"Set source to {_KINDS_OF_SOURCES}."

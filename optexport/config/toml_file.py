@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport._utils.paths import check_utf8
-from optexport.config.source import is_model_source
+from optexport.config.source import is_model_source, is_other_model_file, refuse_file
 from optexport.config.validation import Mistakes, format_key
 from optexport.errors import ConfigError
 from optexport.redaction import redact
@@ -108,7 +108,7 @@ def read_config(path: Path) -> str:
     """Reads a config file; the error for a model's source names the command that exports it.
 
     Raises:
-        ConfigError: As for `read`, or the path is a model's source.
+        ConfigError: As for `read`, or the path is a model's source or a file of weights.
     """
     if is_model_source(str(path)):
         command = shlex.join(["optexport", "export", str(path)])
@@ -117,6 +117,8 @@ def read_config(path: Path) -> str:
             location=str(path),
             hint=f"To export it without a config, run: {command}",
         )
+    if is_other_model_file(path):
+        refuse_file(str(path), Path(), str(path))
     return read(path)
 
 

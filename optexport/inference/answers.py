@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 
 _LOGITS = "logits"
 _SHOWN = 5
-_FIRST_NUMBERS = 4
+# An array of at most 16 numbers is shown completely, and of a larger one the first 4.
+_ALL_NUMBERS, _FIRST_NUMBERS = 16, 4
 
 
 def answers(preprocessing: Preprocessing, inputs: Arrays, outputs: Arrays) -> list[Answer]:
@@ -176,9 +177,10 @@ def as_text(answer: Answer) -> list[str]:
 
 
 def _array_as_text(name: str, array: Array) -> list[str]:
+    is_short = array.size <= _ALL_NUMBERS
     first = " ".join(f"{value:.4g}" if isinstance(value, float) else str(value)
-                     for value in array.reshape(-1)[:_FIRST_NUMBERS].tolist())  # fmt: skip
-    more = " ..." if array.size > _FIRST_NUMBERS else ""
+                     for value in array.reshape(-1)[: None if is_short else _FIRST_NUMBERS].tolist())  # fmt: skip
+    more = "" if is_short else " ..."
     return [f"{name} [{', '.join(map(str, array.shape))}] {first}{more}"]
 
 

@@ -58,6 +58,21 @@ def _as_numpy(value: Any) -> Any:
         return value
 
 
+def check_rank(spec: TensorRecord, array: npt.NDArray[Any]) -> None:
+    """Checks the number of an input's axes.
+
+    Raises:
+        ConfigError: It differs from the manifest's.
+    """
+    if array.ndim != len(spec.shape):
+        shape = ", ".join(map(str, spec.shape))
+        raise ConfigError(
+            f"expected shape [{shape}], found {list(array.shape)}",
+            location=spec.name,
+            hint=f"Add the first axis: {spec.name}[np.newaxis]" if array.ndim == len(spec.shape) - 1 else None,
+        )
+
+
 def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     """Converts an input to the array that a runtime takes.
 
@@ -78,9 +93,7 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
             location=spec.name,
             hint=f'Convert it, for example with numpy: {spec.name}.astype("{dtype}").',
         )
-    if array.ndim != len(spec.shape):
-        shape = ", ".join(map(str, spec.shape))
-        raise ConfigError(f"expected shape [{shape}], found {list(array.shape)}", location=spec.name)
+    check_rank(spec, array)
     # PyTorch rejects a token below 0, but ONNX counts it from the end of the vocabulary.
     if spec.name.endswith("input_ids") and array.size and array.min() < 0:
         raise ConfigError("token ids must not be negative", location=spec.name)

@@ -101,6 +101,12 @@ def _reproduce(bundle: Path, manifest: Manifest, folder: Path, progress: Progres
         return [*_list_input_differences(manifest, result.manifest), *machine, *differences]
 
 
+def find_hint(bundle: Path) -> str | None:
+    """Returns a hint with the number of threads that a bundle was made with, if this process has another one."""
+    threads = read_measured(bundle).threads
+    return None if threads in (None, torch.get_num_threads()) else f"Run again with OMP_NUM_THREADS={threads}"
+
+
 def _set_tracking_uri(config: Config, bundle: Path, folder: Path) -> Config:
     """Sets the MLflow URI from the environment: a bundle's author could name any server."""
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:

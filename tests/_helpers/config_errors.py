@@ -375,6 +375,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "missing folder": (source("./nowhere"), "model.source", "the folder ./nowhere does not exist"),
     "missing program": (source("nowhere.pt2"), "model.source", "the file nowhere.pt2 does not exist"),
+    "missing weights": (source("nowhere.pth"), "model.source", "the file nowhere.pth does not exist"),
+    "missing weights in a folder": (source("./nowhere.bin"), "model.source", "the file ./nowhere.bin does not exist"),
     "missing package": (source("package:not_installed/x"), "model.source", "Run pip install not_installed"),
     "missing folder of a package": (source("package:click/nowhere"), "model.source", "nowhere"),
     "module without a factory": (source("python:m"), "model.source", '"python:module:factory"'),

@@ -221,6 +221,20 @@ def test_run_of_a_source_names_the_export_command(source: str, tmp_path: Path) -
     )
 
 
+def test_run_of_a_weights_file_gives_the_hint_of_export(tmp_path: Path) -> None:
+    """It was read as a config, and the hint named no command."""
+    (tmp_path / "resnet.pth").write_bytes(bytes(1 << 21))
+    hints = {message(call(command, "resnet.pth"), 2).partition(": ")[2] for command in ("run", "check", "export")}
+    (hint,) = hints
+    assert hint.startswith("resnet.pth is a weights file, not a model\nHint: Write a function that builds the model")
+
+
+def test_check_names_the_config_of_an_unusable_output(tmp_path: Path) -> None:
+    (tmp_path / "build").touch()
+    (tmp_path / "a.toml").write_text(config(), encoding="utf-8")
+    assert message(call("check", "a.toml"), 2).startswith("a.toml: export.output: ")
+
+
 def test_missing_config_is_no_source(tmp_path: Path) -> None:
     assert "the config file does not exist" in message(call("run", "nowhere.toml"), 2)
     (tmp_path / "config").write_text(config("halves:laod"), encoding="utf-8")

@@ -431,6 +431,23 @@ def test_kinds_of_arguments_and_base_classes_are_read(definition: str, names: li
     assert list(started("python:mine:Net", tmp_path).inputs.tensors or {}) == names
 
 
+@pytest.mark.parametrize(("source", "meant"), [("resnett.pth", "resnet.pth"), ("sub/smal.onnx", "sub/small.onnx")])
+def test_mistyped_file_is_not_a_hub_id(
+    source: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run looked for it on the hub."""
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    for name in ("resnet.pth", "resnett.txt", "sub/small.onnx"):
+        Path(name).touch()
+    error = f'the file {source} does not exist\nHint: Did you mean "{meant}"?\n'
+    for command in (["init", source], ["export", source, "--no-tracking"]):
+        done = CliRunner().invoke(cli, command)
+        assert (done.exit_code, error in done.stderr) == (2, True)
+    assert not Path("optexport.toml").exists()
+    assert "the config file does not exist" in CliRunner().invoke(cli, ["run", source]).stderr
+
+
 def test_name_of_a_weights_file_is_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path('t"""x.pth').touch()

@@ -20,6 +20,7 @@ from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline,
 from optexport import export
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
+from optexport.inference.answers import as_text
 from optexport.inference.bundle import Bundle
 from tests._helpers import exports, folders
 from tests._helpers.folders import TEXTS
@@ -168,9 +169,13 @@ def test_named_arrays_are_read_from_a_file(tmp_path: Path) -> None:
     assert [result["input"] for result in results] == [f"row {number + 1}" for number in range(len(expected))]
     mistakes = {
         "the inputs need the same number of rows (found x 2, mask 1)": batch | {"mask": batch["mask"][:1]},
-        'the model has no input of this name\nHint: Did you mean "mask"?': {"x": batch["x"], "masks": batch["mask"]},
+        '"masks": the model has no input of this name\nHint: Did you mean "mask"?': {
+            "x": batch["x"],
+            "masks": batch["x"],
+        },
         "row 1, x: expected dtype float32, found float64": batch | {"x": batch["x"].astype("float64")},
         "row 1, inputs: missing mask": {"x": batch["x"]},
+        "Hint: Add the first axis: mask[np.newaxis]": batch | {"mask": batch["mask"][0]},
         "(found none)": {},
     }
     for error, arrays in mistakes.items():
@@ -188,6 +193,29 @@ def test_named_arrays_are_read_from_a_file(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "text")
     assert "x is not an array" in called(output, "--data", path).stderr
+
+
+def test_array_without_a_name_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.ones(3))
+    result = called(exports.exported().output, "--data", tmp_path / "rows.npy")
+    assert result.exit_code == 2
+    assert "Hint: Save with numpy.savez('rows.npz', x=array, mask=array)" in result.stderr
+
+
+def test_name_of_a_file_is_no_text(tmp_path: Path) -> None:
+    """Its name was classified."""
+    bundle, path = bundles.bundle("text-classification"), tmp_path / "a.txt"
+    missing = called(bundle, path)
+    assert (missing.exit_code, f"{path}: the file does not exist" in missing.stderr) == (2, True)
+    path.touch()
+    existing = called(bundle, "a text", path)
+    assert (existing.exit_code, f"{path}: the model takes texts, not files" in existing.stderr) == (2, True)
+
+
+def test_up_to_16_numbers_of_an_output_are_shown() -> None:
+    for size, shown in ((10, 10), (16, 16), (17, 4)):
+        (line,) = as_text({"outputs": {"logits": [0.5] * size}})
+        assert (line.count("0.5"), line.endswith(" ...")) == (shown, size > shown)
 
 
 def test_file_of_arrays_may_repeat_constants_of_the_file(weighing: Path, tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ def test_other_machine_and_other_threads_are_named(project: Path) -> None:
     assert processor.startswith("the processor was i8080, and is ")
 
 
+def test_hint_has_the_number_of_threads_of_the_bundle(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    assert pipeline_reproduce.find_hint(project / "build" / "model") is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    hint = pipeline_reproduce.find_hint(project / "build" / "model")
+    assert hint == f"Run again with OMP_NUM_THREADS={threads}"
+
+
 @pytest.mark.slow
 def test_reasons_come_before_a_difference_of_the_results(project: Path) -> None:
     """Only the verification result in the manifest differed, without a reason."""
