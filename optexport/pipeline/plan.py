@@ -94,6 +94,8 @@ def start_tracking(
     with contextlib.ExitStack() as stack:
         with progress.step("start tracking") if config.tracking.enabled else contextlib.nullcontext():
             tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
+        if tracker.failure is not None:
+            progress.note(f"No MLflow run was started ({tracker.failure.message}). The export goes on.")
         yield tracker
 
 

@@ -59,6 +59,9 @@ _TIMEOUTS = {
 }
 _SHORT_TIMEOUTS = {**_TIMEOUTS, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
+# The end of urllib3's text about a server that does not answer: "... [Errno 111] Connection refused'))".
+_NO_CONNECTION = re.compile(r"Failed to establish a new connection: \[Errno -?\d+\] ([\w ]+)")
+
 # In seconds: limits for a connection to a database, unless the URI sets one, and for each part of an answer of
 # PostgreSQL.
 _CONNECTION_TIMEOUT = 5
@@ -254,6 +257,8 @@ def failure(error: Exception, uri: str, hint: str) -> TrackingError:
     cause = _driver_error(error)
     # Neither text contains a secret, so a cut cannot expose one.
     message = error.message if isinstance(error, TrackingError) else f"{type(cause).__name__}: {first_line(cause)}"
+    if (refusal := _NO_CONNECTION.search(message)) is not None:
+        message = f"cannot connect to the server: {refusal[1].lower()}"
     failure = TrackingError(message[:_MAX_MESSAGE], location=f"tracking.uri: {uri}", hint=hint)
     failure.__cause__ = error
     return failure

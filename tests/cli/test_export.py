@@ -139,6 +139,9 @@ def test_lost_server_is_reported_with_the_command_that_uploads() -> None:
     done = call("export", *HALVES[:-1], "--uri", "http://127.0.0.1:9")
     assert done.exit_code == 7
     assert f"run: optexport upload {Path('build/halves').resolve()} --uri http://127.0.0.1:9\n" in done.stderr
+    refused = "cannot connect to the server: connection refused"
+    assert f"No MLflow run was started ({refused}). The export goes on.\n" in done.stderr
+    assert done.stderr.count(refused) == 2
 
 
 def test_data_junit_and_baseline_are_those_of_run(tmp_path: Path) -> None:

@@ -22,15 +22,17 @@ from tests._helpers.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
 
 TARGETS = ["torchscript", "onnx", "onnx-optimized", "pt2"]
 
-# Simulates an environment with only torch and onnxruntime.
+# Simulates the environment that docs/quickstart.md describes.
 BLOCKED = """
 import sys
 from importlib.machinery import PathFinder
 
+BLOCKED = ("transformers", "onnx", "onnxscript", "onnx_ir", "mlflow", "hypothesis", "matplotlib", "tests")
+
 class Blocker(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name.partition(".")[0] in ("transformers", "onnx", "onnxscript", "onnx_ir", "mlflow", "tests"):
+        if name.partition(".")[0] in BLOCKED:
             return None
         return super().find_spec(name, path, target)
 
