@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from optexport._utils.markup import escape_markdown, table_row
 from optexport.bundle.markdown import GATE_TABLE, file_lines, limit_rows
 from optexport.bundle.parity_records import OutputRecord, ParityRecord, TargetRecord
 from optexport.config.metrics import round_for_gate
 from optexport.errors import OptexportError, printable
-from optexport.report.gate_limits import list_gate_limits
 from optexport.report.parity_text import (
     atol_text,
     case_names,
@@ -22,7 +22,9 @@ from optexport.report.parity_text import (
     metric_title,
     number_text,
 )
-from optexport.result import RunData
+
+if TYPE_CHECKING:
+    from optexport.result import RunData
 
 _PROGRAM = "optexport"
 _TARGET_TABLE = """
@@ -83,6 +85,8 @@ def _describe_error(error: OptexportError) -> Iterator[str]:
 
 def _bundle_lines(result: RunData) -> Iterator[str]:
     """Yields the files, the limits of ``[gate]``, and the page on an MLflow server."""
+    from optexport.report.gate_limits import list_gate_limits  # imports torch
+
     yield from file_lines(result.manifest, result.gain, result.gain_skipped)
     if limits := list_gate_limits(result):
         yield GATE_TABLE
