@@ -40,7 +40,7 @@ def name_options_in_text(text: str, pattern: re.Pattern[str] = _ARGUMENT) -> str
 
     def as_option(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if name == "without" and name not in options:
+        if name == "without" and value and name not in options:  # a hint of diagnose, to run the config again
             return f"optexport run --without {value}"
         if name not in options:
             return match[0]

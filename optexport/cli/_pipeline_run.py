@@ -22,7 +22,7 @@ without_option = click.option("--without", multiple=True, metavar="RULE", help="
 tune_option = click.option(
     "--tune",
     is_flag=True,
-    help="Search for the rules and format passes that make each file faster: 5 minutes, or tune.budget.",
+    help="Spend 5 minutes, or tune.budget, on a search for the fastest rules and format passes of each file.",
 )
 baseline_option = click.option(
     "--baseline", is_flag=True, help="Also write the plain export, without rules and format passes, to OUTPUT-baseline."

@@ -116,11 +116,6 @@ def timing_settings(model: nn.Module, threads: int) -> Iterator[None]:
         yield
 
 
-def _opener(artifact: Artifact, workload: Workload, threads: int) -> Loader:
-    """Returns a function that opens a file as a benchmark does, and returns a call of it."""
-    return lambda: get_format(artifact.format).prepare_benchmark(artifact.benchmark(threads))(workload.file)()
-
-
 def read_eager(model: nn.Module, inputs: Path) -> Loader:
     """Reads inputs for the original model, as `Format.prepare_benchmark` does for a file.
 
@@ -153,7 +148,8 @@ def _open_files(
         if time.perf_counter() >= end:
             return {}, skipped
         try:
-            calls[artifact] = _open(_opener(artifact, workload, threads), end)
+            read = get_format(artifact.format).prepare_benchmark(artifact.benchmark(threads))
+            calls[artifact] = _open(read(workload.file), end)
         except Exception as error:  # a runtime may raise anything
             skipped = short_line(f"{artifact.name} cannot be timed: {describe_error(error)}", _MAX_REASON)
     return calls, skipped

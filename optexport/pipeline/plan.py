@@ -95,7 +95,7 @@ def start_tracking(
         with progress.step("start tracking") if config.tracking.enabled else contextlib.nullcontext():
             tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
         if tracker.failure is not None:
-            progress.note(f"No MLflow run was started ({tracker.failure.message}). The export goes on.")
+            progress.note(f"MLflow failed: {tracker.failure.message}. The export continues.")
         yield tracker
 
 

@@ -18,15 +18,13 @@ from pathlib import Path
 import onnx
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
-from safetensors.torch import save_file
 
 from optexport._utils.platform import machine
 from optexport.bench.artifact import Artifact, file_size
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
-from optexport.bench.workload import Workload
 from tests.benchmarks import workloads
-from tests.benchmarks.quantization import artifacts, cosines, export
+from tests.benchmarks.quantization import artifacts, cosines, export, make_workloads
 
 SHAPES = ((1, 16), (8, 128), (2, 512))
 
@@ -67,15 +65,8 @@ def main() -> None:
         lowered = lower_attention(plain, folder / "lowered.onnx")
         tokens, embeddings = cosines(lowered, workloads._minilm())
         print(f"smallest cosine: {tokens:.4f} (tokens), {embeddings:.4f} (embeddings)", flush=True)
-        loads = []
-        for batch, sequence in SHAPES:
-            inputs = workloads._text(batch, sequence)
-            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-            path = folder / f"{batch}x{sequence}.safetensors"
-            save_file(inputs, path)
-            loads.append(Workload({path.stem: batch}, batch, path))
         settings = Settings(arguments.threads, arguments.rounds)
-        for pair in measure([plain, lowered], loads, [(lowered, plain)], settings).comparisons:
+        for pair in measure([plain, lowered], make_workloads(folder, SHAPES), [(lowered, plain)], settings).comparisons:
             speed = pair.comparison
             shape = next(iter(pair.workload.sizes))
             print(f"{shape}: float32 / int8 {speed.speedup:.2f} ({speed.low:.2f} to {speed.high:.2f})")

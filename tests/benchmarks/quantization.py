@@ -134,6 +134,18 @@ def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, floa
     return float(tokens.min()), float(embeddings.min())
 
 
+def make_workloads(folder: Path, shapes: Sequence[tuple[int, int]]) -> list[Workload]:
+    """Writes inputs of the given batch sizes and lengths."""
+    loads = []
+    for batch, sequence in shapes:
+        inputs = workloads._text(batch, sequence)
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        path = folder / f"{batch}x{sequence}.safetensors"
+        save_file(inputs, path)
+        loads.append(Workload({path.stem: batch}, batch, path))
+    return loads
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", type=float, default=0.99)
@@ -180,13 +192,7 @@ budget = "{arguments.tune}"
                 f"{tokens:.4f} (tokens), {embeddings:.4f} (embeddings); {file.size / 1e6:.1f} MB",
                 flush=True,
             )
-        loads = []
-        for batch, sequence in SHAPES:
-            inputs = workloads._text(batch, sequence)
-            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-            path = folder / f"{batch}x{sequence}.safetensors"
-            save_file(inputs, path)
-            loads.append(Workload({path.stem: batch}, batch, path))
+        loads = make_workloads(folder, SHAPES)
         baselines = [file for files in floats.values() for file in files.values()]
         pairs = [(file, base) for file in lowered for base in baselines]
         report = measure([*baselines, *lowered], loads, pairs, Settings(arguments.threads, arguments.rounds))

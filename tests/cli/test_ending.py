@@ -53,7 +53,7 @@ def test_closed_output_pipe_is_not_a_defect() -> None:
 
 @pytest.mark.slow
 def test_exit_does_not_look_for_garbage() -> None:
-    """It took up to 4 seconds after the summary."""
+    """It took seconds after the summary."""
     code = """
 import atexit, gc, sys
 from optexport.__main__ import main
