@@ -25,6 +25,8 @@ _PRODUCTS = (
     *(operator.matmul, aten.matmul.default, aten.bmm.default, aten.mm.default, aten.addmm.default, aten.linear.default),
     *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.scaled_dot_product_attention.default),
 )
+# In bfloat16 alone: sums of residuals may exceed the range of float16. The statistics of the kernels are in float32.
+_NORMS = (nn.LayerNorm,)
 # Operations that move numbers or change each of them independently. They run in the precision of their inputs.
 _PASS_THROUGH = {
     *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.transpose.int, aten.permute.default),
@@ -45,9 +47,9 @@ class CastPrecision(Rule):
     y = Layer(x)  ->  y = Layer'(x.to(half)).to(float32)
 
     For linears, convolutions, embeddings, matrix products and attention in float32. Between two of them, casts are
-    left out if only reshapes, activations, and sums or products of such results lie between. Everything else stays in
-    float32: norms, softmax, means, arithmetic with numbers, and the inputs and outputs of the graph. The softmax in
-    scaled_dot_product_attention is part of the attention.
+    left out if only reshapes, activations, and sums or products of such results lie between, and, in bfloat16, layer
+    norms of such results. Everything else stays in float32: other norms, softmax, means, arithmetic with numbers, and
+    the inputs and outputs of the graph. The softmax in scaled_dot_product_attention is part of the attention.
 
     This does not preserve the computation; parity.atol and parity.rtol limit the error.
 
@@ -123,13 +125,15 @@ class CastPrecision(Rule):
 
     def _match_layer(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         layer, target = modules.called_module(graph_module, node), str(node.target)
-        cls = next((cls for cls in _LAYERS if isinstance(layer, cls)), None)
+        cls = next((cls for cls in (*_LAYERS, *_NORMS) if isinstance(layer, cls)), None)
         if layer is None or cls is None or self._keeps(target):
             return None
         calls, dtypes = usage.uses(graph_module).calls_of(target), _dtypes(layer)
         if len(dtypes) > 1:
             return Skip(f"{target}: the weights differ in dtype")
         half, call_dtypes = _DTYPES[self.dtype], [_dtype(call) for call in calls]
+        if cls in _NORMS and not self._norm_reads_half(graph_module, node, calls):
+            return None
         # A layer in half precision matches only if this rule cast it at an earlier call.
         if dtypes != {torch.float32} and (dtypes != {half} or half not in call_dtypes):
             return None
@@ -139,6 +143,15 @@ class CastPrecision(Rule):
         reason = reason or folding.find_layout_problem(layer) or _find_call_problem(calls)
         reason = reason or self._find_weight_problem(layer)
         return Skip(f"{target}: {reason}") if reason else Match((node,))
+
+    def _norm_reads_half(self, graph_module: GraphModule, node: Node, calls: list[Node]) -> bool:
+        """Returns True for the first call of a norm if its input was cast from bfloat16, and then for all its calls."""
+        if self.dtype != "bfloat16":
+            return False
+        if node is not calls[0]:
+            return _dtype(calls[0]) is torch.bfloat16
+        x = modules.sole_input(node)
+        return x is not None and self._find_half(graph_module, x) is not None
 
     def _find_weight_problem(self, layer: nn.Module) -> str | None:
         if isinstance(layer, nn.Embedding) and layer.max_norm is not None:

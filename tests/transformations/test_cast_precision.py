@@ -135,6 +135,32 @@ def test_operations_that_need_float32_stay(between: Any) -> None:
 
 
 @pytest.mark.slow
+def test_norm_between_layers_in_bfloat16_is_computed_in_bfloat16() -> None:
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    cast, _ = _cast(by_export(X, lambda m, x: m.b(m.norm(m.a(x))), **layers), X, CastPrecision(dtype="bfloat16"))
+    assert _casts(cast) == [torch.bfloat16, torch.float32]
+    assert {parameter.dtype for parameter in cast.norm.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "casts_norm"),
+    [
+        (lambda m, x: m.a(m.norm(m.a(m.norm(m.a(x))))), True),
+        (lambda m, x: m.norm(m.a(x)) + m.norm(x), True),
+        (lambda m, x: m.norm(x) + m.norm(m.a(x)), False),
+        (lambda m, x: m.a(m.norm(m.a(x).softmax(-1))), False),
+    ],
+    ids=["several calls", "first call after a layer", "first call on the input", "after a softmax"],
+)
+def test_norm_is_cast_if_its_first_call_reads_bfloat16(body: Any, casts_norm: bool) -> None:
+    layers = {"a": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    cast, _ = _cast(by_export(X, body, **layers), X, CastPrecision(dtype="bfloat16"))
+    dtype = torch.bfloat16 if casts_norm else torch.float32
+    assert {parameter.dtype for parameter in cast.norm.parameters()} == {dtype}
+
+
+@pytest.mark.slow
 def test_attention_with_and_without_a_mask_that_is_added() -> None:
     def body(mask: torch.Tensor | None) -> Any:
         return lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), attn_mask=mask)
