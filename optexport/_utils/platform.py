@@ -41,6 +41,11 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+# Flags of processors, as Linux names them.
+AVX512 = "avx512f"
+AMX = "amx_tile"
+
+
 def processor_flags() -> frozenset[str]:
     """Returns the processor's flags as Linux names them, such as ``avx512f``; empty on other systems."""
     try:

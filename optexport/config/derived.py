@@ -44,14 +44,14 @@ def resolve_config(config: Config, rules: Sequence[NamedRule], output: Path | No
 def resolve_passes(config: Config) -> Config:
     """Returns the config with the format passes of every format; the defaults are those of this processor.
 
-    A file in lower precision or for another device has no default passes.
+    A file for another device has no default passes, and one in lower precision has few.
     """
     export = config.export
     flags = processor_flags()
     passes = {
-        name: default_passes(name, flags, export.opset)
+        name: default_passes(name, flags, export.opset, config.precision.of(name) if config.precision else None)
         for name in export.formats
-        if config.model.device == "cpu" and (config.precision is None or config.precision.of(name) is None)
+        if config.model.device == "cpu"
     }
     return config.model_copy(update={"export": export.model_copy(update={"passes": {**passes, **export.passes}})})
 

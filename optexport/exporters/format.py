@@ -41,6 +41,8 @@ class FormatPass:
         cpu_only: True if it has no use on other devices than the CPU.
         is_default: True if a file for the CPU gets it when the config names no passes of the format.
         default_flag: Flag that the processor must have for the default, as in /proc/cpuinfo.
+        slower_flag: Flag of processors on which it slows down some shapes, so that it is no default in float32.
+        default_precisions: Values of ``[precision]`` with which it is a default too.
         min_opset: The first ONNX opset that it can be used with.
     """
 
@@ -49,6 +51,8 @@ class FormatPass:
     cpu_only: bool = False
     is_default: bool = False
     default_flag: str | None = None
+    slower_flag: str | None = None
+    default_precisions: tuple[str, ...] = ()
     min_opset: int | None = None
 
 
@@ -273,18 +277,23 @@ class Format(ABC):
         """Returns the names of the passes for a device, in the order of application."""
         return tuple(entry.name for entry in self.passes if device == "cpu" or not entry.cpu_only)
 
-    def default_passes(self, flags: Collection[str], opset: int | None = None) -> list[str]:
+    def default_passes(
+        self, flags: Collection[str], opset: int | None = None, precision: str | None = None
+    ) -> list[str]:
         """Returns the passes that a file for the CPU gets by default.
 
         Args:
             flags: The flags of the processor.
             opset: The requested opset of an ONNX file.
+            precision: The requested value of ``[precision]``.
         """
         return [
             entry.name
             for entry in self.passes
             if entry.is_default
+            and (precision is None or precision in entry.default_precisions)
             and (entry.default_flag is None or entry.default_flag in flags)
+            and (precision is not None or entry.slower_flag not in flags)
             and (entry.min_opset is None or opset is None or opset >= entry.min_opset)
         ]
 

@@ -164,9 +164,11 @@ def list_passes(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
     return get_format(file_format).list_passes(device)
 
 
-def default_passes(file_format: str, flags: Collection[str], opset: int | None = None) -> list[str]:
+def default_passes(
+    file_format: str, flags: Collection[str], opset: int | None = None, precision: str | None = None
+) -> list[str]:
     """Returns the passes that a file for the CPU gets by default; see `Format.default_passes`."""
-    return get_format(file_format).default_passes(flags, opset)
+    return get_format(file_format).default_passes(flags, opset, precision)
 
 
 def all_passes() -> Iterator[tuple[FormatPass, tuple[str, ...]]]:
@@ -179,8 +181,8 @@ def all_passes() -> Iterator[tuple[FormatPass, tuple[str, ...]]]:
 
 def default_flags(formats: Collection[str]) -> set[str]:
     """Returns the flags of processors that decide the default passes of formats."""
-    flags = {entry.default_flag for name in formats for entry in get_format(name).passes}
-    return {flag for flag in flags if flag is not None}
+    passes = [entry for name in formats for entry in get_format(name).passes]
+    return {flag for entry in passes for flag in (entry.default_flag, entry.slower_flag) if flag is not None}
 
 
 def check_device(device: Device, formats: Collection[str], location: str) -> None:

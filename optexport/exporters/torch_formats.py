@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optexport._utils.platform import AMX, AVX512
 from optexport.exporters.format import Benchmark, Format, FormatPass, Loader, Run
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
 
 if TYPE_CHECKING:
     from optexport.exporters.flat_graph import FlatGraph
-
-# A flag of processors in /proc/cpuinfo.
-AVX512 = "avx512f"
 
 # The gains of the defaults are in docs/explanation/measurements.md.
 _PASSES = (
@@ -25,13 +23,16 @@ _PASSES = (
         "converts a boolean mask of several attentions to numbers once",
         cpu_only=True,
         is_default=True,
+        default_precisions=("bfloat16",),
     ),
     FormatPass(
         "onednn-linear",
-        "computes linear layers, and a GELU after one, with oneDNN instead of the BLAS library of torch",
+        "computes linear layers, and a GELU or a sum after one, with oneDNN instead of the BLAS library of torch",
         cpu_only=True,
         is_default=True,
         default_flag=AVX512,
+        slower_flag=AMX,
+        default_precisions=("bfloat16",),
     ),
     FormatPass(
         "channels-last",
@@ -76,7 +77,7 @@ class Pt2Format(Format):
     file_name = "model.pt2"
     runtime = "torch.export"
     # A file stays as traced by default: any device or compiler can use it.
-    passes = tuple(replace(entry, is_default=False, default_flag=None) for entry in _PASSES)
+    passes = tuple(replace(entry, is_default=False, default_flag=None, slower_flag=None) for entry in _PASSES)
     devices = ("cpu", "cuda")
     is_timed = False  # Python runs its operators one by one, as those of the original
 

@@ -10,11 +10,15 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport._utils import aten_ops
 from optexport.exporters import channels_last
 
 aten = torch.ops.aten
+
+_ONEDNN = torch.ops.mkldnn._linear_pointwise.default
+_ONEDNN_SUM = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def apply_passes(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
@@ -50,16 +54,25 @@ def restore_aten(program: ExportedProgram) -> None:
     """Restores the ATen layers in place of oneDNN calls, so that a file can be a source."""
     graph = program.graph
     channels_last.restore_aten(graph)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
+    for node in graph.find_nodes(op="call_function", target=_ONEDNN):
         x, weight, bias, post, _, algorithm = node.args
-        linear = node
         if post == "gelu":
-            with graph.inserting_before(node):
-                linear = graph.call_function(aten.linear.default)
-            linear.meta = dict(node.meta)
-            node.target, node.args, node.kwargs = aten.gelu.default, (linear,), {"approximate": algorithm}
-        linear.target, linear.args = aten.linear.default, (x, weight, bias)
+            node.args, node.kwargs = (_insert_linear(node, x, weight, bias),), {"approximate": algorithm}
+            node.target = aten.gelu.default
+        else:
+            node.target, node.args = aten.linear.default, (x, weight, bias)
+    for node in graph.find_nodes(op="call_function", target=_ONEDNN_SUM):
+        x, other, weight, bias, _ = node.args
+        node.target, node.args = aten.add.Tensor, (_insert_linear(node, x, weight, bias), other)
     program.graph_module.recompile()
+
+
+def _insert_linear(node: fx.Node, *arguments: Any) -> fx.Node:
+    """Inserts a linear layer before a node whose result has the same shape and dtype."""
+    with node.graph.inserting_before(node):
+        linear = node.graph.call_function(aten.linear.default, arguments)
+    linear.meta = dict(node.meta)
+    return linear
 
 
 def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
@@ -76,7 +89,7 @@ def _share_masks(graph: fx.Graph) -> None:
         mask, dtype = arguments["attn_mask"], arguments["query"].meta["val"].dtype
         if isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bool:
             attentions.setdefault((mask, dtype), []).append(node)
-    is_written = any(node.target._schema.is_mutable for node in graph.nodes if isinstance(node.target, OpOverload))
+    is_written = _is_written(graph)
     for (mask, dtype), nodes in attentions.items():
         if len(nodes) < 2 or is_written:  # another operator may change the mask between two attentions
             continue
@@ -90,6 +103,11 @@ def _share_masks(graph: fx.Graph) -> None:
         for node in nodes:
             node.args = tuple(added if argument is mask else argument for argument in node.args)
             node.kwargs = {key: added if argument is mask else argument for key, argument in node.kwargs.items()}
+
+
+def _is_written(graph: fx.Graph) -> bool:
+    """Returns True if an operator of a graph writes into a tensor."""
+    return any(node.target._schema.is_mutable for node in graph.nodes if isinstance(node.target, OpOverload))
 
 
 def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
@@ -107,25 +125,68 @@ def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
 
 
 def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
-    """Calls oneDNN for float32 linear layers, fused with a GELU that is their only user.
+    """Calls oneDNN for linear layers in float32 or bfloat16, fused with a GELU or a sum that is their only user.
 
-    ``aten.linear`` calls torch's BLAS, usually MKL, which is slow on processors that are not from Intel. It already
-    calls oneDNN for bfloat16. ReLU is not fused, because oneDNN's ReLU turns NaN into 0.
+    In float32, ``aten.linear`` calls torch's BLAS, usually MKL, which is slow on processors that are not from Intel. In
+    bfloat16 it calls oneDNN too, but copies the bias to every row first. ReLU is not fused, because oneDNN's ReLU turns
+    NaN into 0.
     """
     graph = program.graph
     weights = _weights(program)
+    dtypes = {torch.float32} | ({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set())
+    is_written = _is_written(graph)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight, bias = aten_ops.arguments(node).values()
-        if not _is_supported(x, weights.get(weight), bias, weights.get(bias)):
+        dtype = x.meta["val"].dtype
+        if dtype not in dtypes or not _is_supported(dtype, weights.get(weight), bias, weights.get(bias)):
             continue
-        last, post = node, ("none", scalars, "")
-        # The GELU must follow directly, because a node between them could change x in place.
-        if list(node.users) == [node.next] and node.next.target is aten.gelu.default:
-            last, post = node.next, ("gelu", scalars, node.next.kwargs.get("approximate", "none"))
-        last.target = torch.ops.mkldnn._linear_pointwise.default  # in place: outputs are found by node name
-        last.args, last.kwargs = (x, weight, bias, *post), {}
-        if last is not node:
-            graph.erase_node(node)
+        contained, reader = _find_reader(node, is_written)
+        if reader is not None and reader.target is aten.gelu.default:
+            algorithm = reader.kwargs.get("approximate", "none")
+            _replace(reader, _ONEDNN, (x, weight, bias, "gelu", scalars, algorithm), contained)
+        elif reader is not None and (other := _find_addend(reader, contained[-1])) is not None:
+            _replace(reader, _ONEDNN_SUM, (x, other, weight, bias, "add"), contained)
+        else:
+            _replace(node, _ONEDNN, (x, weight, bias, "none", scalars, ""))
+
+
+def _find_reader(node: fx.Node, is_written: bool) -> tuple[list[fx.Node], fx.Node | None]:
+    """Returns a node with the dropouts after it that do nothing, and the only reader of the last one, if it has one.
+
+    Args:
+        is_written: Whether operators of the graph write into tensors. Then the nodes must follow each other directly,
+            because one between them could change an input of the first one.
+    """
+    path = [node]
+    while len(path[-1].users) == 1:
+        (user,) = path[-1].users
+        if is_written and user is not path[-1].next:
+            break
+        if user.target is not aten.dropout.default or aten_ops.arguments(user)["train"]:
+            return path, user
+        path.append(user)
+    return path, None
+
+
+def _find_addend(reader: fx.Node, result: fx.Node) -> fx.Node | None:
+    """Returns the other tensor of a plain sum with a layer's result, if both have the same shape and dtype."""
+    if reader.target is not aten.add.Tensor or aten_ops.arguments(reader)["alpha"] != 1:
+        return None
+    others = [argument for argument in reader.args if argument is not result]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    ours, theirs = result.meta["val"], others[0].meta["val"]
+    if not isinstance(theirs, torch.Tensor) or (theirs.dim(), theirs.dtype) != (ours.dim(), ours.dtype):
+        return None
+    same = all(statically_known_true(a == b) for a, b in zip(ours.shape, theirs.shape, strict=True))
+    return others[0] if same else None
+
+
+def _replace(node: fx.Node, target: OpOverload, arguments: tuple[Any, ...], before: Sequence[fx.Node] = ()) -> None:
+    """Makes a node another call, and removes nodes that it contains. The node stays, as outputs are found by name."""
+    node.target, node.args, node.kwargs = target, arguments, {}
+    for contained in reversed(before):
+        node.graph.erase_node(contained)
 
 
 def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
@@ -143,25 +204,24 @@ def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
 
 
 def _is_supported(
-    x: fx.Node, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None
+    dtype: torch.dtype, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None
 ) -> bool:
-    """Returns True if oneDNN computes a linear layer as torch does.
+    """Returns True if oneDNN computes a linear layer of one dtype as torch does.
 
-    oneDNN rejects layers without features, misreads a bias that is not a contiguous vector, and lacks float64.
+    oneDNN rejects layers without features, and misreads a bias that is not a contiguous vector.
     """
     return (
-        x.meta["val"].dtype == torch.float32
-        and weight is not None
+        weight is not None
         and weight.device.type == "cpu"
         and weight.layout == torch.strided
-        and weight.dtype == torch.float32
+        and weight.dtype == dtype
         and weight.dim() == 2
         and weight.shape[1] > 0
         and (
             bias is None
             or (
                 bias_value is not None
-                and bias_value.dtype == torch.float32
+                and bias_value.dtype == dtype
                 and bias_value.shape == weight.shape[:1]
                 and bias_value.is_contiguous()
             )

@@ -10,7 +10,7 @@ import torch
 
 from optexport._utils.platform import is_of_memory
 from optexport.bundle.parity_records import ORIGINAL
-from optexport.errors import ExportError, describe_error
+from optexport.errors import DeviceError, ExportError, describe_error
 from optexport.parity import distances
 from optexport.parity.gates import Gate, GateResult, judge
 from optexport.parity.metrics import unpadded_positions
@@ -182,6 +182,7 @@ class ParityChecker:
             precision: Precision that the target was lowered to. Then only atol and rtol limit distances, if set.
 
         Raises:
+            DeviceError: The target cannot run on this machine.
             ExportError: Memory ran out, so the results are unknown.
         """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
@@ -190,6 +191,8 @@ class ParityChecker:
             for case in reference.cases:
                 try:
                     result = run(case.batch)
+                except DeviceError:
+                    raise
                 except Exception as error:  # each runtime raises its own error types
                     if is_of_memory(error):
                         raise _memory_error(target, case.name) from error

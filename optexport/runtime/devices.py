@@ -68,6 +68,25 @@ def check_weight_bits(weight_bits: int, location: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def needed_instructions(location: str) -> Iterator[None]:
+    """Translates the error of oneDNN about a missing instruction.
+
+    Raises:
+        DeviceError: The processor has none for the dtype of a layer, as for bfloat16 without AVX-512.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        raise DeviceError(
+            "oneDNN cannot compute a layer of this file on this processor",
+            location=location,
+            hint="Layers in bfloat16 need AVX-512. Run on such a processor, or export without the pass onednn-linear.",
+        ) from error
+
+
 def set_float32_precision(precisions: Sequence[str] = ("ieee", "ieee", "ieee")) -> list[str]:
     """Sets torch's precision for float32 matrix products, convolutions and recurrent layers.
 

@@ -96,7 +96,7 @@ def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        return _runner(archives.load_torchscript(path), outputs, device)
+        return _runner(archives.load_torchscript(path), outputs, device, path.name)
 
 
 @as_in_a_new_process()
@@ -108,14 +108,14 @@ def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
         DeviceError: The device is not available.
     """
     devices.check_torch(device, path.name)
-    return _runner(archives.pt2_module(path), outputs, device)
+    return _runner(archives.pt2_module(path), outputs, device, path.name)
 
 
-def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
+def _runner(module: nn.Module, outputs: Sequence[str], device: Device, name: str) -> Run:
     @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
-        with torch.no_grad(), devices.full_float32(device):
+        with torch.no_grad(), devices.full_float32(device), devices.needed_instructions(name):
             results = copy_shared_outputs(
                 module, module(**{name: tensor.to(device) for name, tensor in copied.items()})
             )

@@ -34,7 +34,7 @@ FORMATS = ("onnx", "torchscript", "pt2")
 _IMAGE: Dynamic = {"x": {0: Dim("batch", 1, 16)}}
 _Model = tuple[Callable[[], nn.Module], Callable[..., workloads.Batch], Dynamic, Sequence[tuple[int, ...]]]
 MODELS: dict[str, _Model] = {
-    "MiniLM": (workloads._minilm, workloads._text, workloads._TEXT, ((1, 16), (1, 128), (8, 128))),
+    "MiniLM": (workloads._minilm, workloads._text, workloads._TEXT, ((1, 8), (1, 16), (1, 128), (8, 128))),
     "ALBERT": (workloads._albert, workloads._text, workloads._TEXT, ((1, 16), (1, 128), (8, 128))),
     "MobileNetV2": (workloads._mobilenet, workloads._image, _IMAGE, ((1,), (8,))),
 }

@@ -40,7 +40,14 @@ from tests.benchmarks.peers import PEERS
 # The formats to lower, with the precision.
 LOWERED = (("onnx", "int8"), ("onnx", "int8-rows"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
 SHAPES = ((1, 16), (8, 128))
-TUNED = {"export": {"passes": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
+TUNED = {
+    "export": {
+        "passes": {
+            "onnx": ["sum-residuals", "transformers-fusions"],
+            "torchscript": ["shared-masks", "onednn-linear"],
+        }
+    }
+}
 _SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
 GATED = _SENTENCES[: len(_SENTENCES) // 2]
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from optexport._utils.platform import processor_flags
+from optexport._utils.platform import AMX, AVX512, processor_flags
 from optexport.config import derived
 from optexport.config.derived import resolve_passes
 from optexport.config.load import validate_settings
 from optexport.config.schema import FORMATS, Config
-from optexport.exporters.onnx.format import AMX
 from optexport.exporters.registry import default_passes, list_passes
-from optexport.exporters.torch_formats import AVX512
 
 
 def config(**tables: Any) -> Config:
@@ -31,6 +29,7 @@ def test_passes_depend_on_the_processor() -> None:
     assert default_passes("onnx", {AMX}) == [*everywhere, "gemm"]
     assert default_passes("torchscript", {AMX}) == ["shared-masks"]
     assert default_passes("torchscript", {AVX512}) == ["shared-masks", "onednn-linear", "channels-last"]
+    assert default_passes("torchscript", {AMX, AVX512}) == ["shared-masks", "channels-last"]
     assert default_passes("pt2", {AMX, AVX512}) == []
 
 
@@ -44,6 +43,12 @@ def test_attention_needs_its_opset() -> None:
     assert "attention" not in default_passes("onnx", (), 22)
 
 
+def test_files_in_lower_precision_have_few_default_passes() -> None:
+    assert default_passes("torchscript", {AMX, AVX512}, precision="bfloat16") == ["shared-masks", "onednn-linear"]
+    assert default_passes("torchscript", {AVX512}, precision="float16") == []
+    assert default_passes("onnx", {AMX}, precision="int8") == []
+
+
 @pytest.mark.usefixtures("_new_processor")
 def test_config_names_the_passes_of_every_format_once_resolved() -> None:
     resolved = resolve_passes(config()).export.passes
@@ -53,7 +58,7 @@ def test_config_names_the_passes_of_every_format_once_resolved() -> None:
 @pytest.mark.usefixtures("_new_processor")
 def test_passes_of_the_config_replace_the_defaults_of_their_format() -> None:
     resolved = resolve_passes(config(export={"passes": {"onnx": []}})).export.passes
-    assert resolved == {"onnx": [], "torchscript": ["shared-masks", "onednn-linear", "channels-last"], "pt2": []}
+    assert resolved == {"onnx": [], "torchscript": ["shared-masks", "channels-last"], "pt2": []}
 
 
 @pytest.mark.usefixtures("_new_processor")
@@ -67,8 +72,8 @@ def test_resolved_config_does_not_depend_on_the_processor(monkeypatch: pytest.Mo
 def test_lower_precision_and_other_devices_have_no_default_passes() -> None:
     gates = {"metrics": {"cosine": 0.9}}
     resolved = resolve_passes(config(precision={"onnx": "int8"}, parity=gates)).export.passes
-    assert "onnx" not in resolved
-    assert resolved["torchscript"] == ["shared-masks", "onednn-linear", "channels-last"]
+    assert resolved["onnx"] == []
+    assert resolved["torchscript"] == ["shared-masks", "channels-last"]
     assert resolve_passes(config(model={"source": "./model", "device": "cuda"})).export.passes == {}
 
 

@@ -21,6 +21,7 @@ from tests.exporters.pass_files import AXES, X, assert_files_agree, batches, pre
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 LINEAR = torch.ops.mkldnn._linear_pointwise.default
+LINEAR_AND_SUM = torch.ops.mkldnn._linear_pointwise.binary
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
@@ -52,6 +53,96 @@ def test_gelu_of_a_value_with_other_readers_is_not_fused(tmp_path: Path) -> None
     subject = program(lambda m, x: (y := m.a(x), nn.functional.gelu(y)), a=nn.Linear(4, 8))
     calls = linears(subject, tmp_path)
     assert [attr for attr, *_ in calls] == ["none"]
+
+
+def _residual(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(m.a(x), 0.5, training=False) + x
+
+
+def calls_of(target: Any, subject: files.Prepared, place: Path) -> int:
+    """Returns the number of calls in a ``.pt2`` file, after checking that it and the TorchScript file agree."""
+    inputs = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = write_both(subject, file_format, "onednn-linear", place)
+        assert_files_agree(lowered, plain, file_format, subject, inputs)
+    return len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=target))
+
+
+@pytest.mark.sample(1)
+@onednn
+@pytest.mark.parametrize(
+    "body",
+    [_residual, lambda m, x: x + m.a(x), lambda m, x: m.a(x) + x.transpose(0, 1).contiguous().transpose(0, 1)],
+    ids=["after a dropout", "other order", "other strides"],
+)
+def test_linear_layer_and_sum_become_one_call_of_onednn(body: Any, tmp_path: Path) -> None:
+    assert calls_of(LINEAR_AND_SUM, program(body, a=nn.Linear(4, 4)), tmp_path) == 1
+
+
+@pytest.mark.slow
+@onednn
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x) + x[..., :1],
+        lambda m, x: m.a(x[:, :1]) + x,
+        lambda m, x: m.a(x) + x.sum(),
+        lambda m, x: m.a(x) + 1.5,
+        lambda m, x: m.a(x) + x.double(),
+        lambda m, x: torch.add(m.a(x), x, alpha=2),
+        lambda m, x: (y := m.a(x)) + y,
+        lambda m, x: ((y := m.a(x)) + x, y),
+    ],
+    ids=["one column", "broadcast result", "number", "constant", "float64", "alpha", "itself", "other reader"],
+)
+def test_sums_that_onednn_computes_differently_are_not_fused(body: Any, tmp_path: Path) -> None:
+    assert calls_of(LINEAR_AND_SUM, program(body, a=nn.Linear(4, 4)), tmp_path) == 0
+
+
+class Added(nn.Module):
+    """Changes the input of a linear layer between the layer and the sum with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.clone()
+        y = self.a(z)
+        z.mul_(2.0)
+        return y + z
+
+
+@pytest.mark.slow
+@onednn
+def test_sum_is_not_fused_if_the_layer_input_changes_in_between(tmp_path: Path) -> None:
+    subject = files.prepare(randomise(Added()), {"x": X}, {"x": AXES})
+    assert calls_of(LINEAR_AND_SUM, subject, tmp_path) == 0
+
+
+class Half(nn.Module):
+    """Two layers in bfloat16, with a GELU and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8).bfloat16(), nn.Linear(8, 4).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.bfloat16()
+        return (self.b(nn.functional.gelu(self.a(half))) + half).float()
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor lacks AVX-512")
+def test_layers_in_bfloat16_become_calls_of_onednn(tmp_path: Path) -> None:
+    subject = files.prepare(randomise(Half()), {"x": X}, {"x": AXES})
+    path = save(subject, "pt2", tmp_path, ("onednn-linear",))
+    graph = torch.export.load(path).graph
+    assert [len(graph.find_nodes(op="call_function", target=target)) for target in (LINEAR, LINEAR_AND_SUM)] == [1, 1]
+    torch_file = save(subject, "torchscript", tmp_path, ("onednn-linear",))
+    x = torch.randn(7, 33, 4)
+    (want,) = subject.program.module()(x=x)
+    for run_file in (runners.open_pt2(path, ["y"]), runners.open_torchscript(torch_file, ["y"])):
+        torch.testing.assert_close(run_file({"x": x})["y"], want, atol=0.05, rtol=0.05)
 
 
 class Overwritten(nn.Module):
@@ -140,16 +231,18 @@ def test_a_frozen_file_holds_its_weights_as_constants(tmp_path: Path) -> None:
 
 
 @onednn
-def test_file_with_onednn_layers_can_be_a_source(tmp_path: Path) -> None:
-    subject = prepared("mlp")
-    loaded = archives.load_pt2(save(subject, "pt2", tmp_path, ("onednn-linear",)))
-    inputs = batches("mlp")
+@pytest.mark.parametrize(("model", "linears", "sums"), [("mlp", 3, 0), ("masked", 2, 2)])
+def test_file_with_onednn_layers_can_be_a_source(model: str, linears: int, sums: int, tmp_path: Path) -> None:
+    loaded = archives.load_pt2(save(prepared(model), "pt2", tmp_path, ("onednn-linear",)))
+    inputs = batches(model)
     want = [loaded.module()(**batch) for batch in inputs]
-    assert len(loaded.graph.find_nodes(op="call_function", target=LINEAR)) == 3
+    targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
+    assert (targets.count(LINEAR), targets.count(LINEAR_AND_SUM)) == (linears, sums)
     torch_passes.restore_aten(loaded)
     targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
-    assert targets.count(torch.ops.aten.linear.default) == 3
+    assert targets.count(torch.ops.aten.linear.default) == linears + sums
     assert LINEAR not in targets
+    assert LINEAR_AND_SUM not in targets
     torch.testing.assert_close([loaded.module()(**batch) for batch in inputs], want)
 
 

@@ -11,7 +11,7 @@ from optexport._utils.platform import processor_flags
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, ParityError
 from optexport.exporters import targets
-from optexport.exporters.torch_formats import AVX512
+from optexport.exporters.registry import default_passes
 from optexport.pipeline.run import run
 from optexport.report.result import Result
 from tests._helpers.exports import INPUTS
@@ -98,7 +98,7 @@ def test_manifest_lists_the_rules_of_each_file(result: Result) -> None:
 def test_file_contains_the_result_of_its_own_rules(result: Result) -> None:
     products = {
         name: str(torch.jit.load(str(path)).graph).count(
-            "::_linear_pointwise" if AVX512 in processor_flags() else "aten::linear"
+            "::_linear_pointwise" if "onednn-linear" in default_passes(name, processor_flags()) else "aten::linear"
         )
         for name, path in result.files.items()
         if name == "torchscript"

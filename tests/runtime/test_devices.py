@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +173,24 @@ def test_mlflow_gets_no_model_for_cuda(for_a_card: Path) -> None:
 def test_another_package_may_provide_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_IN_PLACE_OF", {"no-such-package": ["numpy"]})
     assert packages._find_version("no-such-package") == np.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor lacks AVX-512")
+def test_file_whose_instructions_the_processor_lacks_is_refused_with_a_hint(tmp_path: Path) -> None:
+    bundle = export(
+        exports.Block().eval(),
+        exports.batch(2, 5),
+        tmp_path / "out",
+        formats=["torchscript"],
+        passes={"torchscript": ["onednn-linear"]},
+        precision={"torchscript": "bfloat16"},
+        metrics={"cosine": 0.99},
+    ).output
+    command = [sys.executable, "-m", "optexport", "verify", str(bundle)]
+    for instructions, exit_code in (("AVX512_CORE_BF16", 0), ("AVX2", 3)):
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == exit_code, done.stderr
+    assert "model.torchscript.pt: oneDNN cannot compute a layer of this file on this processor" in done.stderr
+    assert "Run on such a processor, or export without the pass onednn-linear." in done.stderr

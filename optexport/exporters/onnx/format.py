@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optexport._utils.platform import AMX
 from optexport.errors import BenchError, ExportError, OptexportError, first_line
 from optexport.exporters.format import ArrayRun, Benchmark, Format, FormatPass, Loader, Run
 from optexport.exporters.onnx import external_data
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from optexport.exporters.flat_graph import FlatGraph
-
-# A flag of processors in /proc/cpuinfo.
-AMX = "amx_tile"
 
 
 class OnnxFormat(Format):
