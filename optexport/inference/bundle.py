@@ -136,6 +136,7 @@ class Bundle:
 
         Raises:
             ConfigError: An input is missing, unknown, or has a wrong dtype, rank or size, or the runtime rejects it.
+            DeviceError: The processor lacks the instructions for a layer.
             ExportError: There is not enough memory.
         """
         specs = {spec.name: spec for spec in self.manifest.inputs}
@@ -149,6 +150,8 @@ class Bundle:
         self._check_sizes(arrays)
         try:
             return self._run(arrays)
+        except DeviceError:
+            raise
         except Exception as error:  # each runtime has its own exceptions
             if is_of_memory(error):
                 raise ExportError(

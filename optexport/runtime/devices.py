@@ -70,20 +70,23 @@ def check_weight_bits(weight_bits: int, location: str) -> None:
 
 @contextlib.contextmanager
 def needed_instructions(location: str) -> Iterator[None]:
-    """Translates the error of oneDNN about a missing instruction.
+    """Translates the errors of oneDNN about bfloat16 on a processor without the instructions for it.
 
     Raises:
-        DeviceError: The processor has none for the dtype of a layer, as for bfloat16 without AVX-512.
+        DeviceError: The processor has none, as x86 without AVX-512.
     """
+    import torch
+
     try:
         yield
     except RuntimeError as error:
-        if "could not create a primitive" not in str(error):
+        messages = ("could not create a primitive", "bf16 path needs the cpu support")
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported() or not any(message in str(error) for message in messages):
             raise
         raise DeviceError(
-            "oneDNN cannot compute a layer of this file on this processor",
+            "oneDNN cannot compute layers in bfloat16 on this processor",
             location=location,
-            hint="Layers in bfloat16 need AVX-512. Run on such a processor, or export without the pass onednn-linear.",
+            hint="Run on a processor with AVX-512, or export without the pass onednn-linear.",
         ) from error
 
 

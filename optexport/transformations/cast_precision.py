@@ -47,8 +47,8 @@ class CastPrecision(Rule):
     y = Layer(x)  ->  y = Layer'(x.to(half)).to(float32)
 
     For linears, convolutions, embeddings, matrix products and attention in float32. Between two of them, casts are
-    left out if only reshapes, activations, and sums or products of such results lie between, and, in bfloat16, layer
-    norms of such results. Everything else stays in float32: other norms, softmax, means, arithmetic with numbers, and
+    left out if only reshapes, activations, and sums or products of such results lie between. In bfloat16, layer norms
+    of such results follow. Everything else stays in float32: other norms, softmax, means, arithmetic with numbers, and
     the inputs and outputs of the graph. The softmax in scaled_dot_product_attention is part of the attention.
 
     This does not preserve the computation; parity.atol and parity.rtol limit the error.
@@ -236,8 +236,16 @@ def layer_name(node: Node) -> str:
 
 
 def layers_in_half(graph_module: GraphModule) -> list[str]:
-    """Returns the names of the layers and products that run in half precision, in graph order."""
-    nodes = [node for node in graph_module.graph.nodes if node.op == "call_module" or node.target in _PRODUCTS]
+    """Returns the names of the layers and products that run in half precision, in graph order.
+
+    Norms are not among them, because they follow the layers that they read.
+    """
+    nodes = [
+        node
+        for node in graph_module.graph.nodes
+        if node.target in _PRODUCTS
+        or (node.op == "call_module" and not isinstance(modules.called_module(graph_module, node), _NORMS))
+    ]
     return list(dict.fromkeys(layer_name(node) for node in nodes if _dtype(node) in _DTYPES.values()))
 
 

@@ -127,3 +127,36 @@ def test_gates_that_nothing_passes_fail_the_run(tmp_path: Path) -> None:
 def test_unknown_layer_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='no layer "layer.2"'):
         run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep_float32 = ["layer.2"]', formats='"pt2"'))
+
+
+class Normed(torch.nn.Module):
+    """A layer norm between two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+def _export_normed(folder: Path, cosine: float, **precision: object) -> Result:
+    torch.manual_seed(0)
+    x = {"x": torch.randn(3, 4)}
+    options = {"formats": ["torchscript"], "metrics": {"cosine": cosine}}
+    return export(Normed().eval(), x, folder, precision={"torchscript": "bfloat16", **precision}, **options)
+
+
+def test_norms_are_no_layers_so_that_a_file_with_norms_alone_in_bfloat16_fails(tmp_path: Path) -> None:
+    result = _export_normed(tmp_path / "a", 0.99)
+    assert [layer.layer for layer in _layers(result, "torchscript")] == ["a", "b"]
+    with pytest.raises(ParityError, match="no choice of layers"):
+        _export_normed(tmp_path / "b", 0.99999999)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kept", "dtype"), [("a", "float32"), ("b", "bfloat16")])
+def test_norm_follows_the_layer_that_it_reads(kept: str, dtype: str, tmp_path: Path) -> None:
+    result = _export_normed(tmp_path / "out", 0.99, keep_float32=[kept])
+    parameters = dict(torch.jit.load(str(result.files["torchscript"])).named_parameters())
+    assert str(parameters["norm.weight"].dtype) == f"torch.{dtype}"
