@@ -19,6 +19,10 @@ _CONTAINERS = (
     ),
 )
 
+# Flags of processors, as Linux names them.
+AVX512 = "avx512f"
+AMX = "amx_tile"
+
 # Messages of the allocators of torch, ONNX Runtime and CUDA, whose errors have no special type.
 _NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "bad allocation"),
@@ -39,11 +43,6 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-# Flags of processors, as Linux names them.
-AVX512 = "avx512f"
-AMX = "amx_tile"
 
 
 def processor_flags() -> frozenset[str]:

@@ -172,14 +172,14 @@ def _find_addend(reader: fx.Node, result: fx.Node) -> fx.Node | None:
     """Returns the other tensor of a plain sum with a layer's result, if both have the same shape and dtype."""
     if reader.target is not aten.add.Tensor or aten_ops.arguments(reader)["alpha"] != 1:
         return None
-    others = [argument for argument in reader.args if argument is not result]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
+    addends = [argument for argument in reader.args if argument is not result]
+    if len(addends) != 1 or not isinstance(addends[0], fx.Node):
         return None
-    ours, theirs = result.meta["val"], others[0].meta["val"]
+    ours, theirs = result.meta["val"], addends[0].meta["val"]
     if not isinstance(theirs, torch.Tensor) or (theirs.dim(), theirs.dtype) != (ours.dim(), ours.dtype):
         return None
     same = all(statically_known_true(a == b) for a, b in zip(ours.shape, theirs.shape, strict=True))
-    return others[0] if same else None
+    return addends[0] if same else None
 
 
 def _replace(node: fx.Node, target: OpOverload, arguments: tuple[Any, ...], before: Sequence[fx.Node] = ()) -> None:

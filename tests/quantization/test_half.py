@@ -147,7 +147,7 @@ def _export_normed(folder: Path, cosine: float, **precision: object) -> Result:
     return export(Normed().eval(), x, folder, precision={"torchscript": "bfloat16", **precision}, **options)
 
 
-def test_norms_are_no_layers_so_that_a_file_with_norms_alone_in_bfloat16_fails(tmp_path: Path) -> None:
+def test_gates_that_only_a_norm_in_bfloat16_passes_fail_the_run(tmp_path: Path) -> None:
     result = _export_normed(tmp_path / "a", 0.99)
     assert [layer.layer for layer in _layers(result, "torchscript")] == ["a", "b"]
     with pytest.raises(ParityError, match="no choice of layers"):
@@ -155,8 +155,8 @@ def test_norms_are_no_layers_so_that_a_file_with_norms_alone_in_bfloat16_fails(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kept", "dtype"), [("a", "float32"), ("b", "bfloat16")])
-def test_norm_follows_the_layer_that_it_reads(kept: str, dtype: str, tmp_path: Path) -> None:
-    result = _export_normed(tmp_path / "out", 0.99, keep_float32=[kept])
+@pytest.mark.parametrize(("float32_layer", "dtype"), [("a", "float32"), ("b", "bfloat16")])
+def test_norm_follows_the_layer_that_it_reads(float32_layer: str, dtype: str, tmp_path: Path) -> None:
+    result = _export_normed(tmp_path / "out", 0.99, keep_float32=[float32_layer])
     parameters = dict(torch.jit.load(str(result.files["torchscript"])).named_parameters())
     assert str(parameters["norm.weight"].dtype) == f"torch.{dtype}"

@@ -175,7 +175,7 @@ def test_another_package_may_provide_onnx_runtime(monkeypatch: pytest.MonkeyPatc
     assert packages._find_version("no-such-package") == np.__version__
 
 
-_WITHOUT_AVX512 = """
+_CALLS_OF_ONEDNN = """
 import sys, numpy, torch
 from optexport import Bundle, DeviceError
 from optexport.runtime.devices import needed_instructions
@@ -189,14 +189,14 @@ for call in calls:
     try:
         with needed_instructions("here"):
             call()
-    except DeviceError as error:
+    except DeviceError:
         print("refused")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor lacks AVX-512")
-def test_file_whose_instructions_the_processor_lacks_is_refused_with_a_hint(tmp_path: Path) -> None:
+def test_bfloat16_without_its_instructions_is_a_device_error(tmp_path: Path) -> None:
     bundle = export(
         exports.Block().eval(),
         exports.batch(2, 5),
@@ -208,7 +208,7 @@ def test_file_whose_instructions_the_processor_lacks_is_refused_with_a_hint(tmp_
     ).output
     for instructions, exit_code, refusals in (("AVX512_CORE_BF16", 0, 0), ("AVX2", 3, 3)):
         environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
-        command = [sys.executable, "-c", _WITHOUT_AVX512, str(bundle)]
+        command = [sys.executable, "-c", _CALLS_OF_ONEDNN, str(bundle)]
         called = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert called.stdout == "refused\n" * refusals
         command = [sys.executable, "-m", "optexport", "verify", str(bundle)]
