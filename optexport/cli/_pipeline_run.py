@@ -99,10 +99,15 @@ def run_config(
     from optexport.config.run_steps import list_run_steps
     from optexport.report import github
     from optexport.report import junit as report_junit
+    from optexport.tracking import tracking_process
 
     without, baseline = options.get("without", ()), bool(options.get("baseline"))
     steps = None if options.get("tune") else list_run_steps(config, without, baseline=baseline)
-    with publish_errors(title, junit), show_progress(not quiet) as progress:
+    with (
+        publish_errors(title, junit),
+        show_progress(not quiet) as progress,
+        tracking_process(config.tracking) as tracker,
+    ):
         if steps is not None:
             progress.count.expect(["import libraries", *steps])
         with progress.step("import libraries"):
@@ -113,7 +118,7 @@ def run_config(
 
         # A model's own code may print; standard output is reserved for the result.
         with stdout_to_stderr():
-            result = run_plan(plan_run(path, RunOptions(**options), text), progress)
+            result = run_plan(plan_run(path, RunOptions(**options), text), progress, tracker)
     github.publish(title, result.manifest.parity, result.failure, result)
     report_junit.write(junit, result.manifest.parity, result.failure, list_gate_limits(result))
     if as_json:

@@ -110,7 +110,7 @@ def run_generation(
             formats = config.export.formats
             package_versions = versions() | registry.versions(formats)
             tags = run_params.tags(settings["model"]["source"], formats, package_versions, Origin(git=git))
-            with tracking.tracking(config.tracking, path, output, settings, tags):
+            with tracking.tracking(tracking.Tracker(config.tracking, path, output), settings, tags):
                 raise
         with shown.step("track") if is_tracked else contextlib.nullcontext():
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
@@ -134,6 +134,7 @@ def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
 def _track(part: Result, config: Config, path: Path, origin: Origin) -> Result:
     manifest = part.manifest
     tags = run_params.tags(manifest.model.source, list(part.files), manifest.versions, origin)
-    with tracking.tracking(config.tracking, path, part.output, manifest.config, tags) as tracker:
+    tracker = tracking.Tracker(config.tracking, path, part.output)
+    with tracking.tracking(tracker, manifest.config, tags):
         tracker.send()
     return replace(part, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)

@@ -79,7 +79,12 @@ class RunPlan:
 
 @contextlib.contextmanager
 def start_tracking(
-    config: Config, path: Path | None, output: Path, origin: Origin, progress: Progress
+    config: Config,
+    path: Path | None,
+    output: Path,
+    origin: Origin,
+    progress: Progress,
+    process: tracking.TrackingProcess | None = None,
 ) -> Iterator[tracking.Tracker]:
     """Starts the MLflow run as a step, and ends it as finished or failed when the block ends.
 
@@ -87,13 +92,15 @@ def start_tracking(
         path: The path of the config; None for a model in memory.
         output: The bundle's folder.
         origin: The origin of the bundle.
+        process: The process that tracks the run; None tracks it in this process.
     """
     settings = portable_config(config)
     formats = config.export.formats
     tags = run_params.tags(settings["model"]["source"], formats, versions() | registry.versions(formats), origin)
+    tracker = tracking.make_tracker(config.tracking, path, output, process)
     with contextlib.ExitStack() as stack:
         with progress.step("start tracking") if config.tracking.enabled else contextlib.nullcontext():
-            tracker = stack.enter_context(tracking.tracking(config.tracking, path, output, settings, tags))
+            stack.enter_context(tracking.tracking(tracker, settings, tags))
         if tracker.failure is not None:
             progress.note(f"MLflow failed: {tracker.failure.message}. The export continues.")
         yield tracker

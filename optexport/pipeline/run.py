@@ -23,6 +23,7 @@ from optexport.job import Job
 from optexport.parity import gates
 from optexport.pipeline import bundle_writer, lockfile, steps
 from optexport.pipeline.api_arguments import as_texts
+from optexport.pipeline.export_ahead import exporting_ahead
 from optexport.pipeline.gain import measure_gain
 from optexport.pipeline.measure import list_workloads, measure_files
 from optexport.pipeline.plan import RunOptions, RunPlan, plan_run, start_tracking
@@ -32,6 +33,7 @@ from optexport.report.html import page
 from optexport.report.progress import show_progress
 from optexport.report.result import Result
 from optexport.tracing import model_run
+from optexport.tracking import TrackingProcess
 
 
 @torch_settings.preserved()
@@ -67,8 +69,12 @@ def run(  # noqa: PLR0913 - options of the public API
 
 
 @torch_settings.preserved()
-def run_plan(plan: RunPlan, progress: Progress) -> Result:
-    """Runs a plan; raises the errors of `run`."""
+def run_plan(plan: RunPlan, progress: Progress, tracking_process: TrackingProcess | None = None) -> Result:
+    """Runs a plan; raises the errors of `run`.
+
+    Args:
+        tracking_process: The process that tracks the run; None tracks it in this process.
+    """
     is_tracked = plan.config.tracking.enabled
     if (all_steps := list_run_steps(plan.config, baseline=plan.baseline is not None)) is not None:
         progress.count.expect(all_steps)
@@ -80,7 +86,7 @@ def run_plan(plan: RunPlan, progress: Progress) -> Result:
             job = load_job(plan, workspace, progress)
         # plan.py: "start tracking"; only now, so that most mistakes in a config or a source start no MLflow run
         with (
-            start_tracking(plan.config, plan.path, plan.output, plan.origin, progress) as tracker,
+            start_tracking(plan.config, plan.path, plan.output, plan.origin, progress, tracking_process) as tracker,
             naming_config(plan.path),
         ):
             progress.count.after_bundle = None  # the steps of a tuned run are unknown during its baseline
@@ -139,6 +145,7 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         atomic_dir.drafting(job.output, layout.check_replaceable, output_lock) as draft,
         torch.random.fork_rng(devices=[]),
         signals.temporary_folder() as scratch,
+        contextlib.ExitStack() as stack,
     ):
         if job.config.tune is None:
             progress.count.expect(list_steps(job))
@@ -154,12 +161,14 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         progress.count.expect(list_steps(traced.job, tuned=True))
         # variant.py: "transform", for each variant
         graphs = [transform_variant(variant, traced, progress) for variant in traced.job.variants]
+        pairs = list(zip(traced.job.variants, graphs, strict=True))
+        ahead = stack.enter_context(exporting_ahead(traced, pairs))
         with progress.step("other sizes"):
             checker = steps.check_other_sizes(traced, checker, graphs)
         # variant.py, for each variant: "check graph", "export FORMAT" and "check FORMAT" for each format, "undo". After
         # a check, "lower" and "check lowered graph" or "check lowered onnx", only with [precision].
-        exporter = VariantExporter(traced, checker, draft, progress, choices)
-        variants = [exporter.export(*pair) for pair in zip(traced.job.variants, graphs, strict=True)]
+        exporter = VariantExporter(traced, checker, draft, progress, choices, ahead)
+        variants = [exporter.export(*pair) for pair in pairs]
         # variant.py: "node errors"
         results = exporter.results(variants, outcomes)
         with progress.step("gain"):

@@ -32,6 +32,7 @@ from optexport.parity.record import parity_record
 from optexport.parity.reference import graph_runner
 from optexport.parity.target_check import TargetChecker
 from optexport.pipeline.bundle_writer import RunResults, write_graph
+from optexport.pipeline.export_ahead import ExportAhead
 from optexport.pipeline.steps import TracedJob, trace_original
 from optexport.pipeline.undo_check import check_undo
 from optexport.quantization.half import HalfCaster
@@ -71,10 +72,16 @@ class VariantExporter:
     """
 
     def __init__(
-        self, traced: TracedJob, checker: ParityChecker, draft: Path, progress: Progress, choices: LayerChoices
+        self,
+        traced: TracedJob,
+        checker: ParityChecker,
+        draft: Path,
+        progress: Progress,
+        choices: LayerChoices,
+        ahead: ExportAhead | None = None,
     ) -> None:
         self._traced, self._job, self._checker = traced, traced.job, checker
-        self._draft, self._progress, self._choices = draft, progress, choices
+        self._draft, self._progress, self._choices, self._ahead = draft, progress, choices, ahead
         self._target_checker = TargetChecker(
             checker,
             traced.call,
@@ -160,7 +167,9 @@ class VariantExporter:
             for name in variant.formats:
                 is_quantized = name == "onnx" and precision is not None
                 with self._progress.step(f"export {name}"):
-                    artifact, content = self._export_file(name, graph, scratch if is_quantized else self._draft)
+                    artifact, content = self._export_file(
+                        name, graph, transformed.graph_module, scratch if is_quantized else self._draft
+                    )
                 files[name] = (scratch if is_quantized else self._draft) / artifact.path
                 artifacts.append(artifact)
                 with self._progress.step(f"check {name}"):
@@ -184,10 +193,13 @@ class VariantExporter:
         hint = f"Try export.passes = {{ {failed.format} = [] }}, in case a format pass ({names}) did it."
         return replace(finding, hint=hint)
 
-    def _export_file(self, name: Format, graph: FlatGraph, folder: Path) -> tuple[ArtifactRecord, str | None]:
+    def _export_file(
+        self, name: Format, graph: FlatGraph, graph_module: fx.GraphModule, folder: Path
+    ) -> tuple[ArtifactRecord, str | None]:
         """Writes a file, or copies it from the cache; returns its record and its digest for the cache."""
         export = self._job.config.export
-        artifact, is_cache_hit = exports.export(graph, name, folder, export.passes.get(name, []))
+        written = None if self._ahead is None else self._ahead.take(graph_module, name, folder)
+        artifact, is_cache_hit = written or exports.export(graph, name, folder, export.passes.get(name, []))
         self._exports_from_cache += [name] * is_cache_hit
         self._check_dynamic(artifact)
         return artifact, exports.of_file(folder / artifact.path, name)

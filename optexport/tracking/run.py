@@ -56,6 +56,11 @@ class Tracker:
         page: The URL of the run. Without a server, the command that starts MLflow's UI comes first.
         failure: The first error of the store, or None.
         registered: The registration of the model; None if the config does not register it.
+
+    Args:
+        path: The path of the config, or None. A relative path in the tracking URI starts at its folder, or at the
+            working directory.
+        bundle: The output folder.
     """
 
     def __init__(self, config: TrackingConfig, path: Path | None, bundle: Path) -> None:
@@ -247,23 +252,17 @@ def end_unfinished_run(client: Any, experiment: str, bundle: Path) -> None:
 
 
 @contextlib.contextmanager
-def tracking(
-    config: TrackingConfig, path: Path | None, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
-) -> Iterator[Tracker]:
+def tracking(tracker: Tracker, settings: Mapping[str, Any], tags: Mapping[str, str]) -> Iterator[None]:
     """Starts a run, and ends it as FINISHED, FAILED or KILLED when the block ends.
 
     Tracking errors are stored in `Tracker.failure` and not raised, because the work itself may have succeeded.
 
     Args:
-        path: The path of the config, or None. A relative path in the tracking URI starts at its folder, or at the
-            working directory.
-        bundle: The output folder.
         settings: The resolved config, for the run's params.
     """
-    tracker = Tracker(config, path, bundle)
     try:
         tracker.start(settings, tags)
-        yield tracker
+        yield
         tracker.end()
     except BaseException as error:
         tracker.end(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import importlib
 import logging
 import os
 import re
@@ -46,6 +47,8 @@ _TIMEOUT_OPTIONS = {
     "pg8000": "timeout",
 }
 
+# Modules that an upload imports.
+_LATER_IMPORTS = ("matplotlib.backends.backend_agg", "matplotlib.figure", "mlflow.data.numpy_dataset", "safetensors")
 # Query of a page's address: MLflow 3 shows its pages for agents by default, which have no list of runs.
 _WORKFLOW = "workflowType=machine_learning"
 
@@ -84,6 +87,18 @@ def import_mlflow() -> Any:
     # mlflow logs tracebacks of errors that it also raises.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return mlflow
+
+
+def prepare(uri: str) -> None:
+    """Imports and reads what a run in this store needs later, so that it does not have to wait for it."""
+    import_mlflow()
+    for name in _LATER_IMPORTS:
+        importlib.import_module(name)
+    if uri.startswith(_DATABASES):
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+    # mlflow lists the modules of all installed packages the first time that it looks at a requirement.
+    requirements = importlib.import_module("mlflow.utils.requirements_utils")
+    requirements.warn_dependency_requirement_mismatches(["mlflow"])
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from pathlib import Path
 from optexport._utils.platform import machine
 from tests.benchmarks.parity import EXAMPLE
 
-PROGRAM = "from optexport.cli.main import main; main()"
+PROGRAM = "from optexport.__main__ import main; main()"
 BARE = """
 import importlib.util, pathlib, sys, torch
 from transformers import AutoModel

@@ -136,7 +136,8 @@ def test_an_interrupt_ends_a_run_as_killed_and_an_error_as_failed(
     tmp_path: Path, error: BaseException, status: str, reason: str
 ) -> None:
     config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
-    with pytest.raises(type(error)), tracking(config, tmp_path / "config.toml", tmp_path / "out", {}, {}):
+    tracker = Tracker(config, tmp_path / "config.toml", tmp_path / "out")
+    with pytest.raises(type(error)), tracking(tracker, {}, {}):
         raise error
     run = only_run(config.uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == (status, reason)
