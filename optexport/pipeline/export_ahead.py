@@ -50,8 +50,7 @@ class ExportAhead:
         """
         if graph_module is not self._graph_module or file_format != _FORMAT:
             return None
-        self._process.join()
-        if self._process.exitcode != 0:
+        if not forked.wait(self._process):
             return None
         record_path = self._folder / _RECORD
         origin, record = record_path.read_text(encoding="utf-8").split("\n")
@@ -77,13 +76,8 @@ def exporting_ahead(traced: TracedJob, graphs: Sequence[tuple[Variant, Transform
     transformed = chosen[0][1]
     graph = job.make_flat_graph(traced.signature, transformed.graph_module, transformed.applied)
     passes = job.config.export.passes.get(_FORMAT, [])
-    with signals.temporary_folder() as folder:
-        process = forked.start(_write, graph, passes, folder)
-        try:
-            yield None if process is None else ExportAhead(transformed.graph_module, process, folder)
-        finally:
-            if process is not None:
-                forked.stop(process)
+    with signals.temporary_folder() as folder, forked.running(_write, graph, passes, folder) as process:
+        yield None if process is None else ExportAhead(transformed.graph_module, process, folder)
 
 
 def _write(graph: FlatGraph, passes: Sequence[str], folder: Path) -> None:

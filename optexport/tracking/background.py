@@ -17,14 +17,14 @@ from typing import Any
 
 from optexport._utils import forked, signals
 from optexport.config.schema import TrackingConfig
-from optexport.errors import OptexportError, TrackingError
-from optexport.redaction import keep_secret
+from optexport.errors import CheckError, ConfigError, ModelError, OptexportError, SourceError, TrackingError
+from optexport.redaction import keep_secret, redact_error
 from optexport.tracking import store
 from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run import LATER_VARIABLE, Tracker, reason_of
 
-# In seconds: how long an interrupted call may take to end.
-_PATIENCE = 10
+# In seconds: how long an interrupted call may take. It may ask a server for the run that it has just created.
+_PATIENCE = 15
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Answer:
     """The attributes of a `Tracker` after a call.
 
     Attributes:
-        error: The error that `end` received, with what `end` added to it.
+        error: The copy of the error that `end` received, with what `end` added to it.
         interrupt: The interrupt that ended the call.
     """
 
@@ -67,14 +67,9 @@ def tracking_process(config: TrackingConfig) -> Iterator[TrackingProcess | None]
         yield None
         return
     connection, other_end = Pipe()
-    process = forked.start(_serve, config.store, other_end, connection)
-    other_end.close()
-    try:
+    with connection, forked.running(_serve, config.store, other_end, connection) as process:
+        other_end.close()
         yield None if process is None else TrackingProcess(process, connection)
-    finally:
-        connection.close()
-        if process is not None:
-            forked.stop(process)
 
 
 def _is_useful() -> bool:
@@ -102,12 +97,13 @@ class _BackgroundTracker(Tracker):
         self._call("send")
 
     def end(self, error: BaseException | None = None) -> None:
-        sent = error
-        if error is not None and not isinstance(error, OptexportError | KeyboardInterrupt | SystemExit):
-            sent = RuntimeError(reason_of(error))  # the error may have attributes that cannot be sent
-        answer = self._call("end", sent)
-        if error is not None and answer is not None and answer.error is not None:
-            vars(error).update(vars(answer.error))
+        answer = self._call("end", _sendable(error))
+        if not isinstance(error, OptexportError) or answer is None or not isinstance(answer.error, OptexportError):
+            return
+        error.run_id = answer.error.run_id
+        if answer.error.details != error.details:
+            error.details = None
+            error.add_detail(str(answer.error.details))
 
     def _call(self, method: str, *arguments: Any) -> _Answer | None:
         """Calls a method in the process, and takes over its answer; returns None if the process has ended.
@@ -118,28 +114,38 @@ class _BackgroundTracker(Tracker):
         try:
             with signals.deferred():
                 self._connection.send((method, *arguments))
-            self._wait()
+            self._connection.poll(None)
+        except KeyboardInterrupt as interrupt:
             with signals.deferred():
-                answer: _Answer = self._connection.recv()
+                answer = self._interrupt_call()
+            for note in getattr(answer and answer.interrupt, "__notes__", ()):
+                interrupt.add_note(note)
+            raise
+        except OSError:
+            self._note_end()
+            return None
+        with signals.deferred():
+            return self._receive()
+
+    def _interrupt_call(self) -> _Answer | None:
+        """Interrupts the running call, and takes over its answer; returns None if the process has ended."""
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGINT)
+        if self._connection.poll(_PATIENCE):
+            return self._receive()
+        self._process.kill()
+        return None
+
+    def _receive(self) -> _Answer | None:
+        """Takes over an answer; returns None if the process has ended."""
+        try:
+            answer: _Answer = self._connection.recv()
         except (EOFError, OSError):
             self._note_end()
             return None
         self.run_id, self.page, self.failure = answer.run_id, answer.page, answer.failure
         self.registered = answer.registered
-        if answer.interrupt is not None:
-            raise answer.interrupt
         return answer
-
-    def _wait(self) -> None:
-        """Waits for an answer. An interrupt goes to the process, which then answers with it."""
-        try:
-            self._connection.poll(None)
-        except KeyboardInterrupt:
-            if self._process.pid is not None:
-                os.kill(self._process.pid, signal.SIGINT)
-            if not self._connection.poll(_PATIENCE):
-                forked.stop(self._process)
-                raise
 
     def _note_end(self) -> None:
         if self.failure is None:
@@ -150,9 +156,26 @@ class _BackgroundTracker(Tracker):
             )
 
 
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """Returns an error with everything that `Tracker.end` needs, of a class that the other process has."""
+    if isinstance(error, OptexportError):
+        kinds = (ConfigError, SourceError, ModelError, CheckError, OptexportError)
+        kind = next(kind for kind in kinds if isinstance(error, kind))
+        copy = kind(error.message, location=error.location, hint=error.hint, details=error.details, parity=error.parity)
+        if isinstance(error, CheckError) and isinstance(copy, CheckError):
+            copy.folder = error.folder
+        return copy
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt()
+    if isinstance(error, SystemExit):
+        return SystemExit(error.code if isinstance(error.code, int) else str(error.code))
+    return None if error is None else RuntimeError(redact_error(reason_of(error)))
+
+
 def _serve(uri: str, connection: Connection, other_end: Connection) -> None:
     """Serves the calls of one tracker until the other process closes its connection."""
     other_end.close()
+    interrupts = _Interrupts()
     with contextlib.suppress(Exception):  # the first call raises it again
         store.prepare(uri)
     tracker: Tracker | None = None
@@ -164,7 +187,9 @@ def _serve(uri: str, connection: Connection, other_end: Connection) -> None:
         if tracker is None:  # the first call is "start"
             config, path, bundle, *arguments = arguments
             tracker = Tracker(config, path, bundle)
-        interrupt = _call(getattr(tracker, method), *arguments)
+        if method == "end":
+            interrupts.forget()  # the signal was for an earlier call, which had ended
+        interrupt = interrupts.call(getattr(tracker, method), *arguments)
         if tracker.failure is not None and tracker.failure.__cause__ is not None:  # a cause cannot be sent
             tracker.failure.add_note("".join(traceback.format_exception(tracker.failure.__cause__)))
             tracker.failure.__cause__ = None
@@ -173,13 +198,32 @@ def _serve(uri: str, connection: Connection, other_end: Connection) -> None:
         connection.send(answer)
 
 
-def _call(method: Callable[..., None], *arguments: Any) -> KeyboardInterrupt | None:
-    """Calls a method; only meanwhile, a signal interrupts it. Returns the interrupt that ended the call."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        method(*arguments)
-    except KeyboardInterrupt as interrupt:
-        return interrupt
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return None
+class _Interrupts:
+    """Lets SIGINT interrupt a call, also one that has not begun yet, and nothing else."""
+
+    def __init__(self) -> None:
+        self._is_calling = self._is_interrupted = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self._is_interrupted = True
+        if self._is_calling:
+            self._is_calling = False
+            raise KeyboardInterrupt
+
+    def forget(self) -> None:
+        """Forgets a signal that came between two calls."""
+        self._is_interrupted = False
+
+    def call(self, method: Callable[..., None], *arguments: Any) -> KeyboardInterrupt | None:
+        """Calls a method, and returns the interrupt that ended the call."""
+        try:
+            self._is_calling = True
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            method(*arguments)
+        except KeyboardInterrupt as interrupt:
+            return interrupt
+        finally:
+            self._is_calling = False
+        return None

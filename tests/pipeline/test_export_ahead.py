@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from optexport.pipeline import export_ahead
 from tests._helpers.exports import batch, block
 
 INPUTS = batch()
+IS_USEFUL = forked.is_useful
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +83,20 @@ def test_nothing_is_ahead_of_a_single_format(tmp_path: Path, monkeypatch: pytest
     here = formats_exported_here(monkeypatch)
     optexport.export(block(), INPUTS, tmp_path / "out", formats=["onnx"])
     assert here == ["onnx"]
+
+
+def test_a_worker_of_a_pool_exports_without_a_process() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(is_useful_here) is False
+
+
+def is_useful_here() -> bool:
+    return IS_USEFUL()
+
+
+def test_a_stuck_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "_STUCK", 0.5)
+    with forked.running(time.sleep, 60) as process:
+        assert process is not None
+        assert not forked.wait(process)
+        assert not process.is_alive()

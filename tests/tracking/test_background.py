@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from optexport.config.schema import TrackingConfig
-from optexport.errors import CheckError, TrackingError
+from optexport.errors import CheckError, ExportError, TrackingError
 from optexport.tracking import background, run
 from optexport.tracking.background import TrackingProcess, make_tracker, tracking_process
 from tests._helpers import stores
@@ -59,7 +59,15 @@ def test_a_run_is_tracked_and_its_bundle_is_sent(tmp_path: Path, fork: Fork) -> 
     assert not process.process.is_alive()
 
 
-@pytest.mark.parametrize("error", [CheckError("it differs"), ValueError(lambda: "cannot be sent")])
+class UnsendableError(ExportError):
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(f"{message} {reason}")
+        self.reason = lambda: reason
+
+
+@pytest.mark.parametrize(
+    "error", [CheckError("it differs"), UnsendableError("no", "file"), ValueError(lambda: "cannot be sent")]
+)
 def test_an_error_of_the_run_ends_it_as_failed(tmp_path: Path, fork: Fork, error: Exception) -> None:
     config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
     with fork(config) as process:
@@ -69,6 +77,28 @@ def test_an_error_of_the_run_ends_it_as_failed(tmp_path: Path, fork: Fork, error
     failed = only_run(config.store)
     assert (failed.info.status, failed.data.tags[run.REASON_TAG]) == ("FAILED", str(error))
     assert getattr(error, "run_id", tracker.run_id) == failed.info.run_id
+
+
+def test_a_later_secret_is_hidden(tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
+    with fork(config) as process:
+        tracker = make_tracker(config, None, tmp_path / "out", process)
+        monkeypatch.setenv("SOME_TOKEN", "hunter2hunter2")
+        with pytest.raises(ValueError, match="refused"), run.tracking(tracker, {}, {}):
+            raise ValueError("refused: hunter2hunter2")
+    assert only_run(config.store).data.tags[run.REASON_TAG] == "refused: ***"
+
+
+def test_an_interrupt_before_the_process_is_ready_creates_no_run(
+    tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
+    monkeypatch.setattr(background.store, "prepare", lambda *_: time.sleep(3))
+    with fork(config) as process:
+        tracker = make_tracker(config, None, tmp_path / "out", process)
+        with pytest.raises(KeyboardInterrupt), interrupt_after(1), run.tracking(tracker, {}, {}):
+            raise AssertionError
+    assert runs(config.store) == []
 
 
 def test_an_interrupted_upload_names_the_command_that_completes_it(
