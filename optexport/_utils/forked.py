@@ -1,4 +1,4 @@
-"""Processes that do a part of a run beside it. A fork needs no imports and no copy of a model."""
+"""Forked processes for parts of a run. A fork needs no imports and no copy of a model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from optexport._utils.platform import usable_cores
 
 # From <linux/prctl.h>: the signal that a process receives when its parent ends.
 _PR_SET_PDEATHSIG = 1
-# In seconds: a process that used no time of the processor for so long is stuck.
-_STUCK = 30
+# A process without any CPU time in this many seconds is stuck.
+_STUCK_SECONDS = 30
 
 
 def is_useful() -> bool:
-    """Returns True if a core is free for a fork, and nothing that is known forbids it.
+    """Returns True if this process can fork safely, and has a second core to use.
 
-    Only Linux forks safely. A lock that another Python thread holds would stay locked; the thread of rich, which draws
-    the running step, holds none that `running` leaves in use. A worker of a pool must not have children.
+    - Only Linux forks safely.
+    - If another Python thread holds a lock, it stays locked in the fork. The thread of rich, which draws the running
+      step, only locks rich's display, which the fork does not use.
+    - multiprocessing allows no children of a pool's worker.
     """
-    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    are_harmless = all(type(thread).__module__.partition(".")[0] == "rich" for thread in others)
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    are_harmless = all(type(thread).__module__.partition(".")[0] == "rich" for thread in threads)
     is_worker = multiprocessing.current_process().daemon
     return sys.platform == "linux" and usable_cores() > 1 and are_harmless and not is_worker
 
@@ -42,8 +44,8 @@ def is_useful() -> bool:
 def running(function: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess | None]:
     """Calls a function in a forked process, which is killed at the end of the block.
 
-    The process ignores signals that end programs until the function handles them, and dies with this process. What it
-    prints goes to standard error. Its exit code is 1 after an error, which is not shown.
+    The process dies with this process, and ignores signals that end programs. It prints to standard error. If the
+    function fails, the exit code is 1, and the error is not shown.
 
     Yields None if the system allows no further process.
     """
@@ -73,14 +75,14 @@ def wait(process: BaseProcess) -> bool:
     """Waits until a process ends, and kills it if it is stuck. Returns whether its function ended without an error."""
     used = -1.0
     while process.is_alive():
-        before, used = used, _processor_seconds(process)
+        before, used = used, _cpu_seconds(process)
         if used == before:
             _stop(process)
-        process.join(_STUCK)
+        process.join(_STUCK_SECONDS)
     return process.exitcode == 0
 
 
-def _processor_seconds(process: BaseProcess) -> float:
+def _cpu_seconds(process: BaseProcess) -> float:
     try:
         times = psutil.Process(process.pid).cpu_times()
     except psutil.NoSuchProcess:
@@ -93,11 +95,10 @@ def _run(function: Callable[..., None], *arguments: Any) -> None:
     code = 1
     try:
         os.setsid()  # signals of a terminal are for the parent
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_IGN)
+        signals.ignore()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(2, 1)
-        # The parent's objects may have locks, such as that of rich's display.
+        # The objects of the parent may be locked.
         sys.stdout = sys.stderr = io.TextIOWrapper(
             io.FileIO(2, "w", closefd=False), errors="replace", write_through=True
         )

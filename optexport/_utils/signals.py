@@ -82,10 +82,11 @@ def exit_on_signal() -> None:
         signal.signal(signum, end)
     # Registered first, so it is called last. Python then restores the default actions, which would change the exit code
     # of a command that has printed its result.
-    atexit.register(_ignore)
+    atexit.register(ignore)
 
 
-def _ignore() -> None:
+def ignore() -> None:
+    """Ignores the signals that end programs."""
     for signum in _handled():
         signal.signal(signum, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Writes a file in a process of its own while the run does other steps: an export is Python code, on one core."""
+"""Writes the ONNX file in a forked process while the run does other steps, because an export uses only one core."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ExportAhead:
         """Waits for the file, and moves it to a folder.
 
         Returns:
-            The same as `exports.export`. None for another file, and if the process failed: the same export in this
-            process then gives the error.
+            The same as `exports.export`. None for another file, or if the process failed; the caller then exports the
+            file itself, which shows the error.
         """
         if graph_module is not self._graph_module or file_format != _FORMAT:
             return None

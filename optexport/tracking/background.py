@@ -1,4 +1,4 @@
-"""A tracker in a process of its own, so that MLflow's imports and a server's answers do not delay the run."""
+"""A tracker in a separate process, which imports mlflow while this process imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optexport.errors import CheckError, ConfigError, ModelError, OptexportError
 from optexport.redaction import keep_secret, redact_error
 from optexport.tracking import store
 from optexport.tracking.registry.registration import Registered
-from optexport.tracking.run import LATER_VARIABLE, Tracker, reason_of
+from optexport.tracking.run import Tracker, is_tracked, reason_of
 
 # In seconds: how long an interrupted call may take. It may ask a server for the run that it has just created.
 _PATIENCE = 15
@@ -45,7 +45,7 @@ class _Answer:
 
     Attributes:
         error: The copy of the error that `end` received, with what `end` added to it.
-        interrupt: The interrupt that ended the call.
+        notes: The notes of the interrupt that ended the call.
     """
 
     run_id: str | None
@@ -53,17 +53,16 @@ class _Answer:
     failure: TrackingError | None
     registered: Registered | None
     error: BaseException | None
-    interrupt: KeyboardInterrupt | None
+    notes: tuple[str, ...]
 
 
 @contextlib.contextmanager
 def tracking_process(config: TrackingConfig) -> Iterator[TrackingProcess | None]:
     """Starts a process for a tracker, which imports mlflow at once; ends it with the block.
 
-    Yields None if nothing is tracked, or if the tracker should rather work in this process.
+    Yields None if nothing is tracked, or if a second process is not useful.
     """
-    is_tracked = config.enabled and not os.environ.get(LATER_VARIABLE)
-    if not is_tracked or not _is_useful():
+    if not is_tracked(config) or not _is_useful():
         yield None
         return
     connection, other_end = Pipe()
@@ -118,7 +117,7 @@ class _BackgroundTracker(Tracker):
         except KeyboardInterrupt as interrupt:
             with signals.deferred():
                 answer = self._interrupt_call()
-            for note in getattr(answer and answer.interrupt, "__notes__", ()):
+            for note in answer.notes if answer is not None else ():
                 interrupt.add_note(note)
             raise
         except OSError:
@@ -189,17 +188,17 @@ def _serve(uri: str, connection: Connection, other_end: Connection) -> None:
             tracker = Tracker(config, path, bundle)
         if method == "end":
             interrupts.forget()  # the signal was for an earlier call, which had ended
-        interrupt = interrupts.call(getattr(tracker, method), *arguments)
+        notes = interrupts.call(getattr(tracker, method), *arguments)
         if tracker.failure is not None and tracker.failure.__cause__ is not None:  # a cause cannot be sent
             tracker.failure.add_note("".join(traceback.format_exception(tracker.failure.__cause__)))
             tracker.failure.__cause__ = None
         error = arguments[0] if method == "end" else None
-        answer = _Answer(tracker.run_id, tracker.page, tracker.failure, tracker.registered, error, interrupt)
+        answer = _Answer(tracker.run_id, tracker.page, tracker.failure, tracker.registered, error, notes)
         connection.send(answer)
 
 
 class _Interrupts:
-    """Lets SIGINT interrupt a call, also one that has not begun yet, and nothing else."""
+    """Lets SIGINT interrupt the current call, or the next one if there is none."""
 
     def __init__(self) -> None:
         self._is_calling = self._is_interrupted = False
@@ -215,15 +214,15 @@ class _Interrupts:
         """Forgets a signal that came between two calls."""
         self._is_interrupted = False
 
-    def call(self, method: Callable[..., None], *arguments: Any) -> KeyboardInterrupt | None:
-        """Calls a method, and returns the interrupt that ended the call."""
+    def call(self, method: Callable[..., None], *arguments: Any) -> tuple[str, ...]:
+        """Calls a method; returns the notes of the interrupt that ended the call, if any."""
         try:
             self._is_calling = True
             if self._is_interrupted:
                 raise KeyboardInterrupt
             method(*arguments)
         except KeyboardInterrupt as interrupt:
-            return interrupt
+            return tuple(getattr(interrupt, "__notes__", ()))
         finally:
             self._is_calling = False
-        return None
+        return ()

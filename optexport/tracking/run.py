@@ -48,6 +48,11 @@ ATTEMPT_TAG = "optexport.attempt"
 LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
 
+def is_tracked(config: TrackingConfig) -> bool:
+    """Returns True if the run of this process is tracked, and not left to another process."""
+    return config.enabled and not os.environ.get(LATER_VARIABLE)
+
+
 class Tracker:
     """One MLflow run.
 
@@ -143,7 +148,7 @@ class Tracker:
             error.add_detail(f"The MLflow run lacks files of this failure: {cause.message}")
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        if not self._config.enabled or self.failure is not None or os.environ.get(LATER_VARIABLE):
+        if not is_tracked(self._config) or self.failure is not None:
             return
         try:
             action()

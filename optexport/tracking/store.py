@@ -90,7 +90,7 @@ def import_mlflow() -> Any:
 
 
 def prepare(uri: str) -> None:
-    """Imports and reads what a run in this store needs later, so that it does not have to wait for it."""
+    """Imports and reads what a run in this store needs later."""
     import_mlflow()
     for name in _LATER_IMPORTS:
         importlib.import_module(name)

@@ -85,7 +85,8 @@ def test_nothing_is_ahead_of_a_single_format(tmp_path: Path, monkeypatch: pytest
     assert here == ["onnx"]
 
 
-def test_a_worker_of_a_pool_exports_without_a_process() -> None:
+def test_a_worker_of_a_pool_exports_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "usable_cores", lambda: 2)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(is_useful_here) is False
 
@@ -95,7 +96,7 @@ def is_useful_here() -> bool:
 
 
 def test_a_stuck_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_STUCK", 0.5)
+    monkeypatch.setattr(forked, "_STUCK_SECONDS", 0.5)
     with forked.running(time.sleep, 60) as process:
         assert process is not None
         assert not forked.wait(process)

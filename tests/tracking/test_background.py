@@ -7,19 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import psutil
 import pytest
 
+from optexport._utils import signals
 from optexport.config.schema import TrackingConfig
-from optexport.errors import CheckError, ExportError, TrackingError
-from optexport.tracking import background, run
+from optexport.errors import CheckError, ConfigError, ExportError, ParityError, TrackingError
+from optexport.tracking import background, run, store
 from optexport.tracking.background import TrackingProcess, make_tracker, tracking_process
+from optexport.tracking.description import FAILURE
 from tests._helpers import stores
 from tests._helpers.servers import answering
 from tests.tracking.bundles import QUIET, bundle, only_run, runs
@@ -79,6 +83,36 @@ def test_an_error_of_the_run_ends_it_as_failed(tmp_path: Path, fork: Fork, error
     assert getattr(error, "run_id", tracker.run_id) == failed.info.run_id
 
 
+def test_a_failed_check_sends_its_folder_or_says_that_it_could_not(
+    tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked"), tmp_path / "out-failure"
+    folder.mkdir()
+    (folder / "reproduce.py").touch()
+    for is_refused in (False, True):
+        if is_refused:
+            monkeypatch.setattr(run, "send_failure", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        error = ParityError("it differs", details="a fact")
+        error.folder = folder
+        with fork(config) as process:
+            tracker = make_tracker(config, None, tmp_path / "out", process)
+            with pytest.raises(ParityError), run.tracking(tracker, {}, {}):
+                raise error
+        sent = [file.path for file in mlflow.MlflowClient(config.store).list_artifacts(error.run_id or "", FAILURE)]
+        assert sent == ([] if is_refused else [f"{FAILURE}/reproduce.py"])
+        lost = "\nThe MLflow run lacks files of this failure: OSError: no room"
+        assert error.details == f"a fact{lost if is_refused else ''}"
+
+
+def test_a_mistake_in_the_config_deletes_the_run(tmp_path: Path, fork: Fork) -> None:
+    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
+    with fork(config) as process:
+        tracker = make_tracker(config, None, tmp_path / "out", process)
+        with pytest.raises(ConfigError), run.tracking(tracker, {}, {}):
+            raise ConfigError("a mistake")
+    assert runs(config.store) == []
+
+
 def test_a_later_secret_is_hidden(tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
     with fork(config) as process:
@@ -89,15 +123,29 @@ def test_a_later_secret_is_hidden(tmp_path: Path, fork: Fork, monkeypatch: pytes
     assert only_run(config.store).data.tags[run.REASON_TAG] == "refused: ***"
 
 
-def test_an_interrupt_before_the_process_is_ready_creates_no_run(
-    tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("function", "seconds"), [("prepare", 3), ("experiment_id", 60)])
+def test_an_interrupt_before_the_run_exists_creates_none(
+    function: str, seconds: int, tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
-    monkeypatch.setattr(background.store, "prepare", lambda *_: time.sleep(3))
+    monkeypatch.setattr(store, function, lambda *_: time.sleep(seconds))
     with fork(config) as process:
         tracker = make_tracker(config, None, tmp_path / "out", process)
         with pytest.raises(KeyboardInterrupt), interrupt_after(1), run.tracking(tracker, {}, {}):
             raise AssertionError
+    assert runs(config.store) == []
+
+
+def test_two_signals_do_not_leave_a_run_running(tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
+    monkeypatch.setattr(store, "prepare", lambda *_: time.sleep(4))
+    with fork(config) as process:
+        tracker = make_tracker(config, None, tmp_path / "out", process)
+        with pytest.raises(KeyboardInterrupt), signals.raising_on_signals():
+            for seconds in (0.5, 2):
+                threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
+            with run.tracking(tracker, {}, {}):
+                raise AssertionError
     assert runs(config.store) == []
 
 
@@ -114,16 +162,6 @@ def test_an_interrupted_upload_names_the_command_that_completes_it(
         f"The bundle on disk is complete. To upload it, run: optexport upload {target} --uri {config.store}"
     ]
     assert only_run(config.store).info.status == "KILLED"
-
-
-def test_an_interrupted_start_creates_no_run(tmp_path: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrackingConfig(uri=stores.store(tmp_path), experiment="tracked")
-    monkeypatch.setattr(run.store, "experiment_id", lambda *_: time.sleep(60))
-    with fork(config) as process:
-        tracker = make_tracker(config, None, tmp_path / "out", process)
-        with pytest.raises(KeyboardInterrupt), interrupt_after(1), run.tracking(tracker, {}, {}):
-            raise AssertionError
-    assert runs(config.store) == []
 
 
 @contextmanager
@@ -164,7 +202,8 @@ def test_the_death_of_the_process_is_a_tracking_error(tmp_path: Path, fork: Fork
     )
 
 
-def test_nothing_is_started_without_tracking() -> None:
+def test_nothing_is_started_without_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_is_useful", lambda: True)
     with tracking_process(TrackingConfig(enabled=False)) as process:
         assert process is None
 
