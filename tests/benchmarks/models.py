@@ -15,9 +15,13 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -99,6 +103,16 @@ def _vit() -> nn.Module:
     return randomise(ViTForImageClassification(ViTConfig(num_labels=1000)))
 
 
+def _resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return randomise(ResNetForImageClassification(ResNetConfig(num_labels=1000)))  # the sizes of ResNet-50
+
+
+def _convnext() -> nn.Module:
+    torch.manual_seed(0)
+    return randomise(ConvNextForImageClassification(ConvNextConfig(num_labels=1000)))  # the sizes of ConvNeXt-tiny
+
+
 def _llama() -> nn.Module:
     torch.manual_seed(0)
     size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -145,6 +159,8 @@ RACERS = {
     "MobileNetV2": Racer(mobilenet, None, None, "image", _IMAGE_SHAPES),
     "EfficientNet-lite0": Racer(efficientnet, None, None, "image", _IMAGE_SHAPES, "inputs"),
     "ViT-base": Racer(_vit, None, "image-classification", "image", _IMAGE_SHAPES, "pixel_values"),
+    "ResNet-50": Racer(_resnet, None, "image-classification", "image", _IMAGE_SHAPES, "pixel_values"),
+    "ConvNeXt-tiny": Racer(_convnext, None, "image-classification", "image", _IMAGE_SHAPES, "pixel_values"),
     "BERT-classifier": Racer(_bert_classifier, None, "text-classification", "text", _TEXT_SHAPES),
     "Llama-prefill": Racer(_llama, None, "text-generation", "text", ((1, 256),)),
     "Whisper-encoder": Racer(whisper_encoder, None, None, "sound", _IMAGE_SHAPES[:1]),

@@ -1,11 +1,13 @@
 """Measures int8-static on trained convolution nets: speed over float32, and agreement on photos.
 
-    python -m tests.benchmarks.quantization_images FOLDER [--models MobileNetV2] [--gate 0.99] [--rounds 12]
+    python -m tests.benchmarks.quantization_images FOLDER [--models MobileNetV2] [--images IMAGES] [--gate 0.99]
+        [--rounds 12]
 
 Layers are chosen by the smallest cosine of a row of the output, on 48 crops of six photos. The printed values are from
 300 crops of six other photos: the smallest cosine, and for the classifier the share of crops with the same class, of
 all and of those where the original gives its class a probability of 0.3 or more. Packages with weights and photos are
-installed into FOLDER.
+installed into FOLDER. With `--images`, every twentieth image of that folder takes the place of the first crops, and all
+others that of the second.
 """
 
 from __future__ import annotations
@@ -44,6 +46,16 @@ def _artifact(result: Result, title: str) -> Artifact:
     return replace(file, name=title)
 
 
+def _load_images(folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what layers are chosen on, and what is held out."""
+    if folder is None:
+        listed = photos.list_photos()
+        return photos.crop(listed[::2], 48, 0), photos.crop(listed[1::2], 300, 1)
+    listed = photos.list_images(folder)
+    held_out = [image for index, image in enumerate(listed) if index % 20]
+    return photos.crop_center(listed[::20]), photos.crop_center(held_out)
+
+
 def _compare(artifact: Artifact, output: str, original: torch.Tensor, crops: torch.Tensor, has_classes: bool) -> str:
     (*_, (_, run_file)) = targets.open_file(artifact.path, "onnx", [output])
     lowered = torch.cat([run_file({artifact.inputs[0]: part})[output] for part in crops.split(25)])
@@ -59,8 +71,7 @@ def _compare(artifact: Artifact, output: str, original: torch.Tensor, crops: tor
 def _measure_net(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     make, input_name, has_classes = _NETS[name]
     model = make()
-    listed = photos.list_photos()
-    chosen_on, held_out = photos.crop(listed[::2], 48, 0), photos.crop(listed[1::2], 300, 1)
+    chosen_on, held_out = _load_images(arguments.images)
     with torch.no_grad():
         original = torch.cat([model(part) for part in held_out.split(25)])
     files, cells = [], {}
@@ -75,6 +86,7 @@ def _measure_net(name: str, folder: Path, arguments: argparse.Namespace) -> None
             formats="onnx",
             output=folder / f"{name}-{title.replace(', ', '-').replace(' ', '-')}",
             precision=precision,
+            effort="quick",
             metrics=None if precision is None else {"cosine": arguments.gate},
             tracking=False,
         )
@@ -109,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", nargs="+", choices=_NETS, default=list(_NETS))
+    parser.add_argument("--images", type=Path)
     parser.add_argument("--gate", type=float, default=0.99)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
