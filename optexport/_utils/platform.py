@@ -19,6 +19,12 @@ _CONTAINERS = (
     ),
 )
 
+# The same for processor time: the limit and the period, in one file or in two.
+_TIME_LIMITS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
 # Flags of processors, as Linux names them.
 AVX512 = "avx512f"
 AMX = "amx_tile"
@@ -61,16 +67,27 @@ def saturates_int8() -> bool:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Returns the number of cores that this process may use, within a container's limit; at least 1."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    limits = [limit for files in _TIME_LIMITS if (limit := _container_cores(*files)) is not None]
+    return max(1, min([cores, *limits]))
 
 
 def free_memory() -> int:
     """Returns the bytes of memory that programs can still use, within a container's limit."""
     limits = [room for files in _CONTAINERS if (room := _container_memory(*files)) is not None]
     return min([*limits, int(psutil.virtual_memory().available)])
+
+
+def _container_cores(*files: str) -> int | None:
+    """Returns the number of whole cores that a container may use; None if it has no limit."""
+    try:
+        texts = [Path(file).read_text(encoding="ascii") for file in files]
+    except OSError:
+        return None
+    quota, period = " ".join(texts).split()
+    return int(quota) // int(period) if quota.isdecimal() else None  # "max" or -1
 
 
 def _container_memory(*files: str) -> int | None:

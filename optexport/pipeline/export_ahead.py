@@ -64,13 +64,15 @@ class ExportAhead:
 def exporting_ahead(traced: TracedJob, graphs: Sequence[tuple[Variant, Transformed]]) -> Iterator[ExportAhead | None]:
     """Starts the export that takes longest, and ends its process with the block.
 
-    Yields None if this would not help: the run has no other work, the model is large, so that a second process would
-    need too much memory, or it is on a GPU, which a fork cannot use.
+    Yields None if this would not help: the run has no other work, another format may need the same conversion, the
+    model is large, so that a second process would need too much memory, or it is on a GPU, which a fork cannot use.
     """
     job = traced.job
+    others = {*job.config.export.formats} - {_FORMAT}
     chosen = [(v, transformed) for v, transformed in graphs if _FORMAT in v.formats and v.precision is None]
     is_suitable = job.config.model.device == "cpu" and not model_memory.is_large(job.loaded.model)
-    if not chosen or set(job.config.export.formats) == {_FORMAT} or not is_suitable or not forked.is_useful():
+    has_other_work = bool(others) and others <= {"torchscript", "pt2"}
+    if not chosen or not has_other_work or not is_suitable or not forked.is_useful():
         yield None
         return
     transformed = chosen[0][1]
@@ -82,7 +84,9 @@ def exporting_ahead(traced: TracedJob, graphs: Sequence[tuple[Variant, Transform
 
 def _write(graph: FlatGraph, passes: Sequence[str], folder: Path) -> None:
     """Writes the file and its record."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the run repeats an export that fails, with its messages
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # the run repeats an export that fails, with its messages
+        os.dup2(null, stream)
     torch.set_num_threads(1)  # a fork has none of the parent's threads
     record, is_cache_hit = exports.export(graph, _FORMAT, folder, passes)
     text = f"{_CACHED if is_cache_hit else ''}\n{record.model_dump_json()}"

@@ -147,7 +147,7 @@ def choose_layers(
             parities.append(gated_checker.check(target, run, precision=precision))
             if not parities[-1].passed:
                 return parities[-1]
-        return parities[0]
+        return max(parities, key=lambda parity: _rank(parity, original_results))
 
     lowered_parity = measure(free)
     choice = Choice(precision, units, configured, lowered_parity, lowered_parity)

@@ -23,7 +23,7 @@ from optexport.tracking import store
 from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run import Tracker, is_tracked, reason_of
 
-# In seconds: how long an interrupted call may take. It may ask a server for the run that it has just created.
+# Seconds until an interrupted call is killed; it may first look up the run that it has just created.
 _PATIENCE = 15
 
 
@@ -114,6 +114,8 @@ class _BackgroundTracker(Tracker):
             with signals.deferred():
                 self._connection.send((method, *arguments))
             self._connection.poll(None)
+            with signals.deferred():
+                return self._receive()
         except KeyboardInterrupt as interrupt:
             with signals.deferred():
                 answer = self._interrupt_call()
@@ -123,8 +125,6 @@ class _BackgroundTracker(Tracker):
         except OSError:
             self._note_end()
             return None
-        with signals.deferred():
-            return self._receive()
 
     def _interrupt_call(self) -> _Answer | None:
         """Interrupts the running call, and takes over its answer; returns None if the process has ended."""

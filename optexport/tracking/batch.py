@@ -51,35 +51,41 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
     run = BatchRun()
     client: Any = None
     try:
-        client = store.open_store(config.store, path.parent)
-        experiment = store.experiment_id(client, config.experiment, path.parent)
-        run.run_id = new_run(client, experiment, "batch", {})
-        run.page = store.page(client.tracking_uri, experiment, run.run_id)
-        client.log_param(run.run_id, "configs", size)
-    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
-        run.failure = store.failure(error, config.store, "The runs of the bundles are tracked anyway.")
-    if run.run_id is not None:
-        os.environ[PARENT_VARIABLE] = run.run_id
-    try:
+        try:
+            client = store.open_store(config.store, path.parent)
+            experiment = store.experiment_id(client, config.experiment, path.parent)
+            run.run_id = new_run(client, experiment, "batch", {})
+            run.page = store.page(client.tracking_uri, experiment, run.run_id)
+            client.log_param(run.run_id, "configs", size)
+        except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own errors
+            run.failure = store.failure(error, config.store, "The runs of the bundles are tracked anyway.")
+        if run.run_id is not None:
+            os.environ[PARENT_VARIABLE] = run.run_id
         yield run
+        if run.run_id is not None:
+            _send_results(client, run.run_id, run, config)
     except BaseException as error:
         if run.run_id is not None:
             end_failed(client, run.run_id, reason_of(error), status_of(error))
         raise
     finally:
         os.environ.pop(PARENT_VARIABLE, None)
-    if run.run_id is None:
-        return
+
+
+def _send_results(client: Any, run_id: str, run: BatchRun, config: TrackingConfig) -> None:
+    """Sends the results of a batch, and ends its run."""
     try:
         for name, value in run.metrics.items():
-            client.log_metric(run.run_id, name, value)
-        client.log_table(run.run_id, {name: list(column) for name, column in run.table.items()}, "batch.json")
+            client.log_metric(run_id, name, value)
+        client.log_table(run_id, {name: list(column) for name, column in run.table.items()}, "batch.json")
         if run.reason is None:
-            client.set_terminated(run.run_id)
+            client.set_terminated(run_id)
         else:
-            end_failed(client, run.run_id, run.reason)
+            end_failed(client, run_id, run.reason)
     except Exception as error:
-        run.failure = run.failure or store.failure(error, config.store, "The runs of the bundles are complete.")
+        failure = store.failure(error, config.store, "The runs of the bundles are complete.")
+        run.failure = run.failure or failure
+        end_failed(client, run_id, failure.message)
 
 
 def end_lost_runs(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Free memory of this machine, and an export on a system other than Linux."""
+"""Free memory and cores of this machine, and an export on a system other than Linux."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: py
     assert platform.free_memory() == 32 << 20
     files[0].write_text("max\n", encoding="ascii")
     assert platform.free_memory() > 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores"),
+    [
+        (["max 100000\n"], 64),
+        (["250000 100000\n"], 2),
+        (["50000 100000\n"], 1),  # at least one
+        (["-1\n", "100000\n"], 64),
+        (["300000\n", "100000\n"], 3),
+    ],
+)
+def test_cores_are_limited_by_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], cores: int
+) -> None:
+    files = [tmp_path / str(index) for index in range(len(texts))]
+    monkeypatch.setattr(platform, "_TIME_LIMITS", (tuple(map(str, files)),))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert platform.usable_cores() == 64  # there are no such files
+    for path, text in zip(files, texts, strict=True):
+        path.write_text(text, encoding="ascii")
+    assert platform.usable_cores() == cores
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def main(models: int, bad: int, jobs: int) -> None:
         seconds = time.monotonic() - start
     rows = document["configs"]
     good = [row for row in rows if row["exit_code"] == 0]
-    click.echo(f"{len(good)} of {len(rows)} proven in {seconds:.0f} s, {jobs} at a time; the others: ")
+    click.echo(f"{len(good)} of {len(rows)} verified in {seconds:.0f} s, {jobs} at a time; the others: ")
     for row in rows:
         if row["exit_code"]:
             click.echo(f"  {row['config']}: {row['error'].splitlines()[0]}")

@@ -29,10 +29,16 @@ import psutil
 
 from optexport._utils.platform import machine
 
-PROGRAM = "from optexport.cli.main import main; main()"
+# In one process, so that each step has its own time and memory.
+PROGRAM = """
+from optexport._utils import forked
+from optexport.cli.main import main
+forked.is_useful = lambda: False
+main()
+"""
 # The imports of a run; the program prints its memory afterwards.
 IMPORTS = """
-import gc, optexport.cli, optexport.pipeline, onnxscript, mlflow, transformers.models.llama.modeling_llama
+import gc, optexport.cli, optexport.pipeline, onnxscript, transformers.models.llama.modeling_llama
 import torch.onnx._internal.exporter._core
 print(open("/proc/self/status").read())
 """
@@ -85,8 +91,8 @@ class Watch:
     """Runs a Python program and samples its memory until it ends.
 
     Attributes:
-        peaks: For each stage whose end it printed: seconds, and anonymous and file-backed memory at the largest sum.
-        cpu_seconds: CPU seconds of each of these stages, of all threads.
+        peaks: For each step whose end it printed: seconds, and anonymous and file-backed memory at the largest sum.
+        cpu_seconds: CPU seconds of each of these steps, of all threads.
         peak: Largest resident memory.
     """
 
@@ -114,7 +120,7 @@ class Watch:
             self._said.append(line)
             if match := re.fullmatch(r"\s*\d+(?:/\d+)? (.+?) +([\d.]+) s\n", line):
                 self.peaks[match[1]], self._current = (float(match[2]), *self._current), (0, 0)
-                with contextlib.suppress(psutil.NoSuchProcess):  # after the last stage
+                with contextlib.suppress(psutil.NoSuchProcess):  # after the last step
                     times = psutil.Process(process.pid).cpu_times()
                     self.cpu_seconds[match[1]] = times.user + times.system - before
                     before = times.user + times.system
@@ -168,10 +174,10 @@ def main() -> None:
     print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s); {arguments.size} in "
           f"{arguments.dtype}, {arguments.formats}, {arguments.effort}: {weights / GIB:.2f} GiB of weights, "
           f"{imported / GIB:.2f} GiB of imports\n")  # fmt: skip
-    print("| stage | seconds | peak, times the weights | anonymous | backed by files |\n|---|---|---|---|---|")
-    for stage, (seconds, *memory) in watch.peaks.items():
+    print("| step | seconds | peak, times the weights | anonymous | backed by files |\n|---|---|---|---|---|")
+    for step, (seconds, *memory) in watch.peaks.items():
         anonymous, file = ((part - base) / weights for part, base in zip(memory, imports, strict=True))
-        print(f"| {stage} | {seconds:.1f} | {anonymous + file:.2f} | {anonymous:.2f} | {file:.2f} |")
+        print(f"| {step} | {seconds:.1f} | {anonymous + file:.2f} | {anonymous:.2f} | {file:.2f} |")
     print(f"| whole run | | {(watch.peak - imported) / weights:.2f} | | |")
 
 

@@ -1,9 +1,9 @@
-"""Measures verification: its seconds over the seconds of the ONNX export in the same run.
+"""Measures the checks of a run: their seconds over the seconds of the ONNX export.
 
     python -m tests.benchmarks.parity [--threads N] [--rounds N]
 
-Each run is a separate process, on MiniLM with every format and without MLflow. The settings take turns. The table gives
-the median and the range of the ratio (verification / export: below 1, verification is cheaper).
+Each run is a separate process, on MiniLM with every format and without MLflow; all its steps are in that process. The
+settings take turns. The table gives the median and the range of the ratio (below 1, the checks are cheaper).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.benchmarks.memory import PROGRAM
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
-# The steps of a run that are only for verification.
-PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
+# The steps of a run that check something.
+CHECKS = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
 
 
 def run(folder: Path, effort: str, threads: int, *, is_cached: bool) -> dict[str, float]:
@@ -34,7 +36,7 @@ def run(folder: Path, effort: str, threads: int, *, is_cached: bool) -> dict[str
         f'{text}\n[parity]\neffort = "{effort}"\n[tracking]\nenabled = false\n', encoding="utf-8"
     )
     subprocess.run(
-        [sys.executable, "-c", "from optexport.cli.main import main; main()", "run", str(folder / "config.toml")],
+        [sys.executable, "-c", PROGRAM, "run", str(folder / "config.toml")],
         check=True,
         capture_output=True,
         env={
@@ -60,12 +62,12 @@ def main() -> None:
             for way, (effort, is_cached) in ways.items():
                 seconds[way].append(run(Path(folder), effort, arguments.threads, is_cached=is_cached))
     print(f"{arguments.threads} thread(s), {arguments.rounds} rounds\n")
-    print("| effort | proof, s | ONNX export, s | proof / export (range) |\n|---|---|---|---|")
+    print("| effort | checks, s | ONNX export, s | checks / export (range) |\n|---|---|---|---|")
     for way, runs in seconds.items():
-        proof = [sum(seconds.get(stage, 0.0) for stage in PROOF) for seconds in runs]
+        checks = [sum(seconds.get(step, 0.0) for step in CHECKS) for seconds in runs]
         export = [seconds["export onnx"] for seconds in runs]
-        ratios = [a / b for a, b in zip(proof, export, strict=True)]
-        middle = [f"{statistics.median(values):.2f}" for values in (proof, export, ratios)]
+        ratios = [a / b for a, b in zip(checks, export, strict=True)]
+        middle = [f"{statistics.median(values):.2f}" for values in (checks, export, ratios)]
         print(f"| {way} | {middle[0]} | {middle[1]} | {middle[2]} ({min(ratios):.2f} to {max(ratios):.2f}) |")
 
 

@@ -1,7 +1,7 @@
 """Measures int8-static on trained convolution nets: speed over float32, and agreement on photos.
 
-    python -m tests.benchmarks.quantization_images FOLDER [--models MobileNetV2] [--images IMAGES] [--gate 0.99]
-        [--rounds 12]
+    python -m tests.benchmarks.quantization_images FOLDER [--models MobileNetV2] [--images IMAGES] [--bits 7]
+        [--gate 0.99] [--rounds 12]
 
 Layers are chosen by the smallest cosine of a row of the output, on 48 crops of six photos. The printed values are from
 300 crops of six other photos: the smallest cosine, and for the classifier the share of crops with the same class, of
@@ -77,7 +77,7 @@ def _measure_net(name: str, folder: Path, arguments: argparse.Namespace) -> None
     files, cells = [], {}
     for title, precision in (
         ("float32", None),
-        *((f"int8-static, {bits} bits", {"onnx": "int8-static", "weight_bits": bits}) for bits in (7, 8)),
+        *((f"int8-static, {bits} bits", {"onnx": "int8-static", "weight_bits": bits}) for bits in arguments.bits),
     ):
         result = optexport.export(
             model,
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", nargs="+", choices=_NETS, default=list(_NETS))
     parser.add_argument("--images", type=Path)
+    parser.add_argument("--bits", type=int, nargs="+", default=[7, 8], help="of weights; 8 need a processor with VNNI")
     parser.add_argument("--gate", type=float, default=0.99)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)

@@ -15,8 +15,8 @@ _LIBRARIES = ("transformers", "torch", "onnxruntime")
 _INTRODUCTION = (
     "Written by `python -m tests.zoo --table tests/zoo/COVERAGE.md`; do not edit it by hand. Each model type of "
     "transformers {transformers} is built tiny from its own config with random weights, biases and norm statistics, "
-    "traced with inputs that optexport makes from that config, transformed by the preset, and proven as a graph and in "
-    "each file format, also at sizes that were not traced. torch {torch}, onnxruntime {onnxruntime}."
+    "traced with inputs that optexport makes from that config, transformed by the preset, and verified as a graph and "
+    "in each file format, also at sizes that were not traced. torch {torch}, onnxruntime {onnxruntime}."
 )
 _LEGEND = (
     "`fixed sizes`: the file accepts the traced sizes only. Rules lists the rules of the preset that matched, with "
@@ -90,12 +90,12 @@ def _summary(records: Sequence[Record], total: int) -> list[str]:
         f"| known to transformers | {total} | |",
         f"| built | {count('built', 'done')} | |",
         f"| ran eagerly on inputs made from the config | {count('eager', 'done')} | |",
-        f"| taken further so far: traced, proven, exported | {ran} | |",
+        f"| taken further so far: traced, verified, exported | {ran} | |",
         f"| traced | {count('traced', 'done')} | {share(count('traced', 'done'), ran)} |",
-        f"| proven as a graph | {count('graph', 'done')} | {share(count('graph', 'done'), ran)} |",
+        f"| verified as a graph | {count('graph', 'done')} | {share(count('graph', 'done'), ran)} |",
     ]
     for name in FORMATS:
-        lines.append(f"| proven in {name} | {count(name, 'done')} | {share(count(name, 'done'), ran)} |")
+        lines.append(f"| verified in {name} | {count(name, 'done')} | {share(count(name, 'done'), ran)} |")
     whole = sum(passed(record) for record in further)
     several: list[tuple[str, Callable[[Record], bool]]] = [
         ("a result that is wrong", lambda record: "wrong" in record["stages"].values()),
@@ -104,7 +104,7 @@ def _summary(records: Sequence[Record], total: int) -> list[str]:
         ("a crash: an exception that is not optexport's", lambda record: "crash" in record["stages"].values()),
         ("out of time", lambda record: "timeout" in record["stages"].values()),
     ]
-    lines.append(f"| proven throughout | {whole} | {share(whole, ran)} |")
+    lines.append(f"| verified throughout | {whole} | {share(whole, ran)} |")
     for title, holds in several:
         number = sum(map(holds, further))
         lines.append(f"| {title} | {number} | {share(number, ran)} |")

@@ -87,7 +87,7 @@ def test_table_counts_untried_types_and_shows_failures() -> None:
         "bad": {**shared, "model_type": "bad", "stages": {**done, "onnx": "wrong"}, "reasons": {"onnx": "0.3 away"}},
     }
     page = table.table(results, ["bad", "good", "untried"])
-    assert "| proven in onnx | 1 | 50.0 % |" in page
+    assert "| verified in onnx | 1 | 50.0 % |" in page
     assert "| a result that is wrong | 1 | 50.0 % |" in page
     assert "0.3 away: bad (onnx)" in page
     assert "Not tried yet: 1" in page

@@ -72,13 +72,13 @@ def move(client: Any, name: str, alias: str, version: str, by: str, champion: st
     last entry if the alias never reached that version.
 
     Args:
-        champion: The version that the regression gate compared with. With `by="ratchet"` the alias moves only if this
+        champion: The version that the regression gate compared with. With `by="run"` the alias moves only if this
             version still holds it.
     """
     entry = _entry(version, by)
     write_history(client, name, alias, [*read_history(client, name, alias), entry | {_MOVING: version}])
     end_rollback(client, name, alias)
-    if (before := find_holder(client, name, alias)) != champion and by == "ratchet":
+    if (before := find_holder(client, name, alias)) != champion and by == "run":
         return False
     set_alias(client, name, alias, version, before)
     # Other processes may have written to the history in the meantime.

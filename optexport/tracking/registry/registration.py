@@ -105,7 +105,7 @@ def register(client: Any, run_id: str, model_id: str, bundle: BundleRecord, conf
                 break
             continue
         _record_reasons(client, config.name, version, reasons)
-        if aliases.move(client, config.name, config.alias, version, "ratchet", champion):
+        if aliases.move(client, config.name, config.alias, version, "run", champion):
             break
     else:
         raise TimeoutError(f"other processes keep moving the alias {config.alias} of {config.name}")

@@ -332,7 +332,7 @@ def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
     store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
     store.log()
     assert len(store.history) == 100
-    assert store.history[-1] == ("2", "ratchet")
+    assert store.history[-1] == ("2", "run")
 
 
 @pytest.mark.slow
@@ -351,5 +351,5 @@ def test_an_overwritten_history_does_not_stop_a_registration(store: Registry, ta
     store.log()
     store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
     store.log()
-    assert store.history == [("1", "others"), ("2", "ratchet")]
+    assert store.history == [("1", "others"), ("2", "run")]
     assert promotion.rollback("block", store.uri) == ("2", "1")

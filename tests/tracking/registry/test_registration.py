@@ -48,7 +48,7 @@ def test_the_alias_moves_to_an_equal_version_but_not_a_worse_one(store: Registry
     assert store.tags("3")["optexport.register"] == "stayed"
     assert "size: onnx has " in store.tags("3")["optexport.register.why"]
     assert store.tags("2")["optexport.register"] == "moved"
-    assert store.history == [("1", "ratchet"), ("2", "ratchet")]
+    assert store.history == [("1", "run"), ("2", "run")]
     assert len(runs(store.uri)) == 3
 
 
@@ -253,7 +253,7 @@ def test_an_empty_answer_loses_no_history(empty: int, store: Registry, monkeypat
         with pytest.raises(TrackingError, match="the server is not an MLflow server"):
             store.log()
     assert len(names) == empty
-    assert store.history[0] == ("1", "ratchet")
+    assert store.history[0] == ("1", "run")
     assert store.holder == ("1" if empty < 8 else "2")  # the alias moves at the eighth call
 
 
@@ -295,4 +295,4 @@ def test_a_champion_promoted_right_before_the_move_is_compared(
     assert late.version == "2"
     assert store.holder == "3"
     assert not late.moved
-    assert store.history == [("1", "ratchet"), ("3", "ratchet")]
+    assert store.history == [("1", "run"), ("3", "run")]
