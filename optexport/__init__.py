@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from optexport.signature.signature import Dim as Dim
     from optexport.tracking.registry.promotion import promote as promote
     from optexport.tracking.registry.promotion import rollback as rollback
-    from optexport.tracking.resume import upload as upload
+    from optexport.tracking.upload import upload as upload
 
 _ERRORS = (
     "BenchError",
@@ -90,7 +90,7 @@ _MODULES = {
     "run_generation": "generation.run",
     "sign": "bundle.sign",
     "symbolic_trace": "api",
-    "upload": "tracking.resume",
+    "upload": "tracking.upload",
     "verify": "parity.verify",
     **dict.fromkeys(_ERRORS, "errors"),
 }

@@ -32,9 +32,9 @@ from optexport.config.schema import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
 from optexport.pipeline.lockfile import named_files
-from optexport.tracking.resume import log_locked
 from optexport.tracking.run import LATER_VARIABLE
 from optexport.tracking.store import resolved_uri
+from optexport.tracking.upload import upload_locked
 
 # Seconds for the head of a cluster to answer.
 _CONNECT_SECONDS = 10.0
@@ -302,14 +302,14 @@ def _track(result: TaskResult, output: Path, config: Config, folder: Path) -> Ta
         return result
     try:
         uri = resolved_uri(config.tracking.store, folder)
-        logged = [log_locked(bundle, uri, config.tracking.experiment, folder) for bundle in read_bundles(output)]
+        uploads = [upload_locked(bundle, uri, config.tracking.experiment, folder) for bundle in read_bundles(output)]
     except TrackingError as error:
         return replace(result, exit_code=error.exit_code, error=str(error))
-    registrations = [upload.registered for upload in logged if upload.registered is not None]
+    registrations = [upload.registered for upload in uploads if upload.registered is not None]
     failures = [registration.failure for registration in registrations if registration.failure is not None]
     if failures:
-        return replace(result, exit_code=failures[0].exit_code, error=str(failures[0]), run_id=logged[0].run_id)
-    return replace(result, run_id=logged[0].run_id)
+        return replace(result, exit_code=failures[0].exit_code, error=str(failures[0]), run_id=uploads[0].run_id)
+    return replace(result, run_id=uploads[0].run_id)
 
 
 def _interrupt(ray: Any, pending: list[Any]) -> None:

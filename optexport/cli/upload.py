@@ -34,16 +34,16 @@ def upload(
     from optexport.bundle.sign import check_signature
 
     check_signature(bundle, key)
-    from optexport.tracking.resume import log_bundle
+    from optexport.tracking.upload import upload_bundle
 
     experiment = experiment or (None if config is None else config.tracking.experiment)
-    logged = log_bundle(bundle, store, experiment, Path() if config_path is None else config_path.parent)
-    failure = None if logged.registered is None else logged.registered.failure
+    uploaded = upload_bundle(bundle, store, experiment, Path() if config_path is None else config_path.parent)
+    failure = None if uploaded.registered is None else uploaded.registered.failure
     if as_json:
-        print_json({**outcome(failure), **asdict(logged)})
+        print_json({**outcome(failure), **asdict(uploaded)})
     else:
-        echo(f"{bundle}: {'already uploaded' if logged.before else 'uploaded'}, MLflow run {logged.run_id}")
-        for line in [*logged.page.splitlines(), *([] if logged.registered is None else [logged.registered.summary])]:
+        echo(f"{bundle}: {'already uploaded' if uploaded.already_uploaded else 'uploaded'}, MLflow run {uploaded.run_id}")
+        for line in [*uploaded.page.splitlines(), *([] if uploaded.registered is None else [uploaded.registered.summary])]:
             echo(f"  {line}")
     if failure is not None:
         raise failure

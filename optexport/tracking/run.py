@@ -36,7 +36,7 @@ from optexport.tracking.description import DESCRIPTION_TAG, describe_failure
 from optexport.tracking.payload import build_payload
 from optexport.tracking.registry.registration import Registered
 from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, find_run, folder_id
-from optexport.tracking.upload import send_bundle, send_failure, send_params
+from optexport.tracking.sending import send_bundle, send_failure, send_params
 
 REASON_TAG = "optexport.failure"
 # Environment variable with the id of the parent run, for example of a batch.

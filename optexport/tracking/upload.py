@@ -1,127 +1,160 @@
-"""Upload of a bundle to an MLflow run. A repeated upload creates no duplicates."""
+"""Uploads a bundle whose upload failed, to its original MLflow run if that exists."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
-from collections.abc import Mapping
+import datetime
+import os
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle import digests
-from optexport.bundle.layout import SCRIPT, SIGNED
-from optexport.errors import BundleError, CheckError
-from optexport.tracking import upload_check
-from optexport.tracking.bundle_record import BUNDLE, BundleRecord
-from optexport.tracking.description import DESCRIPTION_TAG, FAILURE, describe_failure
-from optexport.tracking.model import log_model
-from optexport.tracking.payload import RunPayload
-from optexport.tracking.registry.registration import Registered, register
-from optexport.tracking.run_lookup import FOLDER_TAG, folder_id
-from optexport.tracking.run_metrics import failure_metrics
-from optexport.tracking.tables import TABLES, parity_tables
+from optexport._utils import atomic_dir
+from optexport._utils.paths import as_path
+from optexport.bundle import digests, parts
+from optexport.bundle.sign import check_signature
+from optexport.config import tracking_uri
+from optexport.errors import ConfigError, OptexportError, TrackingError
+from optexport.tracking import run_params, store
+from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.payload import build_payload
+from optexport.tracking.plausibility import check_plausible
+from optexport.tracking.registry.registration import Registered
+from optexport.tracking.run import REASON_TAG, end_failed, new_run, reason_of, status_of
+from optexport.tracking.run_lookup import find_run
+from optexport.tracking.sending import register_model, send_bundle, send_signature
 
 
-def send_bundle(client: Any, run_id: str, payload: RunPayload) -> Registered | None:
-    """Sends a complete bundle and returns its registration, if the config names a model."""
-    from mlflow.entities import Metric, RunTag
+@dataclass(frozen=True)
+class Uploaded:
+    """The run that holds a bundle.
 
-    bundle = payload.bundle
-    tags = {**bundle.identity, FOLDER_TAG: folder_id(bundle.folder), DESCRIPTION_TAG: payload.description}
-    client.log_batch(run_id, tags=[RunTag(key, text) for key, text in tags.items()])
-    send_params(client, run_id, payload.params)
-    client.log_inputs(run_id, payload.datasets)
-    model_id = None if payload.model is None else log_model(client, run_id, payload.model, bundle)
-    # MLflow removes duplicate metrics of a run, but not of a logged model.
-    recorded = set() if model_id is None else {(m.key, m.step) for m in client.get_logged_model(model_id).metrics or ()}
-    client.log_batch(
-        run_id,
-        metrics=[
-            Metric(name, value, bundle.timestamp, step, model_id=model_id)
-            for name, value, step in payload.metrics
-            if (name, step) not in recorded
-        ],
-    )
-    _send_files(client, run_id, payload.files)
-    _send_tables(client, run_id, payload.tables)
-    _send_folder(client, run_id, bundle.folder, BUNDLE)
-    _check_unchanged(bundle)
-    return register_model(client, run_id, payload)
-
-
-def send_failure(client: Any, run_id: str, error: CheckError, reason: str) -> None:
-    """Sends what a failed check has: its metrics, its tables and its folder."""
-    from mlflow.entities import Metric
-
-    artifacts: dict[str, str] = {}
-    if error.parity is not None:
-        now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value, step in failure_metrics(error.parity)]
-        client.log_batch(run_id, metrics=metrics)
-        _send_tables(client, run_id, parity_tables(error.parity))
-        artifacts[TABLES] = "the distance of each target and output, and the gates"
-    if error.folder is not None:
-        _send_folder(client, run_id, error.folder, FAILURE)
-        artifacts[FAILURE] = "the tensors of the failed check, and the diagnosis"
-        if (error.folder / SCRIPT).is_file():
-            artifacts[f"{FAILURE}/{SCRIPT}"] = "a script that reproduces the failure"
-    client.set_tag(run_id, DESCRIPTION_TAG, describe_failure(reason, "FAILED", artifacts))
-
-
-def _send_tables(client: Any, run_id: str, tables: Mapping[str, bytes]) -> None:
-    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
-
-    _send_files(client, run_id, tables, TABLES)
-    # MLflow's page finds tables by this tag. `log_table` would append to an existing table.
-    listed = [{"path": f"{TABLES}/{name}", "type": "table"} for name in tables]
-    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(listed))
-
-
-def _send_files(client: Any, run_id: str, files: Mapping[str, bytes], target: str = "") -> None:
-    with tempfile.TemporaryDirectory(prefix="optexport-") as location:
-        for name, content in files.items():
-            (Path(location) / name).write_bytes(content)
-        _send_folder(client, run_id, Path(location), target)
-
-
-def _send_folder(client: Any, run_id: str, folder: Path, target: str) -> None:
-    """Sends the files of a folder, and checks that the store has them."""
-    client.log_artifacts(run_id, str(folder), target or None)
-    upload_check.check_upload(lambda path: client.list_artifacts(run_id, path), folder, target)
-
-
-def send_signature(client: Any, run_id: str, folder: Path) -> bool:
-    """Sends the files of a signature that was made after the upload; returns whether there were any."""
-    stored = {file.path for file in client.list_artifacts(run_id, BUNDLE)}
-    missing = [name for name in SIGNED if (folder / name).is_file() and f"{BUNDLE}/{name}" not in stored]
-    for name in missing:
-        client.log_artifact(run_id, str(folder / name), BUNDLE)
-    return bool(missing)
-
-
-def _check_unchanged(bundle: BundleRecord) -> None:
-    """Checks that the bundle did not change during the upload, for file systems without locks."""
-    digests.read_manifest(bundle.folder)
-    if BundleRecord.read(bundle.folder).identity != bundle.identity:
-        raise BundleError("the bundle was replaced during the upload", location=str(bundle.folder))
-
-
-def send_params(client: Any, run_id: str, params: Mapping[str, str]) -> None:
-    """Sends the params that the run does not have.
-
-    Tuning may select other rules after the start of the run, and MLflow does not allow a param to change.
+    Attributes:
+        run_id: The id of the run.
+        page: The URL of the run. Without a server, the command that starts MLflow's UI comes first.
+        already_uploaded: True if the run was complete already, so that nothing was sent.
+        registered: The registration of the model, if the config names one; its ``failure`` is an error or None.
     """
-    from mlflow.entities import Param
 
-    recorded = client.get_run(run_id).data.params
-    client.log_batch(run_id, params=[Param(name, text) for name, text in params.items() if name not in recorded])
+    run_id: str
+    page: str
+    already_uploaded: bool
+    registered: Registered | None
 
 
-def register_model(client: Any, run_id: str, payload: RunPayload) -> Registered | None:
-    """Registers the model of a run with a complete bundle, unless that is already done."""
-    settings = payload.bundle.settings.registering
-    if settings is None:
-        return None
-    model_id = None if payload.model is None else log_model(client, run_id, payload.model, payload.bundle)
-    return register(client, run_id, str(model_id), payload.bundle, settings)
+def upload(
+    bundle: str | os.PathLike[str],
+    uri: str | None = None,
+    *,
+    experiment: str | None = None,
+    key: str | os.PathLike[str] | None = None,
+) -> Uploaded:
+    """Uploads a bundle to MLflow unless it was uploaded before, like ``optexport upload``.
+
+    Args:
+        bundle: The folder.
+        uri: The MLflow store; by default that of ``MLFLOW_TRACKING_URI``.
+        experiment: The experiment; by default the one in the bundle's config.
+        key: A public key; the bundle must then have a valid signature.
+
+    Returns:
+        The MLflow run: its ``run_id``, its ``page``, ``before`` (True if the run was complete already, so that nothing
+        was sent), and ``registered``, the registration of the model, or None if the config registers none.
+        ``registered.failure`` is an error if the alias stays at another version.
+
+    Raises:
+        ConfigError: The folder is not a bundle, the URI is invalid, or nothing sets one.
+        BundleError: The bundle was changed or did not pass its checks.
+        TrackingError: The store cannot be reached or rejects the request.
+    """
+    store_uri = tracking_uri.find_uri(uri, "uri", "Pass uri=..., or set MLFLOW_TRACKING_URI.")
+    if experiment is not None and not (isinstance(experiment, str) and experiment):
+        raise ConfigError(f"{experiment!r} is not the name of an experiment", location="experiment")
+    folder = as_path(bundle, "bundle")
+    check_signature(folder, key)
+    return upload_bundle(folder, store_uri, experiment)
+
+
+def upload_bundle(folder: Path, uri: str, experiment: str | None = None, location: Path = Path()) -> Uploaded:
+    """Uploads a bundle to MLflow, or completes a partial upload.
+
+    If another process is sending the bundle, this function waits for it. The folder stays locked, so that no run
+    replaces it.
+
+    Args:
+        uri: The store. The URI in the bundle is ignored: its author may name any server, and a server chooses the path
+            of files, even on this machine.
+        experiment: The experiment; by default the one in the config.
+        location: Parent of a new experiment's artifact folder and start of a relative path in the URI, for a database
+            without a server.
+
+    Raises:
+        ConfigError: The folder is not a bundle.
+        BundleError: The bundle was changed or did not pass its checks.
+        TrackingError: The store cannot be reached or rejects the request.
+    """
+    with atomic_dir.locked(parts.outermost(folder), wait=True):  # two uploads would start two runs
+        return upload_locked(folder, uri, experiment, location)
+
+
+def upload_locked(folder: Path, uri: str, experiment: str | None, location: Path) -> Uploaded:
+    """Does the same as `upload_bundle` for a caller that has locked the folder."""
+    digests.read_manifest(folder)
+    bundle = BundleRecord.read(folder)
+    check_plausible(bundle)  # later versions are compared with it
+    payload = build_payload(bundle)
+    run_id: str | None = None
+    client: Any = None
+    try:
+        client = store.open_store(uri, location)
+        experiment_id = store.experiment_id(client, experiment or bundle.settings.tracking.experiment, location)
+        run = find_run(client, experiment_id, bundle)
+        if run is not None and run.info.status == "FINISHED":
+            is_signed_later = send_signature(client, run.info.run_id, folder)
+            registered = register_model(client, run.info.run_id, payload)
+            return _uploaded(client, run.info.run_id, not is_signed_later, registered)
+        if run is None:
+            run_id = _start(client, experiment_id, bundle)
+        else:
+            run_id = str(run.info.run_id)
+            _resume(client, run)
+        uploaded = _uploaded(client, run_id, False, send_bundle(client, run_id, payload))
+        client.set_terminated(run_id)
+        return uploaded
+    except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own errors, or a signal arrives
+        failure = error
+        if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
+            command = shlex.join(["optexport", "upload", str(bundle.folder)])
+            hint = (
+                f"The bundle on disk is complete. {store.retry_condition(error)}, run with the same options: {command}"
+            )
+            failure = store.failure(error, uri, hint)
+        if run_id is not None:
+            end_failed(client, run_id, reason_of(failure), status_of(failure))
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("The bundle on disk is complete. Run the same command again to complete the upload.")
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _start(client: Any, experiment: str, bundle: BundleRecord) -> str:
+    manifest = bundle.manifest
+    formats = [artifact.format for artifact in manifest.artifacts]
+    origin = bundle.measurements.origin
+    tags = run_params.tags(manifest.model.source, formats, manifest.versions, origin)
+    name = " ".join(part for part in (Path(bundle.settings.export.output).name, origin.part) if part)
+    date = datetime.datetime.fromtimestamp(bundle.timestamp / 1000)
+    # The run gets its tags at once, so that a later call can find it.
+    return new_run(client, experiment, name, {**tags, **bundle.identity}, date)
+
+
+def _resume(client: Any, run: Any) -> None:
+    client.update_run(run.info.run_id, "RUNNING")
+    if REASON_TAG in run.data.tags:
+        client.delete_tag(run.info.run_id, REASON_TAG)
+
+
+def _uploaded(client: Any, run_id: str, already_uploaded: bool, registered: Registered | None) -> Uploaded:
+    experiment = client.get_run(run_id).info.experiment_id
+    return Uploaded(run_id, store.page(client.tracking_uri, experiment, run_id), already_uploaded, registered)

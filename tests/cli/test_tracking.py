@@ -73,7 +73,7 @@ def test_bundle_is_uploaded_to_the_specified_store(
     assert f"{place}: uploaded, MLflow run " in result.stdout
     assert "block version 1 holds champion" in result.stdout
     again = json.loads(call("upload", place, *named, "--json").stdout)
-    assert (again["before"], again["passed"], again["registered"]["holder"]) == (True, True, "1")
+    assert (again["already_uploaded"], again["passed"], again["registered"]["holder"]) == (True, True, "1")
     assert holder(uri) == "1"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlflow
 
 from optexport.tracking.registry.registration import Registered
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import exports, stores
 from tests.tracking.bundles import bundle, registering, timed
 
@@ -33,7 +33,7 @@ class Registry:
         with onnx.open("ab") as file:  # an unknown protobuf field, which readers skip
             file.write(b"\xba\x3e" + _varint(size) + bytes(size))
         exports.reseal(target, "model.onnx")
-        logged = log_bundle(target, self.uri)
+        logged = upload_bundle(target, self.uri)
         assert logged.registered is not None
         return logged.registered
 

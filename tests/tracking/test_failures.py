@@ -27,8 +27,8 @@ from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run
 from optexport.tracking import store
 from optexport.tracking.registry import promotion
-from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import Tracker, new_run, tracking
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import stores
 from tests._helpers.servers import answering
 from tests.tracking.bundles import QUIET, bundle, only_run, runs
@@ -189,7 +189,7 @@ def test_a_run_interrupted_at_its_end_can_be_completed(tmp_path: Path, monkeypat
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
     monkeypatch.undo()
-    log_bundle(tmp_path / "out" / "block", uri)
+    upload_bundle(tmp_path / "out" / "block", uri)
     assert only_run(uri).info.status == "FINISHED"
 
 
@@ -272,7 +272,7 @@ def test_a_long_retry_after_time_is_not_waited_for(tmp_path: Path) -> None:
     target = bundle(tmp_path)
     start = time.monotonic()
     with answering(503, Retry_After="300") as uri, pytest.raises(TrackingError, match="When the store answers, run"):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert time.monotonic() - start < 150
 
 
@@ -280,7 +280,7 @@ def test_an_invalid_host_error_does_not_mention_credentials(tmp_path: Path) -> N
     body = "Invalid Host header - possible DNS rebinding attack detected"
     hint = r"When the server accepts its host name \(mlflow server --allowed-hosts\), run"
     with answering(403, body) as uri, pytest.raises(TrackingError, match=hint):
-        log_bundle(bundle(tmp_path), uri)
+        upload_bundle(bundle(tmp_path), uri)
 
 
 def test_a_refused_request_counts_as_an_answer(tmp_path: Path) -> None:
@@ -288,14 +288,14 @@ def test_a_refused_request_counts_as_an_answer(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(uri)
     client.delete_experiment(client.create_experiment("gone"))
     with pytest.raises(TrackingError, match=r"state is deleted[^\n]*\n.*When the cause is fixed, run") as caught:
-        log_bundle(bundle(tmp_path), uri, "gone")
+        upload_bundle(bundle(tmp_path), uri, "gone")
     assert "When the store answers" not in str(caught.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pymysql") is not None, reason="the driver is installed")
 def test_a_missing_database_driver_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="When the Python package pymysql is installed"):
-        log_bundle(bundle(tmp_path), "mysql+pymysql://localhost/mlflow")
+        upload_bundle(bundle(tmp_path), "mysql+pymysql://localhost/mlflow")
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -307,7 +307,7 @@ def test_refused_credentials_are_named_in_the_hint(tmp_path: Path, status: int) 
     target = bundle(tmp_path)
     with answering(status) as uri:
         with pytest.raises(TrackingError, match=rf"is complete\. {hint}, run with the same options: optexport upload"):
-            log_bundle(target, uri)
+            upload_bundle(target, uri)
         with pytest.raises(TrackingError, match=rf"The alias did not move\. {hint}, run the command again\."):
             promotion.promote("block", "1", uri)
         (tmp_path / "a config.toml").touch()

@@ -15,8 +15,8 @@ from optexport.tracking import run_params
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.payload import draw_figures
 from optexport.tracking.run_metrics import bundle_metrics
+from optexport.tracking.sending import send_params
 from optexport.tracking.tables import bundle_tables
-from optexport.tracking.upload import send_params
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET, bundle, gate_result, timed
 

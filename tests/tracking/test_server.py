@@ -18,7 +18,7 @@ from mlflow.entities import Run
 
 from optexport.errors import TrackingError
 from optexport.parity.verify import verify
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import exports, stores
 from tests._helpers.servers import SECRET, Lossy, Server, falling_silent, postgresql
 from tests.tracking.bundles import bundle, registering, runs
@@ -111,7 +111,7 @@ def test_a_worse_version_is_registered_and_promoted_by_hand(server: Server, tmp_
 
         return change
 
-    log_bundle(bundle(tmp_path, manifest=rated(0.5)), server.uri)
+    upload_bundle(bundle(tmp_path, manifest=rated(0.5)), server.uri)
     worse = bundle(tmp_path, manifest=rated(1.35))
     process = optexport("upload", worse, "--uri", server.uri)
     _, err = process.communicate(timeout=120)
@@ -132,13 +132,13 @@ def test_a_database_without_a_server_hides_its_password(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the default folder of artifacts
     target = bundle(tmp_path, manifest=registering("direct"))
-    logged = log_bundle(target, database, "direct")
+    logged = upload_bundle(target, database, "direct")
     assert SECRET not in repr(logged)
     run = mlflow.MlflowClient(database).get_run(logged.run_id)
     assert run.info.status == "FINISHED"
     assert SECRET not in json.dumps(run.to_dictionary())
     with pytest.raises(TrackingError) as caught:
-        log_bundle(target, database.replace("optexport:", "nobody:"), "direct")
+        upload_bundle(target, database.replace("optexport:", "nobody:"), "direct")
     assert "127.0.0.1" in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -247,19 +247,19 @@ def test_files_lost_to_a_login_page_are_reported_and_sent_later(server: Server, 
     assert f"When the store keeps all uploaded files, run with the same options: optexport upload {target}" in err
     (run,) = runs(server.uri, name)
     assert run.info.status == "FAILED"
-    log_bundle(target, server.uri, name)
+    upload_bundle(target, server.uri, name)
     only(server, name)
 
 
 def test_the_complete_one_of_two_runs_of_a_bundle_counts(server: Server, tmp_path: Path) -> None:
     """An interrupted program may leave a newer, incomplete run, which is found first."""
     target = bundle(tmp_path, manifest=registering("two"))
-    complete = log_bundle(target, server.uri, "two")
+    complete = upload_bundle(target, server.uri, "two")
     client = mlflow.MlflowClient(server.uri)
     (run,) = runs(server.uri, "two")
     client.create_run(run.info.experiment_id, tags=run.data.tags)
-    again = log_bundle(target, server.uri, "two")
-    assert (again.run_id, again.before) == (complete.run_id, True)
+    again = upload_bundle(target, server.uri, "two")
+    assert (again.run_id, again.already_uploaded) == (complete.run_id, True)
     assert len(client.search_model_versions("name = 'two'")) == 1
 
 
@@ -270,7 +270,7 @@ def test_a_silent_server_fails_within_seconds(tmp_path: Path) -> None:
         silent.listen(64)
         start = time.monotonic()
         with pytest.raises(TrackingError, match="Read timed out"):
-            log_bundle(target, f"http://127.0.0.1:{silent.getsockname()[1]}")
+            upload_bundle(target, f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert time.monotonic() - start < 30
 
 
@@ -281,12 +281,12 @@ def test_a_silent_database_fails_within_a_minute(
     monkeypatch.setattr("optexport.tracking.store._ANSWER_TIMEOUT", 3)
     monkeypatch.setattr("optexport.tracking.store._is_silent", False)
     monkeypatch.chdir(tmp_path)
-    log_bundle(bundle(tmp_path), database, "silent")  # creates the tables
+    upload_bundle(bundle(tmp_path), database, "silent")  # creates the tables
     start = time.monotonic()
     with (
         falling_silent(database, 20_000) as uri,
         pytest.raises(TrackingError, match=r"did not answer within [35] seconds") as caught,
     ):
-        log_bundle(bundle(tmp_path), uri, "silent")
+        upload_bundle(bundle(tmp_path), uri, "silent")
     assert time.monotonic() - start < 60
     assert SECRET not in str(caught.value)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import exports, stores
 from tests._helpers.servers import Program, serving
 from tests.tracking.bundles import bundle, registering
@@ -47,7 +47,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     store, target = stores.store(folder), bundle(folder, manifest=registering())
-    log_bundle(target, store)
+    upload_bundle(target, store)
     server = serving("models:/block@champion", store, folder)
     yield Served(server, target, store)
     server.stop()

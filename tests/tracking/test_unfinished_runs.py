@@ -13,9 +13,9 @@ from mlflow.entities import Run
 from optexport._utils import atomic_dir
 from optexport.config.schema import TrackingConfig
 from optexport.tracking import run
-from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import REASON_TAG, Tracker
 from optexport.tracking.run_lookup import FOLDER_TAG, folder_id
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET, bundle, runs
 
@@ -46,13 +46,13 @@ def test_the_next_run_ends_a_leftover_and_upload_completes_it(tmp_path: Path, se
     uri = stores.store(tmp_path)
     target, run_id = unfinished_bundle(tmp_path, uri)
     if sent:  # everything except its end
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
         mlflow.MlflowClient(uri).update_run(run_id, "RUNNING")
     ended = start_next_run(tmp_path, uri, target, run_id)
     assert ended.info.status == "FAILED"
     assert ended.data.tags[REASON_TAG] == "the upload was incomplete when another run to the same output started"
-    logged = log_bundle(target, uri)
-    assert (logged.run_id, logged.before) == (run_id, False)
+    logged = upload_bundle(target, uri)
+    assert (logged.run_id, logged.already_uploaded) == (run_id, False)
     (completed,) = [run for run in runs(uri) if run.info.run_id == run_id]
     assert completed.info.status == "FINISHED"
     assert REASON_TAG not in completed.data.tags
@@ -88,7 +88,7 @@ def test_a_run_is_not_ended_without_file_locks(tmp_path: Path, monkeypatch: pyte
 def test_a_run_of_another_bundle_is_not_ended(tmp_path: Path) -> None:
     """A bundle may name any run as its own."""
     uri = stores.store(tmp_path)
-    foreign_id = log_bundle(bundle(tmp_path), uri).run_id
+    foreign_id = upload_bundle(bundle(tmp_path), uri).run_id
     mlflow.MlflowClient(uri).update_run(foreign_id, "RUNNING")
     target = bundle(tmp_path, measurements=lambda m: m["origin"].update(mlflow_run=foreign_id))
     assert start_next_run(tmp_path, uri, target, foreign_id).info.status == "RUNNING"

@@ -20,9 +20,9 @@ from optexport.bundle.layout import check_replaceable
 from optexport.cli.main import cli
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.pipeline import run
-from optexport.tracking import resume, store, upload_check
 from optexport.tracking import run as tracking_run
-from optexport.tracking.resume import Logged, log_bundle
+from optexport.tracking import store, upload, upload_check
+from optexport.tracking.upload import Uploaded, upload_bundle
 from tests._helpers import exports, stores
 from tests._utils.test_signals import sends_first
 from tests.tracking.bundles import QUIET, bundle, only_run, registering, runs
@@ -39,14 +39,14 @@ def registered_project(folder: Path, uri: str) -> Path:
 @pytest.mark.slow
 def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
     uri, output = stores.store(tmp_path), tmp_path / "out" / "block"
-    logged: list[Future[Logged]] = []
+    logged: list[Future[Uploaded]] = []
     errors = []
 
     def announce(name: str, seconds: float | None) -> None:
         if name != "track":
             return
         if seconds is None:
-            logged.append(pool.submit(log_bundle, output, uri, "tracked"))
+            logged.append(pool.submit(upload_bundle, output, uri, "tracked"))
             time.sleep(0.5)
         assert not logged[0].done()
         with pytest.raises(ConfigError) as caught, atomic_dir.drafting(output, check_replaceable):
@@ -59,7 +59,7 @@ def test_a_bundle_is_locked_while_its_run_uploads_it(tmp_path: Path) -> None:
     assert result.failure is None
     assert len(errors) == 2
     assert all("the bundle in this folder is being uploaded to MLflow" in error for error in errors)
-    assert (upload.run_id, upload.before) == (result.run_id, True)
+    assert (upload.run_id, upload.already_uploaded) == (result.run_id, True)
     client = mlflow.MlflowClient(uri)
     assert len(client.search_logged_models([only_run(uri).info.experiment_id])) == 1
     assert len(client.search_model_versions("name = 'block'")) == 1
@@ -74,10 +74,10 @@ def test_an_upload_of_a_model_part_waits_for_the_model_lock(tmp_path: Path) -> N
     part = bundle(model).rename(model / "decoder")
     with ThreadPoolExecutor(1) as pool:
         with atomic_dir.locked(model, wait=True):
-            logged = pool.submit(log_bundle, part, uri)
+            logged = pool.submit(upload_bundle, part, uri)
             time.sleep(0.5)
             assert not logged.done()
-        assert not logged.result(60).before
+        assert not logged.result(60).already_uploaded
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_file_changed_during_the_upload_is_not_registered(tmp_path: Path, name
     assert only_run(uri).info.status == "FAILED"
     assert mlflow.MlflowClient(uri).search_registered_models() == []
     with pytest.raises(BundleError):
-        log_bundle(result.output, uri, "tracked")
+        upload_bundle(result.output, uri, "tracked")
 
 
 @pytest.mark.slow
@@ -121,14 +121,14 @@ def test_an_interrupted_upload_ends_as_killed_and_can_complete(
 ) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(resume, "send_bundle", sends_first(resume.send_bundle, sent))
+        patched.setattr(upload, "send_bundle", sends_first(upload.send_bundle, sent))
         ended = CliRunner().invoke(cli, ["upload", str(target), "--uri", uri])
     assert ended.exit_code == code
     assert "Error: interrupted\nHint: The bundle on disk is complete. Run the same command again" in ended.stderr
     (run,) = runs(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
-    again = log_bundle(target, uri)
-    assert (again.run_id, again.before) == (run.info.run_id, False)
+    again = upload_bundle(target, uri)
+    assert (again.run_id, again.already_uploaded) == (run.info.run_id, False)
     (run,) = runs(uri)
     assert run.info.status == "FINISHED"
     assert "optexport.failure" not in run.data.tags
@@ -149,7 +149,7 @@ def test_a_run_interrupted_while_uploading_leaves_a_whole_bundle(
     assert ended.stderr.endswith(f"Error: interrupted\n{note}")
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.failure"]) == ("KILLED", "interrupted")
-    assert log_bundle(target, uri, "tracked").run_id == run.info.run_id
+    assert upload_bundle(target, uri, "tracked").run_id == run.info.run_id
     assert only_run(uri).info.status == "FINISHED"
 
 
@@ -170,7 +170,7 @@ def test_a_late_result_of_an_earlier_request_counts(
 
     with monkeypatch.context() as patched:
         patched.setattr(mlflow.MlflowClient, creates, twice)
-        logged = log_bundle(target, uri)
+        logged = upload_bundle(target, uri)
     assert len(objects) == 1
     (run,) = runs(uri)
     client = mlflow.MlflowClient(uri)
@@ -185,7 +185,7 @@ def test_a_late_result_of_an_earlier_request_counts(
 @pytest.mark.slow
 def test_missing_files_are_reported_and_uploaded_later(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
-    logged = log_bundle(target, uri)
+    logged = upload_bundle(target, uri)
     client = mlflow.MlflowClient(uri)
 
     def check() -> None:
@@ -201,7 +201,7 @@ def test_missing_files_are_reported_and_uploaded_later(tmp_path: Path) -> None:
     problems = f"bundle/graph_after.txt: expected {size} bytes, found 5; bundle/model.onnx is missing"
     assert str(caught.value) == f"the store accepted the upload but does not have all files: {problems}"
     client.update_run(logged.run_id, "FAILED")
-    log_bundle(target, uri)
+    upload_bundle(target, uri)
     check()
 
 

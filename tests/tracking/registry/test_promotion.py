@@ -17,7 +17,7 @@ from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
 from optexport.tracking.registry import aliases, promotion
 from optexport.tracking.registry.registration import Registered
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests.tracking.bundles import QUIET
 from tests.tracking.registries import Registry
 
@@ -214,7 +214,7 @@ def test_the_reason_for_no_comparison_survives_an_interruption(
     target = store.send_undecided()
     reason = "not compared: version 1, the last holder of champion, was deleted"
     store.client.set_model_version_tag("block", "2", "optexport.register.why", reason)  # the reason is recorded first
-    again = log_bundle(target, store.uri).registered
+    again = upload_bundle(target, store.uri).registered
     assert again is not None
     assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (reason,), reason)
 
@@ -225,7 +225,7 @@ def test_uploading_a_bundle_again_does_not_undo_a_promotion(store: Registry) -> 
     store.log()
     target = store.send_undecided()
     promotion.promote("block", "1", store.uri)
-    again = log_bundle(target, store.uri).registered
+    again = upload_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
     assert store.tags("2")["optexport.register"] == "moved"
@@ -237,7 +237,7 @@ def test_uploading_a_bundle_again_does_not_undo_a_rollback(store: Registry) -> N
     store.log()
     target = store.send_undecided()
     promotion.rollback("block", store.uri)
-    again = log_bundle(target, store.uri).registered
+    again = upload_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, store.holder) == ("2", "1", "1")
 

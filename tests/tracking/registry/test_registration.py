@@ -18,7 +18,7 @@ from optexport.errors import GateError, TrackingError
 from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.registry import aliases, promotion
 from optexport.tracking.registry import registration as registry
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests.tracking.bundles import QUIET, bundle, registering, runs
 from tests.tracking.registries import Registry
 
@@ -81,7 +81,7 @@ def test_a_registration_is_decided_only_once(store: Registry) -> None:
     target = bundle(store.folder)
     store.send(target, 1000)
     store.log()
-    again = log_bundle(target, store.uri).registered
+    again = upload_bundle(target, store.uri).registered
     assert again is not None
     assert (again.version, again.holder, again.moved) == ("1", "2", True)
     assert store.holder == "2"
@@ -93,7 +93,7 @@ def test_an_older_version_does_not_take_the_alias_of_a_newer_one(store: Registry
     store.log()
     target = store.send_undecided()
     store.log()
-    late = log_bundle(target, store.uri).registered
+    late = upload_bundle(target, store.uri).registered
     assert late is not None
     assert (late.version, late.holder, late.moved, store.holder) == ("2", "3", False, "3")
     assert late.why == ("version 3 is newer and holds champion",)
@@ -225,7 +225,7 @@ def test_any_model_name_can_get_a_second_version(store: Registry, name: str) -> 
     versions = []
     for _ in range(2):
         target = bundle(store.folder, manifest=registering(name))
-        logged = log_bundle(target, store.uri).registered
+        logged = upload_bundle(target, store.uri).registered
         assert logged is not None
         versions.append(logged.version)
     assert versions == ["1", "2"]

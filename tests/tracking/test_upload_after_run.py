@@ -20,7 +20,7 @@ from optexport.bundle.signing.folder_signature import check, sign
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.pipeline import run as pipeline_run
 from optexport.report.html import page
-from optexport.tracking.resume import log_bundle
+from optexport.tracking.upload import upload_bundle
 from tests._helpers import exports, signed, stores
 from tests.tracking.bundles import QUIET, Change, bundle, registering, runs, timed
 
@@ -49,10 +49,10 @@ def peak(size: int) -> Change:
 def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.5))
     before = digests(target)
-    logged = log_bundle(target, uri)
+    logged = upload_bundle(target, uri)
     assert digests(target) == before
     (run,) = runs(uri)
-    assert (run.info.run_id, run.info.status, logged.before) == (logged.run_id, "FINISHED", False)
+    assert (run.info.run_id, run.info.status, logged.already_uploaded) == (logged.run_id, "FINISHED", False)
     manifest, measured = read_manifest_only(target), read_measured(target)
     assert f"torch {manifest.versions['torch']}," in run.data.tags["optexport.versions"]
     date = datetime.datetime.fromisoformat(measured.date).astimezone()
@@ -69,12 +69,12 @@ def test_a_bundle_is_uploaded_completely_and_stays_unchanged(tmp_path: Path) -> 
 def test_a_signature_that_is_made_later_is_added(tmp_path: Path) -> None:
     """The upload said "already uploaded", and MLflow had no signature."""
     uri, target = stores.store(tmp_path), bundle(tmp_path)
-    first = log_bundle(target, uri)
+    first = upload_bundle(target, uri)
     private, public = signed.pair(tmp_path)
     sign(target, private)
-    second = log_bundle(target, uri)
-    assert (second.run_id, second.before) == (first.run_id, False)
-    assert log_bundle(target, uri).before
+    second = upload_bundle(target, uri)
+    assert (second.run_id, second.already_uploaded) == (first.run_id, False)
+    assert upload_bundle(target, uri).already_uploaded
     copy = mlflow.artifacts.download_artifacts(run_id=first.run_id, artifact_path="bundle", tracking_uri=uri)
     assert check(Path(copy), public)
 
@@ -85,15 +85,15 @@ def test_a_signed_bundle_is_uploaded_with_its_signature(tmp_path: Path) -> None:
     page.write(target)
     private, public = signed.pair(tmp_path)
     sign(target, private)
-    logged = log_bundle(target, uri)
+    logged = upload_bundle(target, uri)
     downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
     check(downloaded, public)
 
 
 def test_an_uploaded_bundle_is_not_uploaded_again(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
-    first, second = log_bundle(target, uri), log_bundle(target, uri)
-    assert (first.run_id, first.before, second.before) == (second.run_id, False, True)
+    first, second = upload_bundle(target, uri), upload_bundle(target, uri)
+    assert (first.run_id, first.already_uploaded, second.already_uploaded) == (second.run_id, False, True)
     assert first.registered == second.registered
     (run,) = runs(uri)
     assert len(run.outputs.model_outputs) == 1
@@ -103,13 +103,13 @@ def test_an_uploaded_bundle_is_not_uploaded_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rewritten_report_does_not_create_another_run(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
-    first = log_bundle(target, uri)
+    first = upload_bundle(target, uri)
     before = (target / "measurements.json").read_bytes()
     (target / "report.html").write_text("an older one")
     page.write(target)
     assert (target / "measurements.json").read_bytes() != before
-    again = log_bundle(target, uri)
-    assert (again.run_id, again.before) == (first.run_id, True)
+    again = upload_bundle(target, uri)
+    assert (again.run_id, again.already_uploaded) == (first.run_id, True)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_equal_files_of_two_runs_stay_two_runs(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     first, second = bundle(tmp_path), bundle(tmp_path)
     assert (first / "manifest.json").read_bytes() == (second / "manifest.json").read_bytes()
-    assert log_bundle(first, uri).run_id != log_bundle(second, uri).run_id
+    assert upload_bundle(first, uri).run_id != upload_bundle(second, uri).run_id
     assert len({run.data.tags["optexport.bundle"] for run in runs(uri)}) == 1
 
 
@@ -134,8 +134,8 @@ def test_a_half_finished_run_is_completed_and_not_duplicated(tmp_path: Path) -> 
     assert half.info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()
     before = digests(result.output)
-    logged = log_bundle(result.output, uri)
-    assert (logged.run_id, logged.before) == (result.run_id, False)
+    logged = upload_bundle(result.output, uri)
+    assert (logged.run_id, logged.already_uploaded) == (result.run_id, False)
     assert digests(result.output) == before
     (run,) = runs(uri, "tracked")
     assert (run.info.run_id, run.info.status) == (result.run_id, "FINISHED")
@@ -153,14 +153,14 @@ def test_a_half_finished_run_is_completed_and_not_duplicated(tmp_path: Path) -> 
 def test_a_run_stopped_at_its_end_gets_no_duplicates(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     target = bundle(tmp_path, measurements=timed(1.0, 1.5))
-    run_id = log_bundle(target, uri).run_id
+    run_id = upload_bundle(target, uri).run_id
     (first,) = runs(uri)
     names = set(first.data.metrics)
     before = histories(uri, run_id, names)
     client = mlflow.MlflowClient(uri)
     client.update_run(run_id, "RUNNING")  # everything was uploaded except its end
-    again = log_bundle(target, uri)
-    assert (again.run_id, again.before) == (run_id, False)
+    again = upload_bundle(target, uri)
+    assert (again.run_id, again.already_uploaded) == (run_id, False)
     assert histories(uri, run_id, names) == before
     (run,) = runs(uri)
     assert run.data.metrics == first.data.metrics
@@ -176,17 +176,17 @@ def test_a_run_stopped_at_its_end_gets_no_duplicates(tmp_path: Path) -> None:
 def test_two_simultaneous_uploads_create_one_run(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        uploads = list(pool.map(log_bundle, [target, target], [uri, uri]))
-    assert sorted(logged.before for logged in uploads) == [False, True]
+        uploads = list(pool.map(upload_bundle, [target, target], [uri, uri]))
+    assert sorted(logged.already_uploaded for logged in uploads) == [False, True]
     assert len(runs(uri)) == 1
 
 
 @pytest.mark.slow
 def test_a_deleted_run_is_not_continued(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
-    first = log_bundle(target, uri)
+    first = upload_bundle(target, uri)
     mlflow.MlflowClient(uri).delete_run(first.run_id)
-    assert log_bundle(target, uri).run_id != first.run_id
+    assert upload_bundle(target, uri).run_id != first.run_id
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_bundle_of_another_store_gets_its_own_run(tmp_path: Path) -> None:
     target = bundle(
         tmp_path, measurements=lambda m: m.update(origin={"git": {"commit": "c0ffee"}, "mlflow_run": "0" * 32})
     )
-    logged = log_bundle(target, uri)
+    logged = upload_bundle(target, uri)
     (run,) = runs(uri)
     assert run.info.run_id == logged.run_id
     assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
@@ -205,7 +205,7 @@ def test_a_changed_bundle_is_not_uploaded(tmp_path: Path) -> None:
     uri, target = stores.store(tmp_path), bundle(tmp_path)
     (target / "graph_after.txt").write_text("another graph")
     with pytest.raises(BundleError, match=r"graph_after\.txt"):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -218,11 +218,11 @@ def test_an_unrelated_run_is_not_taken_for_the_bundles_run(tmp_path: Path, statu
     unrelated = client.create_run(client.create_experiment("theirs"))
     if status == "FINISHED":
         client.set_terminated(unrelated.info.run_id)
-    earlier = log_bundle(bundle(tmp_path), uri)
+    earlier = upload_bundle(bundle(tmp_path), uri)
     for run_id in (unrelated.info.run_id, earlier.run_id):
         target = bundle(tmp_path, measurements=lambda m, run=run_id: m["origin"].update(mlflow_run=run))  # type: ignore[misc]
-        logged = log_bundle(target, uri)
-        assert not logged.before
+        logged = upload_bundle(target, uri)
+        assert not logged.already_uploaded
         assert logged.run_id not in (unrelated.info.run_id, earlier.run_id)
     run = client.get_run(unrelated.info.run_id)
     assert (run.info.status, run.data.params, run.data.metrics) == (status, {}, {})
@@ -233,7 +233,7 @@ def test_a_bundle_unfit_for_mlflow_fails_before_the_upload(tmp_path: Path) -> No
     uri = stores.store(tmp_path)
     target = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
     with pytest.raises(BundleError, match=r"cannot be converted for MLflow \(KeyError: 'onnx'\)"):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -242,7 +242,7 @@ def test_undrawable_figures_are_a_bundle_error(tmp_path: Path) -> None:
     """They failed in the middle of the upload, and so did every retry."""
     uri, target = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
     with pytest.raises(BundleError, match="cannot be converted for MLflow .*[Oo]verflow"):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -252,7 +252,7 @@ def test_an_invalid_onnx_file_is_a_bundle_error(tmp_path: Path) -> None:
     (target / "model.onnx").write_bytes(b"no model of ONNX's")
     exports.reseal(target, "model.onnx")
     with pytest.raises(BundleError, match=r"cannot be converted for MLflow \(DecodeError"):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -266,7 +266,7 @@ def test_a_bundle_with_recorded_failures_is_not_uploaded(tmp_path: Path) -> None
     """The bundle got the alias, and no correct version could be compared with it."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     with pytest.raises(BundleError, match="the figures contradict a passed check"):
-        log_bundle(bundle(tmp_path, manifest=failing), uri)
+        upload_bundle(bundle(tmp_path, manifest=failing), uri)
     assert not (tmp_path / "mlflow.db").exists()
 
 
@@ -275,7 +275,7 @@ def test_database_files_are_written_to_the_requested_folder(tmp_path: Path) -> N
     """A relative URI refers to the config's folder, as in a run."""
     target, folder = bundle(tmp_path), tmp_path / "beside"
     folder.mkdir()
-    log_bundle(target, "sqlite:///mlflow.db", None, folder)
+    upload_bundle(target, "sqlite:///mlflow.db", None, folder)
     assert (folder / "mlflow.db").exists()
     assert (folder / "mlartifacts").is_dir()
 
@@ -284,7 +284,7 @@ def test_database_files_are_written_to_the_requested_folder(tmp_path: Path) -> N
 def test_an_unreachable_store_is_one_error(tmp_path: Path) -> None:
     target = bundle(tmp_path)
     with pytest.raises(TrackingError, match="The bundle on disk is complete") as caught:
-        log_bundle(target, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
+        upload_bundle(target, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
     assert caught.value.exit_code == 7
 
 
@@ -311,7 +311,7 @@ def test_malformed_documents_are_a_bundle_error(tmp_path: Path, changes: dict[st
     """An edited document may have a matching digest."""
     uri, target = stores.store(tmp_path), bundle(tmp_path, **changes)
     with pytest.raises(BundleError, match=problem):
-        log_bundle(target, uri)
+        upload_bundle(target, uri)
     assert runs(uri) == []
 
 
@@ -325,7 +325,7 @@ def test_python_uploads_like_the_command(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match="experiment: .* is not the name of an experiment"):
             optexport.upload(target, uri, experiment=name)  # type: ignore[arg-type]
     first = optexport.upload(target, uri, experiment="mine")
-    assert not first.before
+    assert not first.already_uploaded
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     again = optexport.upload(str(target), experiment="mine")
-    assert (again.run_id, again.before) == (first.run_id, True)
+    assert (again.run_id, again.already_uploaded) == (first.run_id, True)
