@@ -26,6 +26,7 @@ _TIME_LIMITS = (
 )
 
 # Flags of processors, as Linux names them.
+AVX2 = "avx2"
 AVX512 = "avx512f"
 AMX = "amx_tile"
 

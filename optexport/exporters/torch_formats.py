@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optexport._utils.platform import AMX, AVX512
+from optexport._utils.platform import AMX, AVX2, AVX512
 from optexport.exporters.format import Benchmark, Format, FormatPass, Loader, Run
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
@@ -39,7 +39,7 @@ _PASSES = (
         "computes convolutions with oneDNN, on images in channels-last memory format",
         cpu_only=True,
         is_default=True,
-        default_flag=AVX512,
+        default_flag=AVX2,
     ),
 )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnxruntime
@@ -27,16 +28,26 @@ from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.exporters import pt2, registry, torchscript
 from optexport.signature.signature import Dynamic
-from tests.benchmarks import workloads
+from tests.benchmarks import models, workloads
 from tests.exporters import files
 
 FORMATS = ("onnx", "torchscript", "pt2")
 _IMAGE: Dynamic = {"x": {0: Dim("batch", 1, 16)}}
+
 _Model = tuple[Callable[[], nn.Module], Callable[..., workloads.Batch], Dynamic, Sequence[tuple[int, ...]]]
 MODELS: dict[str, _Model] = {
     "MiniLM": (workloads._minilm, workloads._text, workloads._TEXT, ((1, 8), (1, 16), (1, 128), (8, 128))),
     "ALBERT": (workloads._albert, workloads._text, workloads._TEXT, ((1, 16), (1, 128), (8, 128))),
     "MobileNetV2": (workloads._mobilenet, workloads._image, _IMAGE, ((1,), (8,))),
+    **{
+        name: (
+            models.RACERS[name].load,
+            partial(workloads._image, name="pixel_values"),
+            workloads._PIXELS,
+            ((1,), (8,)),
+        )
+        for name in ("ResNet-50", "ConvNeXt-tiny")
+    },
 }
 
 

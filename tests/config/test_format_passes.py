@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optexport._utils.platform import AMX, AVX512, processor_flags
+from optexport._utils.platform import AMX, AVX2, AVX512, processor_flags
 from optexport.config import derived
 from optexport.config.derived import resolve_passes
 from optexport.config.load import validate_settings
@@ -20,7 +20,7 @@ def config(**tables: Any) -> Config:
 
 @pytest.fixture
 def _new_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derived, "processor_flags", lambda: frozenset({AMX, AVX512, "sse"}))
+    monkeypatch.setattr(derived, "processor_flags", lambda: frozenset({AMX, AVX2, AVX512, "sse"}))
 
 
 def test_passes_depend_on_the_processor() -> None:
@@ -28,14 +28,15 @@ def test_passes_depend_on_the_processor() -> None:
     assert default_passes("onnx", ()) == default_passes("onnx", {AVX512}) == everywhere
     assert default_passes("onnx", {AMX}) == [*everywhere, "gemm"]
     assert default_passes("torchscript", {AMX}) == ["shared-masks"]
-    assert default_passes("torchscript", {AVX512}) == ["shared-masks", "onednn-linear", "channels-last"]
-    assert default_passes("torchscript", {AMX, AVX512}) == ["shared-masks", "channels-last"]
-    assert default_passes("pt2", {AMX, AVX512}) == []
+    assert default_passes("torchscript", {AVX2}) == ["shared-masks", "channels-last"]
+    assert default_passes("torchscript", {AVX2, AVX512}) == ["shared-masks", "onednn-linear", "channels-last"]
+    assert default_passes("torchscript", {AMX, AVX2, AVX512}) == ["shared-masks", "channels-last"]
+    assert default_passes("pt2", {AMX, AVX2, AVX512}) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_default_is_a_pass_of_its_format(name: str) -> None:
-    assert set(default_passes(name, {AMX, AVX512})) <= set(list_passes(name))
+    assert set(default_passes(name, {AMX, AVX2, AVX512})) <= set(list_passes(name))
 
 
 def test_attention_needs_its_opset() -> None:
@@ -52,7 +53,7 @@ def test_files_in_lower_precision_have_few_default_passes() -> None:
 @pytest.mark.usefixtures("_new_processor")
 def test_config_names_the_passes_of_every_format_once_resolved() -> None:
     resolved = resolve_passes(config()).export.passes
-    assert resolved == {name: default_passes(name, {AMX, AVX512}) for name in FORMATS}
+    assert resolved == {name: default_passes(name, {AMX, AVX2, AVX512}) for name in FORMATS}
 
 
 @pytest.mark.usefixtures("_new_processor")
