@@ -23,6 +23,8 @@ _KEEPS_LAYOUT = {
     *(aten.batch_norm.default, aten.conv2d.default, aten.conv2d.padding, aten.cat.default, CONVOLUTION),
     *(aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.constant_pad_nd.default, aten.pad.default),
 }
+# Views. Their results share memory, so an in-place change of one prevents the pass.
+_REORDERS_AXES = {aten.permute.default, aten.transpose.int}
 _READS_SIZES_ONLY = {aten.sym_size.int, aten._assert_tensor_metadata.default}
 
 
@@ -63,12 +65,17 @@ def restore_aten(graph: fx.Graph) -> None:
 
 
 def _copy_where_needed(graph: fx.Graph, relaid: set[fx.Node]) -> None:
-    """Inserts contiguous copies of ``relaid`` and its followers for readers that may need them."""
+    """Inserts contiguous copies of ``relaid`` and its followers for readers that may need them.
+
+    In a permuted image, channels may already be the last axis. A copy after the permutation then does nothing.
+    """
+    has_strides = bool(graph.find_nodes(op="call_function", target=aten.as_strided.default))  # of memory before a view
+    keeps_layout = _KEEPS_LAYOUT if has_strides else _KEEPS_LAYOUT | _REORDERS_AXES
     for node in list(graph.nodes):
         sources = [source for source in node.all_input_nodes if source in relaid]
         if node in relaid or not sources or node.target in _READS_SIZES_ONLY:
             continue
-        if node.target in _KEEPS_LAYOUT:
+        if node.target in keeps_layout:
             relaid.add(node)
             continue
         for source in sources:
