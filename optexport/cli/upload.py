@@ -42,13 +42,10 @@ def upload(
     if as_json:
         print_json({**outcome(failure), **asdict(uploaded)})
     else:
-        echo(
-            f"{bundle}: {'already uploaded' if uploaded.already_uploaded else 'uploaded'}, MLflow run {uploaded.run_id}"
-        )
-        for line in [
-            *uploaded.page.splitlines(),
-            *([] if uploaded.registered is None else [uploaded.registered.summary]),
-        ]:
+        state = "already uploaded" if uploaded.already_uploaded else "uploaded"
+        registered = [] if uploaded.registered is None else [uploaded.registered.summary]
+        echo(f"{bundle}: {state}, MLflow run {uploaded.run_id}")
+        for line in [*uploaded.page.splitlines(), *registered]:
             echo(f"  {line}")
     if failure is not None:
         raise failure

@@ -23,7 +23,8 @@ _KEEPS_LAYOUT = {
     *(aten.batch_norm.default, aten.conv2d.default, aten.conv2d.padding, aten.cat.default, CONVOLUTION),
     *(aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.constant_pad_nd.default, aten.pad.default),
 }
-# Views. Their results share memory, so an in-place change of one prevents the pass.
+# Views. Their results share memory, so an in-place change of one prevents the pass. In a permuted image, channels may
+# already be the last axis, and then a copy after the permutation does nothing.
 _REORDERS_AXES = {aten.permute.default, aten.transpose.int}
 _READS_SIZES_ONLY = {aten.sym_size.int, aten._assert_tensor_metadata.default}
 
@@ -40,21 +41,21 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
 
     Returns:
         Placeholders of the weights to convert to channels-last format. The set is empty, and the graph unchanged, if a
-        copy could separate an in-place change from its readers.
+        copy could separate an in-place change from its readers, or if the model reads strides.
     """
-    if not all(_has_no_alias(node) for node in graph.nodes if _changes_in_place(node)):
+    if not all(_has_no_alias(node) for node in graph.nodes if _changes_in_place(node)) or _reads_strides(graph):
         return set()
-    convolutions = [
-        node
-        for node in graph.find_nodes(op="call_function", target=aten.conv2d.default)
-        if _is_supported(node, weights)
-    ]
+    found = graph.find_nodes(op="call_function", target=aten.conv2d.default)
+    supported = {node for node in found if _is_supported(node, weights)}
+    # Others compute in channels-last format too if their weight has it.
+    convolutions = {node for node in supported if aten_ops.arguments(node)["weight"].users.keys() <= supported}
     for node in convolutions:
         x, weight, bias, stride, padding, dilation, groups = aten_ops.arguments(node).values()
         node.target, node.kwargs = CONVOLUTION, {}
         node.args = (x, weight, bias, padding, stride, dilation, groups, "none", scalars, "")
-    _copy_where_needed(graph, set(convolutions))
-    return {node.args[1] for node in convolutions if isinstance(node.args[1], fx.Node)}
+    laid_out = {node.args[1] for node in convolutions if isinstance(node.args[1], fx.Node)}
+    _copy_where_needed(graph, convolutions)
+    return laid_out
 
 
 def restore_aten(graph: fx.Graph) -> None:
@@ -65,26 +66,32 @@ def restore_aten(graph: fx.Graph) -> None:
 
 
 def _copy_where_needed(graph: fx.Graph, relaid: set[fx.Node]) -> None:
-    """Inserts contiguous copies of ``relaid`` and its followers for readers that may need them.
-
-    In a permuted image, channels may already be the last axis. A copy after the permutation then does nothing.
-    """
-    has_strides = bool(graph.find_nodes(op="call_function", target=aten.as_strided.default))  # of memory before a view
-    keeps_layout = _KEEPS_LAYOUT if has_strides else _KEEPS_LAYOUT | _REORDERS_AXES
+    """Inserts contiguous copies of ``relaid`` and its followers for readers that may need them."""
     for node in list(graph.nodes):
         sources = [source for source in node.all_input_nodes if source in relaid]
-        if node in relaid or not sources or node.target in _READS_SIZES_ONLY:
+        if node in relaid or not sources or node.target in _READS_SIZES_ONLY or _is_copy(node):
             continue
-        if node.target in keeps_layout:
+        if node.target in _KEEPS_LAYOUT | _REORDERS_AXES:
             relaid.add(node)
             continue
         for source in sources:
-            copy = source.next if source.next.target is aten.contiguous.default else None
-            if copy is None or copy.args != (source,):
+            copy = source.next
+            if not _is_copy(copy) or copy.args != (source,):
                 with graph.inserting_after(source):
                     copy = graph.call_function(aten.contiguous.default, (source,))
                 copy.meta = {"val": source.meta["val"].contiguous()}
             node.replace_input_with(source, copy)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Returns True for a contiguous copy. With a keyword, the copy has another memory format."""
+    return node.target is aten.contiguous.default and not node.kwargs
+
+
+def _reads_strides(graph: fx.Graph) -> bool:
+    """Returns True if an operator, here or in a branch, reads its input's memory as if it had the original layout."""
+    graphs = [graph, *(m.graph for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule))]
+    return any("as_strided" in str(node.target) for one in graphs for node in one.nodes if node.op == "call_function")
 
 
 def _changes_in_place(node: fx.Node) -> bool:

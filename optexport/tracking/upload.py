@@ -1,4 +1,4 @@
-"""Uploads a bundle whose upload failed, to its original MLflow run if that exists."""
+"""Uploads a bundle to the MLflow run that made it if that exists, or to a new one; what `optexport upload` does."""
 
 from __future__ import annotations
 

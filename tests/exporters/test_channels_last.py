@@ -69,10 +69,13 @@ def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
         lambda m, y: y.flatten(1),
         lambda m, y: y.reshape(-1, 4),
         lambda m, y: y.permute(0, 2, 3, 1).flatten(2),
-        lambda m, y: y.as_strided((2, 3), (3, 1)),
-        lambda m, y: y.permute(0, 2, 3, 1).as_strided((2, 3), (3, 1)),
-        lambda m, y: y.permute(0, 2, 3, 1).transpose(1, 2).as_strided((2, 3), (3, 1)),
         lambda m, y: (y.permute(0, 2, 3, 1).softmax(-1), y.transpose(1, 3) + 1, y.permute(0, 2, 3, 1)),
+        lambda m, y: y.permute(0, 2, 3, 1).contiguous().view(y.shape[0], -1, 4),  # of object detectors
+        lambda m, y: (
+            y.permute(0, 2, 3, 1).relu().contiguous(),
+            y.transpose(2, 3).contiguous(),
+            y.permute(0, 2, 3, 1).contiguous(memory_format=torch.channels_last),
+        ),
         lambda m, y: (y.flatten(1), y, y[:, :2]),
         lambda m, y: (y + 1).softmax(1),
         lambda m, y: (nn.functional.pad(y, (1, 1)), nn.functional.max_pool2d(y, 2), y.mean((2, 3))),
@@ -85,10 +88,9 @@ def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
         "flatten",
         "reshape",
         "permute",
-        "strides",
-        "strides of view",
-        "of two",
         "views",
+        "copy of a view",
+        "copies of views",
         "several",
         "softmax",
         "pool",
@@ -108,6 +110,63 @@ def test_readers_of_a_convolution_get_the_same_numbers(after: Any, tmp_path: Pat
         plain, lowered = write_both(subject, file_format, "channels-last", tmp_path)
         assert_files_agree(lowered, plain, file_format, subject, batches)
     assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x).contiguous().view(x.shape[0], -1),
+        lambda m, x: m.a(x).relu().contiguous(),
+        lambda m, x: (m.a(x).contiguous(memory_format=torch.channels_last), m.a(x).reshape(-1)),
+    ],
+    ids=["copy", "copy of relu", "both"],
+)
+def test_a_model_in_channels_last_is_the_same(body: Any, tmp_path: Path) -> None:
+    model = randomise(Program(body, a=convolution(4, 8, 3))).to(memory_format=torch.channels_last)
+    subject = files.prepare(model, {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = write_both(subject, file_format, "channels-last", tmp_path)
+        assert_files_agree(lowered, plain, file_format, subject, [{"x": X}, {"x": torch.randn(5, 4, 6, 5)}])
+    assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x).as_strided((2, 3), (3, 1)),
+        lambda m, x: m.a(x).permute(0, 2, 3, 1).transpose(1, 2).as_strided((2, 3), (3, 1)),
+        lambda m, x: torch.as_strided_copy(m.a(x).permute(0, 2, 3, 1), (2, 3), (3, 1)),
+        lambda m, x: torch.cond(
+            x.sum() > 0,
+            lambda y: y.as_strided((2, 3), (3, 1)) + 1,
+            lambda y: y.as_strided((2, 3), (3, 1)) * 2,
+            (m.a(x).permute(0, 2, 3, 1),),
+        ),
+    ],
+    ids=["strides", "strides of views", "copy", "branch"],
+)
+def test_a_model_that_reads_strides_is_unchanged(body: Any, tmp_path: Path) -> None:
+    subject = files.prepare(randomise(Program(body, a=convolution(4, 8, 3))), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    plain, lowered = write_both(subject, "pt2", "channels-last", tmp_path)
+    assert lowered.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: (m.a(x), nn.functional.conv2d(x, m.a.weight, m.a.bias * 2).view(x.shape[0], -1)),
+        lambda m, x: (m.a(x), m.a(x[0]).view(-1)),
+    ],
+    ids=["computed bias", "no batch"],
+)
+def test_a_weight_of_another_convolution_keeps_its_layout(body: Any, tmp_path: Path) -> None:
+    subject = files.prepare(randomise(Program(body, a=convolution(4, 8, 3))), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = write_both(subject, file_format, "channels-last", tmp_path)
+        assert_files_agree(lowered, plain, file_format, subject, [{"x": X}, {"x": torch.randn(5, 4, 6, 5)}])
 
 
 @pytest.mark.slow
