@@ -90,6 +90,7 @@ def _is_copy(node: fx.Node) -> bool:
 
 def _reads_strides(graph: fx.Graph) -> bool:
     """Returns True if an operator, here or in a branch, reads its input's memory as if it had the original layout."""
+    assert graph.owning_module is not None
     graphs = [graph, *(m.graph for m in graph.owning_module.modules() if isinstance(m, fx.GraphModule))]
     return any("as_strided" in str(node.target) for one in graphs for node in one.nodes if node.op == "call_function")
 
