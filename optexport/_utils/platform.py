@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-# Files of control groups, version 2 and version 1: limit, usage, and details of the usage.
-_CONTAINERS = (
+# Files of control groups about memory, version 2 and version 1: limit, usage, and details of the usage.
+_MEMORY_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -19,7 +19,7 @@ _CONTAINERS = (
     ),
 )
 
-# The same for processor time: the limit and the period, in one file or in two.
+# Those about processor time: the limit and the period, in one file or in two.
 _TIME_LIMITS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
@@ -77,7 +77,7 @@ def usable_cores() -> int:
 
 def free_memory() -> int:
     """Returns the bytes of memory that programs can still use, within a container's limit."""
-    limits = [room for files in _CONTAINERS if (room := _container_memory(*files)) is not None]
+    limits = [room for files in _MEMORY_LIMITS if (room := _container_memory(*files)) is not None]
     return min([*limits, int(psutil.virtual_memory().available)])
 
 

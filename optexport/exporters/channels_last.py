@@ -47,8 +47,7 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
         return set()
     found = graph.find_nodes(op="call_function", target=aten.conv2d.default)
     supported = {node for node in found if _is_supported(node, weights)}
-    # Others compute in channels-last format too if their weight has it.
-    convolutions = {node for node in supported if aten_ops.arguments(node)["weight"].users.keys() <= supported}
+    convolutions = {node for node in supported if _is_only_weight(aten_ops.arguments(node)["weight"], supported)}
     for node in convolutions:
         x, weight, bias, stride, padding, dilation, groups = aten_ops.arguments(node).values()
         node.target, node.kwargs = CONVOLUTION, {}
@@ -83,6 +82,11 @@ def _copy_where_needed(graph: fx.Graph, relaid: set[fx.Node]) -> None:
             node.replace_input_with(source, copy)
 
 
+def _is_only_weight(weight: fx.Node, convolutions: set[fx.Node]) -> bool:
+    """Returns True if a tensor is only the weight of these convolutions. Other readers would get its new layout."""
+    return all(user in convolutions and aten_ops.arguments(user)["weight"] is weight for user in weight.users)
+
+
 def _is_copy(node: fx.Node) -> bool:
     """Returns True for a contiguous copy. With a keyword, the copy has another memory format."""
     return node.target is aten.contiguous.default and not node.kwargs
@@ -111,7 +115,7 @@ def _has_no_alias(node: fx.Node) -> bool:
 
 
 def _is_supported(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
-    """Returns True if oneDNN computes a convolution as torch does.
+    """Returns True if oneDNN computes a convolution as torch does, if that holds for all readers of its weight.
 
     oneDNN takes batches only, misreads a bias that is not a contiguous vector, and lacks float64.
     """
@@ -124,8 +128,5 @@ def _is_supported(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> boo
         and value.numel() > 0
         and x.meta["val"].dim() == 4
         and all(len(size) == 2 and all(isinstance(one, int) for one in size) for size in sizes)
-        and all(
-            user.target is aten.conv2d.default and aten_ops.arguments(user)["weight"] is weight for user in weight.users
-        )
         and (bias is None or (bias in weights and weights[bias].is_contiguous()))
     )

@@ -68,10 +68,10 @@ def exporting_ahead(traced: TracedJob, graphs: Sequence[tuple[Variant, Transform
     model is large, so that a second process would need too much memory, or it is on a GPU, which a fork cannot use.
     """
     job = traced.job
-    others = {*job.config.export.formats} - {_FORMAT}
+    other_formats = {*job.config.export.formats} - {_FORMAT}
     chosen = [(v, transformed) for v, transformed in graphs if _FORMAT in v.formats and v.precision is None]
     is_suitable = job.config.model.device == "cpu" and not model_memory.is_large(job.loaded.model)
-    has_other_work = bool(others) and others <= {"torchscript", "pt2"}
+    has_other_work = bool(other_formats) and other_formats <= {"torchscript", "pt2"}
     if not chosen or not has_other_work or not is_suitable or not forked.is_useful():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Uploads a bundle to the MLflow run that made it if that exists, or to a new one; what `optexport upload` does."""
+"""Uploads a bundle, for `optexport upload`: to the MLflow run of its export if that exists, or to a new one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests._helpers import exports
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("model_memory.max", "model_memory.current", "model_memory.stat")]
-    monkeypatch.setattr(platform, "_CONTAINERS", (tuple(map(str, files)),))
+    monkeypatch.setattr(platform, "_MEMORY_LIMITS", (tuple(map(str, files)),))
     assert platform.free_memory() > 64 << 20
     for path, text in zip(files, (f"{64 << 20}\n", f"{40 << 20}\n", f"anon 7\ninactive_file {8 << 20}\n"), strict=True):
         path.write_text(text, encoding="ascii")
@@ -40,7 +40,7 @@ def test_cores_are_limited_by_the_container(
     files = [tmp_path / str(index) for index in range(len(texts))]
     monkeypatch.setattr(platform, "_TIME_LIMITS", (tuple(map(str, files)),))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert platform.usable_cores() == 64  # there are no such files
+    assert platform.usable_cores() == 64  # without a limit
     for path, text in zip(files, texts, strict=True):
         path.write_text(text, encoding="ascii")
     assert platform.usable_cores() == cores

@@ -68,12 +68,12 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, versions in (("asks", 2), ("asks-too", 1), ("silent", 1)):
         client.create_registered_model(name, tags={"export": "true"} if name.startswith("asks") else {})
         for _ in range(versions):
-            client.create_model_version(name, source=_uploaded(mlflow, folder / "model.pt2"))
+            client.create_model_version(name, source=_logged(mlflow, folder / "model.pt2"))
     (tmp_path / "nightly.toml").write_text(_TEMPLATE.format(uri=uri), encoding="utf-8")
     return client
 
 
-def _uploaded(mlflow: Any, path: Path) -> str:
+def _logged(mlflow: Any, path: Path) -> str:
     with mlflow.start_run() as run:
         model = mlflow.models.Model(artifact_path="model", run_id=run.info.run_id)
         model.add_flavor("pytorch", model_data="data", pytorch_version="2", serialization_format="pt2")

@@ -33,7 +33,6 @@ from tests.exporters import files
 
 FORMATS = ("onnx", "torchscript", "pt2")
 _IMAGE: Dynamic = {"x": {0: Dim("batch", 1, 16)}}
-
 _Model = tuple[Callable[[], nn.Module], Callable[..., workloads.Batch], Dynamic, Sequence[tuple[int, ...]]]
 MODELS: dict[str, _Model] = {
     "MiniLM": (workloads._minilm, workloads._text, workloads._TEXT, ((1, 8), (1, 16), (1, 128), (8, 128))),
@@ -44,7 +43,7 @@ MODELS: dict[str, _Model] = {
             models.RACERS[name].load,
             partial(workloads._image, name="pixel_values"),
             workloads._PIXELS,
-            ((1,), (8,)),
+            models.RACERS[name].shapes,
         )
         for name in ("ResNet-50", "ConvNeXt-tiny")
     },

@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=EXAMPLE, help="a config with a model of transformers")
     arguments = parser.parse_args()
     text = arguments.config.read_text(encoding="utf-8")
-    values = tomllib.loads(text)
-    source, output = values["model"]["source"], values["export"]["output"]
+    config_values = tomllib.loads(text)
+    source, output = config_values["model"]["source"], config_values["export"]["output"]
     times: dict[str, list[tuple[float, float]]] = {
         "bare": [],
         "run": [],

@@ -6,8 +6,8 @@
 Layers are chosen by the smallest cosine of a row of the output, on 48 crops of six photos. The printed values are from
 300 crops of six other photos: the smallest cosine, and for the classifier the share of crops with the same class, of
 all and of those where the original gives its class a probability of 0.3 or more. Packages with weights and photos are
-installed into FOLDER. With `--images`, every twentieth image of that folder takes the place of the first crops, and all
-others that of the second.
+installed into FOLDER. With `--images`, layers are chosen on every twentieth image of that folder, and the printed
+values are from its other images.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _artifact(result: Result, title: str) -> Artifact:
 
 
 def _load_images(folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what layers are chosen on, and what is held out."""
+    """Returns the images that layers are chosen on, and those for the printed values."""
     if folder is None:
         listed = photos.list_photos()
         return photos.crop(listed[::2], 48, 0), photos.crop(listed[1::2], 300, 1)

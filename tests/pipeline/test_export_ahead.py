@@ -79,10 +79,13 @@ def test_a_failed_export_gives_its_error(tmp_path: Path, capfd: pytest.CaptureFi
     assert multiprocessing.active_children() == []
 
 
-def test_nothing_is_ahead_of_a_single_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("formats", [["onnx"], ["onnx", "openvino"]], ids=" and ".join)
+def test_nothing_is_ahead_of_formats_without_other_work(
+    formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = formats_exported_here(monkeypatch)
-    optexport.export(block(), INPUTS, tmp_path / "out", formats=["onnx"])
-    assert here == ["onnx"]
+    optexport.export(block(), INPUTS, tmp_path / "out", formats=formats)
+    assert here == formats
 
 
 def test_a_worker_of_a_pool_exports_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

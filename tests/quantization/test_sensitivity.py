@@ -78,6 +78,17 @@ def test_choice_passes_in_every_way_to_run_the_file() -> None:
     assert choice.chosen.passed
 
 
+def test_recorded_values_are_those_of_the_worst_way() -> None:
+    exact, sensitive = Bent([0.01]), Bent([0.1])
+
+    def make(float32_units: Collection[str]) -> list[Run]:
+        return [*exact(float32_units), *sensitive(float32_units), *exact(float32_units)]
+
+    choice = choose_layers("file", "int8", list(exact.angles), [], make, _checker())
+    (result,) = choice.chosen.gate_results
+    assert result.value == pytest.approx(math.cos(0.1), abs=1e-6)
+
+
 def test_least_harmful_layer_must_pass_in_every_way() -> None:
     exact, sensitive = Bent([0.1, 0.2]), Bent([0.3, 0.3])
 
