@@ -62,6 +62,7 @@ class Job:
             folder next to it.
         is_dynamic_declared: Whether the user requested the sizes in ``dynamic``.
         origin: The origin of the bundle, such as its git commit.
+        reuse_key: A digest of everything that the bundle depends on; None if no earlier bundle may be reused.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class Job:
     final_output: Path | None = None
     is_dynamic_declared: bool = True
     origin: Origin = field(default_factory=Origin)
+    reuse_key: str | None = None
 
     def with_fixed_inputs(self, values: Mapping[str, torch.Tensor]) -> Job:
         """Fixes some inputs to values, and returns a job whose model no longer takes them.

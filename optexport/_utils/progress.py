@@ -32,6 +32,15 @@ class StepCount:
         if self.total is None and self.after_bundle is not None:
             self.total = self.number + len(steps) + self.after_bundle
 
+    def change(self, steps: Sequence[str]) -> None:
+        """Sets a known total anew, because other steps follow.
+
+        Args:
+            steps: The next steps of this export.
+        """
+        if self.total is not None and self.after_bundle is not None:
+            self.total = self.number + len(steps) + self.after_bundle
+
     def __str__(self) -> str:
         return str(self.number) if self.total is None else f"{self.number:{len(str(self.total))}}/{self.total}"
 

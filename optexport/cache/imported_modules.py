@@ -54,6 +54,17 @@ def code_of(module: str) -> dict[str, str]:
     return {path.name: sha256(path), **{name: sha256(folder / name) for name in imported_from(folder)}}
 
 
+def is_installed(module: str) -> bool:
+    """Returns True if a module is part of an installed package, so that the package's version identifies it."""
+    path = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    return module.partition(".")[0] in IDENTIFIED_PACKAGES or bool(_INSTALLED.intersection(path.parts))
+
+
+def installed_distributions() -> list[str]:
+    """Returns the names and versions of all installed packages, as the names of their metadata folders."""
+    return sorted({path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")})
+
+
 def code_outside_packages() -> dict[str, str]:
     """Returns the digests, by name, of all imported modules outside installed packages.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,47 @@ def of_file(path: Path, file_format: str) -> str:
     chosen = registry.get_format(file_format)
     digests = [*map(sha256, chosen.existing_files(path)), *map(str, chosen.versions().items())]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def of_object(value: object) -> str | None:
+    """Returns the SHA-256 of an object with everything in it, such as a model, or None if it cannot be pickled.
+
+    Classes and functions count by name, and tensors by type, layout and bytes.
+    """
+    stream = _Stream()
+    try:
+        _Pickler(stream, protocol=5).dump(value)
+    except Exception:  # the object's own code may raise anything
+        return None
+    return stream.digest.hexdigest()
+
+
+class _Stream:
+    """A file that keeps only the digest of its bytes."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return len(data)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: _Stream, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self._memory: dict[tuple[int, ...], int] = {}
+
+    def persistent_id(self, value: object) -> object:
+        """Returns what stands for a tensor or a set in the digest; None for all other objects."""
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))  # the order of texts in a set differs between processes
+        if not isinstance(value, torch.Tensor):
+            return None
+        memory = (value.data_ptr(), *value.shape, *value.stride())
+        shared = self._memory.setdefault(memory, len(self._memory))
+        kind = (_identify(type(value)), str(value.dtype), str(value.device), value.requires_grad)
+        return (*kind, *memory[1:], shared, hashlib.sha256(_bytes(value)).hexdigest())
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:

@@ -37,7 +37,7 @@ from optexport.bundle.parity_records import ParityRecord
 from optexport.errors import printable
 from optexport.exporters import registry
 from optexport.inference.describe import describe
-from optexport.job import VariantResult
+from optexport.job import Job, VariantResult
 from optexport.parity.checker import ParityChecker
 from optexport.parity.reference_file import write_reference
 from optexport.pipeline import triton
@@ -123,21 +123,25 @@ def write_bundle(draft: Path, results: RunResults) -> Manifest:
     return manifest
 
 
-def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, float]) -> None:
-    """Writes the data that may differ between two equal runs: times, machine, benchmarks and origin.
-
-    Args:
-        draft: The bundle's folder.
-        seconds: The seconds of each step.
-    """
-    job = results.traced.job
-    measured: dict[str, Any] = {"device": devices.describe(job.config.model.device)}
+def measured_values(results: RunResults) -> dict[str, Any]:
+    """Returns what a run measured and chose, for `write_measurements`."""
+    measured: dict[str, Any] = {"device": devices.describe(results.traced.job.config.model.device)}
     measured |= {"gain": [record.model_dump() for record in results.gain]} if results.gain else {}
     measured |= {"gain_skipped": results.gain_skipped} if results.gain_skipped else {}
     measured |= {} if results.bench is None else {"bench": bench_as_json(results.bench)}
     measured |= {"tune": tuning_as_json(results.outcomes)} if results.outcomes else {}
     measured |= {"cache_hits": list(results.cache_hits)} if results.cache_hits else {}
-    measured |= {"origin": job.origin.model_dump(exclude_none=True)}
+    return measured
+
+
+def write_measurements(draft: Path, job: Job, seconds: Mapping[str, float], measured: Mapping[str, Any]) -> None:
+    """Writes the data that may differ between two equal runs: times, machine, benchmarks and origin.
+
+    Args:
+        draft: The bundle's folder.
+        seconds: The seconds of each step.
+        measured: The result of `measured_values`.
+    """
     contents.write_measurements(
         draft,
         {
@@ -147,6 +151,7 @@ def write_measurements(draft: Path, results: RunResults, seconds: Mapping[str, f
             "threads": torch.get_num_threads(),
             "seconds": {step: round(elapsed, 3) for step, elapsed in seconds.items()},
             **measured,
+            "origin": job.origin.model_dump(exclude_none=True),
         },
     )
 

@@ -21,7 +21,7 @@ from optexport.config.run_steps import is_measured, list_bundle_steps, list_run_
 from optexport.diagnosis import reproduction
 from optexport.job import Job
 from optexport.parity import gates
-from optexport.pipeline import bundle_writer, lockfile, steps
+from optexport.pipeline import bundle_writer, lockfile, reuse, steps
 from optexport.pipeline.api_arguments import as_texts
 from optexport.pipeline.export_ahead import exporting_ahead
 from optexport.pipeline.gain import measure_gain
@@ -130,13 +130,14 @@ def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:
         job = steps.prepare_inputs(plan, loaded, metrics, workspace)
         if plan.config.tracking.enabled:
             model_run.check_runs(job.loaded.model, job.example)
+        job = replace(job, reuse_key=reuse.make_key(job, plan))
     if plan.lock is not None:
         lockfile.check_model(plan.lock, job, plan.path)
     return job
 
 
 def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStack | None = None) -> Result:
-    """Traces, transforms, exports and checks a model; writes the bundle if all checks pass.
+    """Writes the bundle of a model if all checks pass; reuses that of an equal run.
 
     Args:
         output_lock: Takes over the lock of the bundle. No other run replaces the bundle until the stack is closed.
@@ -144,9 +145,21 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
     with (
         atomic_dir.drafting(job.output, layout.check_replaceable, output_lock) as draft,
         torch.random.fork_rng(devices=[]),
-        signals.temporary_folder() as scratch,
-        contextlib.ExitStack() as stack,
     ):
+        result = reuse.restore(job, draft, progress, list_steps(job)) or export_and_check(job, draft, progress)
+        with progress.step("report"):
+            page.write(draft)
+    reproduction.remove(job.failure)
+    return result
+
+
+def export_and_check(job: Job, draft: Path, progress: Progress) -> Result:
+    """Traces, transforms, exports and checks a model, and writes the bundle without its report to a draft.
+
+    Raises:
+        OptexportError: A check fails, or another error of `run`.
+    """
+    with signals.temporary_folder() as scratch, contextlib.ExitStack() as stack:
         if job.config.tune is None:
             progress.count.expect(list_steps(job))
         with progress.step("trace"):
@@ -177,10 +190,8 @@ def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStac
         results = measure_files(results, workloads, draft, scratch, progress)
         with progress.step("bundle"):
             manifest = bundle_writer.write_bundle(draft, results)
-        bundle_writer.write_measurements(draft, results, progress.seconds)
-        with progress.step("report"):
-            page.write(draft)
-    reproduction.remove(job.failure)
+        bundle_writer.write_measurements(draft, job, progress.seconds, bundle_writer.measured_values(results))
+    reuse.remember(job, draft, results.checker.targets)
     return results.as_result(manifest)
 
 

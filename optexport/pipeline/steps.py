@@ -137,7 +137,7 @@ def prepare_inputs(plan: RunPlan, loaded: Loaded, metrics: Mapping[str, Metric],
 def as_baseline(job: Job, output: Path) -> Job:
     """Returns a job that exports the same model untransformed, without format passes or lower precision."""
     config = resolve_config(disable_measurements(job.config), (), output)
-    return replace(job, config=config, rules=(), output=output, dump=None)
+    return replace(job, config=config, rules=(), output=output, dump=None, reuse_key=None)
 
 
 def with_origin(job: Job, plan: RunPlan, mlflow_run: str | None) -> Job:

@@ -1,0 +1,162 @@
+"""Reuses the bundle of an earlier run if nothing that it depends on has changed.
+
+The key covers the config, the model with its weights and attributes, its outputs on the traced inputs, the inputs, the
+files of its tokenizer or processor, all code outside packages, the versions of all packages, and the machine. Code is
+identified by files and versions, so the model must consist of modules from installed packages.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from optexport._utils import model_memory
+from optexport._utils.progress import Progress
+from optexport.bundle import digest_json, digests
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.measurements import read_measured
+from optexport.cache import imported_modules, keys, store
+from optexport.config.metrics import CUSTOM_METRIC
+from optexport.config.run_steps import is_measured
+from optexport.errors import BundleError
+from optexport.exporters import registry
+from optexport.job import Job
+from optexport.loading.loader import Loaded
+from optexport.parity.checker import TargetParity
+from optexport.pipeline.bundle_writer import write_measurements
+from optexport.pipeline.lockfile import WEIGHTS_SUFFIXES
+from optexport.pipeline.plan import RunPlan
+from optexport.report.result import Result
+from optexport.tracing import model_run
+from optexport.transformations.apply import is_built_in
+
+_PARITY = TypeAdapter(tuple[TargetParity, ...])
+# Measurements of the earlier run that stay valid, because the machine and the files are the same.
+_KEPT = ("device", "gain", "gain_skipped")
+
+
+def make_key(job: Job, plan: RunPlan) -> str | None:
+    """Returns a digest of everything that the bundle of a job depends on; None if it cannot be reused.
+
+    Runs the model once.
+    """
+    if not (store.enabled() and _is_identified(job, plan)):
+        return None
+    loaded, config = job.loaded, job.config
+    try:
+        outputs = model_run.run(loaded.model, job.example)
+    except Exception:  # the model's code may raise anything; the trace reports it
+        return None
+    contents = [keys.of_object(value) for value in ((loaded.model, loaded.constants), loaded.pretrained, outputs)]
+    if None in contents:
+        return None
+    return store.entry_key(
+        "bundle",
+        contents,
+        loaded.revision,
+        _pretrained_files(loaded),
+        keys.of_tensors([job.example, *job.user_batches]),
+        str(job.dynamic),
+        config.model_dump(mode="json"),
+        job.config_text,
+        imported_modules.code_outside_packages(),
+        imported_modules.installed_distributions(),
+    )
+
+
+def _is_identified(job: Job, plan: RunPlan) -> bool:
+    """Returns True if a key can cover all code and data, and if nothing is to be measured or shown in each run."""
+    config, model = job.config, job.loaded.model
+    return (
+        plan.keep
+        and plan.dump is None
+        and config.tune is None
+        and not is_measured(config)
+        and config.model.device == "cpu"
+        and set(config.export.formats) <= registry.BUILT_IN.keys()
+        and all(is_built_in(rule.transformation) for rule in job.rules)
+        and not any(name.startswith(CUSTOM_METRIC) for name in config.parity.metrics or ())
+        and all(imported_modules.is_installed(type(part).__module__) for part in model.modules())
+        and not model_memory.is_large(model)
+    )
+
+
+def _pretrained_files(loaded: Loaded) -> dict[str, str]:
+    """Returns the digests of the files of a tokenizer or processor, without weights; empty for a model on the hub."""
+    folder = Path("" if loaded.pretrained is None else loaded.pretrained.name)
+    if loaded.pretrained is None or not loaded.pretrained.name or not folder.is_dir():
+        return {}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in WEIGHTS_SUFFIXES)
+    return {path.relative_to(folder).as_posix(): digests.sha256(path) for path in files}
+
+
+def remember(job: Job, draft: Path, parity: Sequence[TargetParity]) -> None:
+    """Stores which bundle the run has written, so that an equal run finds it."""
+    if job.reuse_key is not None:
+        measured = read_measured(draft)
+        notes = {"manifest": measured.manifest, "date": measured.date, "parity": _PARITY.dump_python(tuple(parity))}
+        store.write(job.reuse_key, notes)
+
+
+def restore(job: Job, draft: Path, progress: Progress, other_steps: Sequence[str]) -> Result | None:
+    """Copies the bundle of an earlier run with the same key from the output to a draft, and checks its files.
+
+    The measurements get the date and origin of this run.
+
+    Args:
+        draft: An empty folder.
+        other_steps: The steps of an export without an earlier bundle.
+
+    Returns:
+        The result of the earlier run; None if there is none, or if its bundle was moved or changed.
+    """
+    if job.reuse_key is None or (entry := store.read(job.reuse_key)) is None:
+        return None
+    _, notes = entry
+    if (manifest := _read_manifest(job.output, notes["manifest"])) is None:
+        return None
+    progress.count.change(["reuse", "report"])
+    with progress.step("reuse"):
+        measured = _copy(job.output, draft, manifest)
+    if measured is None:
+        progress.count.change(other_steps)
+        return None
+    kept = {name: measured[name] for name in _KEPT if name in measured}
+    cache_hits = (f"the whole bundle, made {notes['date']}",)
+    write_measurements(draft, job, progress.seconds, {**kept, "cache_hits": cache_hits})
+    return Result(
+        job.output,
+        _PARITY.validate_python(notes["parity"]),
+        manifest,
+        gain=tuple(read_measured(draft).gain),
+        gain_skipped=kept.get("gain_skipped", ""),
+        cache_hits=cache_hits,
+    )
+
+
+def _read_manifest(output: Path, digest: str) -> Manifest | None:
+    """Returns the manifest of a bundle if it has a digest."""
+    try:
+        manifest = digests.read_manifest_only(output)
+    except BundleError:
+        return None
+    return manifest if manifest.digest == digest else None
+
+
+def _copy(output: Path, draft: Path, manifest: Manifest) -> Mapping[str, Any] | None:
+    """Copies a bundle without report and signature; returns its measurements, or None if it was changed."""
+    try:
+        for name in (MANIFEST, MEASUREMENTS, *(record.path for record in manifest.files)):
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(output / name, draft / name)
+        digests.check_unchanged(draft, manifest, report=False)
+        return digest_json.read(draft / MEASUREMENTS)
+    except (OSError, BundleError):
+        for path in draft.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return None
