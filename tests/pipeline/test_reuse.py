@@ -1,0 +1,181 @@
+"""A run reuses the bundle of an earlier run only if nothing that the bundle depends on has changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport._utils.progress import Progress
+from optexport.bundle.measurements import read_measured
+from optexport.parity.verify import verify
+from optexport.pipeline import reproduce
+from optexport.pipeline.run import run
+from optexport.report.result import Result
+from tests._helpers.exports import UNEQUAL
+
+FACTORY = """
+import torch
+from torch import nn
+
+def load():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.25), nn.Hardtanh(-100.0, 100.0), nn.Linear(8, 4))
+"""
+CONFIG = """
+[model]
+source = "python:reused_model:load"
+[inputs.tensors.input]
+shape = ["batch", 8]
+[inputs.dynamic]
+batch = [1, 16]
+[parity]
+effort = "quick"
+[export]
+formats = ["torchscript"]
+output = "bundle"
+[tracking]
+enabled = false
+"""
+STEPS = ["load", "inputs", "reuse", "report"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "reused_model.py").write_text(FACTORY, encoding="utf-8")
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    yield path
+    sys.modules.pop("reused_model", None)
+
+
+def run_in_steps(config: Path) -> tuple[Result, list[str]]:
+    """Runs a config, and returns the result and the names of its steps."""
+    sys.modules.pop("reused_model", None)  # as in a new process
+    progress = Progress()
+    result = run(config, progress=progress)
+    return result, list(progress.seconds)
+
+
+def read_files(bundle: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in bundle.iterdir() if path.name not in UNEQUAL}
+
+
+def test_equal_run_has_the_same_bundle_and_result(config: Path) -> None:
+    first, _ = run_in_steps(config)
+    files, measured = read_files(first.output), read_measured(first.output)
+    second, steps = run_in_steps(config)
+    assert steps == STEPS
+    assert second.cache_hits == (f"the whole bundle, made {measured.date}",)
+    assert read_files(second.output) == files
+    assert (second.parity, second.gain) == (first.parity, first.gain)
+    assert second.manifest.parity == first.manifest.parity
+    assert verify(second.output).passed
+    third, steps = run_in_steps(config)
+    assert (third.cache_hits, steps) == (second.cache_hits, STEPS)
+
+
+def test_reproduce_does_not_reuse_the_bundle(config: Path) -> None:
+    run_in_steps(config)
+    second, _ = run_in_steps(config)
+    assert reproduce.reproduce(second.output, config.parent) == []
+
+
+def _edit(old: str, new: str, file: str = "reused_model.py") -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / file).read_text(encoding="utf-8")
+        assert old in text
+        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+
+    return change
+
+
+def _damage(folder: Path) -> None:
+    path = folder / "bundle" / "graph_after.txt"
+    path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+
+
+def _remove(folder: Path) -> None:
+    (folder / "bundle" / "model.torchscript.pt").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_edit("manual_seed(0)", "manual_seed(1)"), id="weights"),
+        pytest.param(_edit("-100.0, 100.0", "-100.0, 50.0"), id="attribute that the traced inputs do not reach"),
+        pytest.param(_edit("import torch\n", "import torch  # the same\n"), id="code"),
+        pytest.param(_edit("[1, 16]", "[1, 32]", "config.toml"), id="sizes"),
+        pytest.param(_edit('"quick"', '"quick"\nnoise_multiple = 3', "config.toml"), id="tolerance"),
+        pytest.param(_damage, id="changed file"),
+        pytest.param(_remove, id="missing file"),
+    ],
+)
+def test_changed_run_is_exported_again(config: Path, change: Callable[[Path], None]) -> None:
+    run_in_steps(config)
+    change(config.parent)
+    result, steps = run_in_steps(config)
+    assert "trace" in steps
+    assert verify(result.output).passed
+    assert run_in_steps(config)[1] == STEPS
+
+
+def test_other_function_of_torch_is_noticed_by_its_results(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_steps(config)
+    original = torch.nn.functional.leaky_relu
+    monkeypatch.setattr("torch.nn.functional.leaky_relu", lambda *args, **kwargs: 2 * original(*args, **kwargs))
+    assert "trace" in run_in_steps(config)[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(
+            _edit("def load", "class Network(nn.Sequential):\n    pass\n\nnn.Sequential = Network\n\ndef load"),
+            id="class outside packages",
+        ),
+        pytest.param(
+            _edit("[tracking]", "[bench]\nenabled = true\nrounds = 1\n[tracking]", "config.toml"),
+            id="times",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_runs_that_a_key_cannot_cover_are_exported_again(
+    config: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn, "Sequential", torch.nn.Sequential)  # restores it
+    change(config.parent)
+    run_in_steps(config)
+    assert "trace" in run_in_steps(config)[1]
+
+
+def test_empty_cache_setting_exports_again(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_steps(config)
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    assert "trace" in run_in_steps(config)[1]
+
+
+def test_run_that_only_checks_does_not_reuse(config: Path) -> None:
+    run_in_steps(config)
+    progress = Progress()
+    run(config, progress=progress, keep=False)
+    assert "trace" in progress.seconds
+
+
+def test_interrupted_reuse_leaves_the_earlier_bundle(config: Path) -> None:
+    first, _ = run_in_steps(config)
+    files = {path.name: path.read_bytes() for path in first.output.iterdir()}
+
+    def stop(name: str, seconds: float | None) -> None:
+        if name == "report" and seconds is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, progress=Progress(stop))
+    assert {path.name: path.read_bytes() for path in first.output.iterdir()} == files
+    assert not [path for path in first.output.parent.iterdir() if path.name.startswith(".bundle")]
