@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +145,49 @@ def test_lazy_views_have_the_digest_of_their_values() -> None:
     assert keys.of_tensors([{"z": z.conj()}]) == keys.of_tensors([{"z": z.conj().resolve_conj()}])
     assert keys.of_tensors([{"z": z.conj().imag}]) == keys.of_tensors([{"z": z.conj().imag.clone()}])
     assert keys.of_tensors([{"z": z.conj()}]) != keys.of_tensors([{"z": z}])
+
+
+def _slope(network: Network) -> None:
+    network.slope = {"x": [0.1]}
+
+
+def _frozen(network: Network) -> None:
+    network.other.weight.requires_grad_(False)
+
+
+def _transposed(network: Network) -> None:
+    network.other.weight.data = network.other.weight.data.T.contiguous().T
+
+
+@pytest.mark.parametrize("change", [_weight, _buffer, _epsilon, _tied, _without_bias, _slope, _frozen, _transposed])
+def test_digest_of_a_model_covers_its_tensors_and_attributes(change: Callable[[Network], None]) -> None:
+    before, changed = Network(), Network()
+    change(changed)
+    assert keys.of_object(before) == keys.of_object(Network())
+    assert keys.of_object(changed) not in (None, keys.of_object(before))
+
+
+def test_digest_of_equal_tensors_depends_on_shared_memory() -> None:
+    weight = torch.ones(2)
+    assert keys.of_object([weight, weight[:]]) != keys.of_object([weight, weight.clone()])
+
+
+def test_digest_of_a_set_is_the_same_in_every_process() -> None:
+    code = "from optexport.cache import keys; print(keys.of_object({'names': {str(n) for n in range(50)}}))"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert digests != {"None\n"}
+
+
+@pytest.mark.parametrize("value", [lambda: 0, (n for n in ())], ids=["lambda", "iterator"])
+def test_object_that_cannot_be_pickled_has_no_digest(value: object) -> None:
+    assert keys.of_object(value) is None

@@ -145,11 +145,10 @@ def test_budget_includes_the_whole_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     without_search, _ = timed(1)
     budget = round(2 * without_search) + 20
-    seconds, notes = timed(budget)
+    seconds, (note,) = timed(budget)
     assert seconds < budget + without_search / 2
-    assert (
-        notes == [note for note in notes if re.fullmatch(rf"tune: budget {budget}s: about \d+ candidates?", note)] != []
-    )
+    # On a machine that becomes slower meanwhile, there is no time for candidates.
+    assert re.fullmatch(rf"tune: budget {budget}s: (about \d+ candidates?|no time for candidates, .*)", note)
 
 
 @pytest.mark.slow
