@@ -101,10 +101,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> Result:
+def notes() -> list[str]:
+    """What the run of `result` says besides its steps."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path, notes: list[str]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
-        return run(_write(folder))
+        return run(_write(folder), progress=Progress(note=notes.append))
 
 
 @pytest.mark.slow
@@ -116,6 +122,13 @@ def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     assert reasons["as configured"].startswith("parity failed for graph: hidden at traced")
     slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
     assert slowed.refused is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("result")
+def test_budget_and_its_estimate_are_printed(notes: list[str]) -> None:
+    (note,) = notes
+    assert re.fullmatch(r"tune: budget 3m: about \d+ candidates?", note)
 
 
 @pytest.mark.slow
