@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def run(folder: Path, effort: str, threads: int, *, is_cached: bool) -> dict[str
     (folder / "config.toml").write_text(
         f'{text}\n[parity]\neffort = "{effort}"\n[tracking]\nenabled = false\n', encoding="utf-8"
     )
+    shutil.rmtree(folder / "bundle", ignore_errors=True)  # an equal run would reuse all of it
     subprocess.run(
         [sys.executable, "-c", PROGRAM, "run", str(folder / "config.toml")],
         check=True,
