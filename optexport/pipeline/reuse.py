@@ -71,18 +71,19 @@ def make_key(job: Job, plan: RunPlan) -> str | None:
 
 def _is_identified(job: Job, plan: RunPlan) -> bool:
     """Returns True if a key can cover all code and data, and if nothing is to be measured or shown in each run."""
-    config, model = job.config, job.loaded.model
+    config, loaded = job.config, job.loaded
     return (
         plan.keep
         and plan.dump is None
+        and loaded.to_trace is loaded.model
         and config.tune is None
         and not is_measured(config)
         and config.model.device == "cpu"
         and set(config.export.formats) <= registry.BUILT_IN.keys()
         and all(is_built_in(rule.transformation) for rule in job.rules)
         and not any(name.startswith(CUSTOM_METRIC) for name in config.parity.metrics or ())
-        and all(imported_modules.is_installed(type(part).__module__) for part in model.modules())
-        and not model_memory.is_large(model)
+        and all(imported_modules.is_installed(type(part).__module__) for part in loaded.model.modules())
+        and not model_memory.is_large(loaded.model)
     )
 
 
