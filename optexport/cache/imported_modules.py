@@ -55,14 +55,19 @@ def code_of(module: str) -> dict[str, str]:
 
 
 def is_installed(module: str) -> bool:
-    """Returns True if a module is part of an installed package, so that the package's version identifies it."""
+    """Returns True if a module is part of Python or of an installed package."""
+    package = module.partition(".")[0]
     path = Path(getattr(sys.modules.get(module), "__file__", None) or "")
-    return module.partition(".")[0] in IDENTIFIED_PACKAGES or bool(_INSTALLED.intersection(path.parts))
+    is_known = package in IDENTIFIED_PACKAGES or package in sys.stdlib_module_names
+    return is_known or bool(_INSTALLED.intersection(path.parts))
 
 
 def installed_distributions() -> list[str]:
     """Returns the names and versions of all installed packages, as the names of their metadata folders."""
-    return sorted({path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")})
+    suffixes = ("dist", "egg")
+    return sorted(
+        {path.name for folder in sys.path for kind in suffixes for path in Path(folder).glob(f"*.{kind}-info")}
+    )
 
 
 def code_outside_packages() -> dict[str, str]:

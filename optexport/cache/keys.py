@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from optexport._utils.tensors import bytes_of
 from optexport.bundle.digests import sha256
+from optexport.cache.imported_modules import is_installed
 from optexport.exporters import registry
 
 # Packages with functions and modules that are identified by name, given the versions of the packages.
@@ -51,9 +53,11 @@ def of_file(path: Path, file_format: str) -> str:
 
 
 def of_object(value: object) -> str | None:
-    """Returns the SHA-256 of an object with everything in it, such as a model, or None if it cannot be pickled.
+    """Returns the SHA-256 of an object with everything in it, such as a model.
 
-    Classes and functions count by name, and tensors by type, layout and bytes.
+    Classes and functions count by name, and tensors by type, layout and bytes. The result is None if the object cannot
+    be pickled, or if something in it is not identified this way: a class or function outside installed packages, or a
+    graph, whose code may call such functions.
     """
     stream = _Stream()
     try:
@@ -77,18 +81,26 @@ class _Stream:
 class _Pickler(pickle.Pickler):
     def __init__(self, stream: _Stream, protocol: int) -> None:
         super().__init__(stream, protocol)
-        self._memory: dict[tuple[int, ...], int] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
 
     def persistent_id(self, value: object) -> object:
         """Returns what stands for a tensor or a set in the digest; None for all other objects."""
-        if isinstance(value, set | frozenset):
-            return sorted(map(repr, value))  # the order of texts in a set differs between processes
-        if not isinstance(value, torch.Tensor):
-            return None
-        memory = (value.data_ptr(), *value.shape, *value.stride())
-        shared = self._memory.setdefault(memory, len(self._memory))
-        kind = (_identify(type(value)), str(value.dtype), str(value.device), value.requires_grad)
-        return (*kind, *memory[1:], shared, hashlib.sha256(_bytes(value)).hexdigest())
+        if isinstance(value, fx.GraphModule):
+            raise _UnknownError
+        if isinstance(value, type | FunctionType) and not is_installed(value.__module__):
+            raise _UnknownError
+        if isinstance(value, set | frozenset):  # the order of texts in a set differs between processes
+            return type(value).__name__, sorted(map(_leaf, value))
+        return self._of_tensor(value) if isinstance(value, torch.Tensor) else None
+
+    def _of_tensor(self, tensor: torch.Tensor) -> object:
+        storage = tensor.untyped_storage()
+        self._memory.setdefault(storage.data_ptr(), storage)
+        shared = list(self._memory).index(storage.data_ptr())
+        kind = (_identify(type(tensor)), str(tensor.dtype), str(tensor.device), tensor.requires_grad)
+        layout = (shared, tensor.storage_offset(), *tensor.shape, *tensor.stride())
+        attributes = [(name, _leaf(item)) for name, item in vars(tensor).items()]
+        return kind, layout, attributes, hashlib.sha256(_bytes(tensor)).hexdigest()
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:

@@ -24,8 +24,13 @@ def make_model_key(graph_module: fx.GraphModule, model: nn.Module) -> str | None
     """
     if not store.enabled() or (graph := keys.of_graph(graph_module)) is None:
         return None
+    digests = [graph, *code_of_model(model)]
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def code_of_model(model: nn.Module) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Returns the digests of the code in the packages of a model's classes, and of all code outside packages."""
     # The digest covers all imported modules of a package, so one module per package is enough.
     modules = {name.partition(".")[0]: name for name in sorted({type(part).__module__ for part in model.modules()})}
     code = {package: code_of(name) for package, name in modules.items() if package not in IDENTIFIED_PACKAGES}
-    digests = [graph, code, code_outside_packages()]
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return code, code_outside_packages()

@@ -41,7 +41,7 @@ _AUTO_CLASSES: dict[Kind, str] = {
 }
 _BACKENDS: dict[Kind, dict[str, str]] = {"image_processor": {"backend": "pil"}}  # other backends need torchvision
 # Neither code nor pickles.
-_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".bpe"}
+SUFFIXES = {".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".bpe"}
 # Local paths and load options, which have no use on another machine.
 _LOCAL_SETTINGS = {
     *(
@@ -118,7 +118,7 @@ def _check_links(source: Path) -> None:
     inside = source.resolve()
     blobs = inside.parent.parent / "blobs"  # the hub's cache has links to this folder
     for path in sorted(source.rglob("*")):
-        if path.is_symlink() and (path.suffix in _SUFFIXES or path.is_dir()):
+        if path.is_symlink() and (path.suffix in SUFFIXES or path.is_dir()):
             target = path.resolve()
             is_blob = inside.parent.name == "snapshots" and target.parent == blobs
             if not (target.is_relative_to(inside) or is_blob):
@@ -161,7 +161,7 @@ def _save(processor: Any, folder: Path) -> None:
     with signals.temporary_folder() as scratch:
         processor.save_pretrained(scratch)
         files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
-        if unsafe := [path.name for path in files if path.suffix not in _SUFFIXES]:
+        if unsafe := [path.name for path in files if path.suffix not in SUFFIXES]:
             raise ValueError(f"the files {', '.join(unsafe)} may contain code, so they are not saved")
         for path in files:
             target = folder / path.relative_to(scratch)

@@ -26,7 +26,7 @@ from optexport.exporters import registry
 if TYPE_CHECKING:
     from optexport.job import Job
 
-WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _HINT = "Restore the locked versions and files. If the change is intended, lock again: optexport lock {}"
 _ABSENT = "absent"
 
@@ -201,9 +201,7 @@ def _digests(config: Config, folder: Path, modules: Iterable[str]) -> dict[str, 
     for config_path in _paths_in_config(config, folder):
         skips = skips_weights and config_path == source
         files |= {
-            name: path
-            for name, path in _list_files(config_path, folder)
-            if not (skips and path.suffix in WEIGHTS_SUFFIXES)
+            name: path for name, path in _list_files(config_path, folder) if not (skips and path.suffix in _WEIGHTS)
         }
     return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
 

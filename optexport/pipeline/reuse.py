@@ -1,8 +1,8 @@
 """Reuses the bundle of an earlier run if nothing that it depends on has changed.
 
 The key covers the config, the model with its weights and attributes, its outputs on the traced inputs, the inputs, the
-files of its tokenizer or processor, all code outside packages, the versions of all packages, and the machine. Code is
-identified by files and versions, so the model must consist of modules from installed packages.
+files of its tokenizer or processor, all code outside packages, the versions of all packages, and the machine. Classes
+and functions in a model must be from packages: others often depend on further files or on the environment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import read_measured
 from optexport.cache import imported_modules, keys, store
+from optexport.cache.model_key import code_of_model
 from optexport.config.metrics import CUSTOM_METRIC
 from optexport.config.run_steps import is_measured
 from optexport.errors import BundleError
 from optexport.exporters import registry
 from optexport.job import Job
-from optexport.loading.loader import Loaded
+from optexport.loading.preprocessors import SUFFIXES
 from optexport.parity.checker import TargetParity
 from optexport.pipeline.bundle_writer import write_measurements
-from optexport.pipeline.lockfile import WEIGHTS_SUFFIXES
 from optexport.pipeline.plan import RunPlan
 from optexport.report.result import Result
 from optexport.tracing import model_run
@@ -45,31 +45,32 @@ def make_key(job: Job, plan: RunPlan) -> str | None:
 
     Runs the model once.
     """
-    if not (store.enabled() and _is_identified(job, plan)):
+    if not (store.enabled() and _can_reuse(job, plan)):
         return None
     loaded, config = job.loaded, job.config
     try:
         outputs = model_run.run(loaded.model, job.example)
-    except Exception:  # the model's code may raise anything; the trace reports it
+        objects = [keys.of_object(value) for value in ((loaded.model, loaded.constants), loaded.pretrained, outputs)]
+        files, code = _digest_processor(job), code_of_model(loaded.model)
+    except Exception:  # the model's code may raise anything, and its files may be unreadable; other steps report it
         return None
-    contents = [keys.of_object(value) for value in ((loaded.model, loaded.constants), loaded.pretrained, outputs)]
-    if None in contents:
+    if None in (*objects, files):
         return None
     return store.entry_key(
         "bundle",
-        contents,
+        objects,
+        files,
+        code,
         loaded.revision,
-        _pretrained_files(loaded),
         keys.of_tensors([job.example, *job.user_batches]),
         str(job.dynamic),
         config.model_dump(mode="json"),
         job.config_text,
-        imported_modules.code_outside_packages(),
         imported_modules.installed_distributions(),
     )
 
 
-def _is_identified(job: Job, plan: RunPlan) -> bool:
+def _can_reuse(job: Job, plan: RunPlan) -> bool:
     """Returns True if a key can cover all code and data, and if nothing is to be measured or shown in each run."""
     config, loaded = job.config, job.loaded
     return (
@@ -82,24 +83,34 @@ def _is_identified(job: Job, plan: RunPlan) -> bool:
         and set(config.export.formats) <= registry.BUILT_IN.keys()
         and all(is_built_in(rule.transformation) for rule in job.rules)
         and not any(name.startswith(CUSTOM_METRIC) for name in config.parity.metrics or ())
-        and all(imported_modules.is_installed(type(part).__module__) for part in loaded.model.modules())
         and not model_memory.is_large(loaded.model)
     )
 
 
-def _pretrained_files(loaded: Loaded) -> dict[str, str]:
-    """Returns the digests of the files of a tokenizer or processor, without weights; empty for a model on the hub."""
-    folder = Path("" if loaded.pretrained is None else loaded.pretrained.name)
-    if loaded.pretrained is None or not loaded.pretrained.name or not folder.is_dir():
+def _digest_processor(job: Job) -> dict[str, str] | None:
+    """Returns the digests of the files that a tokenizer or processor may read, except those of the bundle itself.
+
+    The result is None if the processor is on the hub and has no revision.
+    """
+    pretrained = job.loaded.pretrained
+    if pretrained is None or not pretrained.name:
         return {}
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in WEIGHTS_SUFFIXES)
-    return {path.relative_to(folder).as_posix(): digests.sha256(path) for path in files}
+    folder, output = Path(pretrained.name), job.output.resolve()
+    if not folder.is_dir():
+        return None if job.loaded.revision is None else {}
+    files = (path for path in folder.rglob("*") if path.suffix in (*SUFFIXES, ".py") and path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): digests.sha256(path)
+        for path in files
+        if not path.resolve().is_relative_to(output)
+    }
 
 
 def remember(job: Job, draft: Path, parity: Sequence[TargetParity]) -> None:
     """Stores which bundle the run has written, so that an equal run finds it."""
     if job.reuse_key is not None:
         measured = read_measured(draft)
+        # Not in the mode "json", which turns infinity into null.
         notes = {"manifest": measured.manifest, "date": measured.date, "parity": _PARITY.dump_python(tuple(parity))}
         store.write(job.reuse_key, notes)
 
@@ -150,7 +161,10 @@ def _read_manifest(output: Path, digest: str) -> Manifest | None:
 
 
 def _copy(output: Path, draft: Path, manifest: Manifest) -> Mapping[str, Any] | None:
-    """Copies a bundle without report and signature; returns its measurements, or None if it was changed."""
+    """Copies a bundle without report and signature; returns its measurements.
+
+    If it was changed, the draft stays empty, and the result is None.
+    """
     try:
         for name in (MANIFEST, MEASUREMENTS, *(record.path for record in manifest.files)):
             (draft / name).parent.mkdir(parents=True, exist_ok=True)

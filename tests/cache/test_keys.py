@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 import subprocess
@@ -161,15 +162,28 @@ def _transposed(network: Network) -> None:
 
 @pytest.mark.parametrize("change", [_weight, _buffer, _epsilon, _tied, _without_bias, _slope, _frozen, _transposed])
 def test_digest_of_a_model_covers_its_tensors_and_attributes(change: Callable[[Network], None]) -> None:
-    before, changed = Network(), Network()
+    before, equal, changed = Network(), Network(), Network()
     change(changed)
-    assert keys.of_object(before) == keys.of_object(Network())
-    assert keys.of_object(changed) not in (None, keys.of_object(before))
+    digests = [keys.of_object(as_module(network)) for network in (before, equal, changed)]
+    assert digests[0] == digests[1]
+    assert digests[2] not in (None, digests[0])
 
 
-def test_digest_of_equal_tensors_depends_on_shared_memory() -> None:
-    weight = torch.ones(2)
-    assert keys.of_object([weight, weight[:]]) != keys.of_object([weight, weight.clone()])
+def as_module(network: Network) -> nn.Module:
+    """Returns a module with the same content, whose class is from a package."""
+    module = nn.Module()
+    vars(module).update(vars(network))
+    return module
+
+
+@pytest.mark.parametrize("view", [lambda w: w[:], lambda w: w.view(-1, 1), lambda w: w[1:]])
+def test_digest_of_equal_tensors_depends_on_shared_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = torch.ones(4)
+    assert keys.of_object([weight, view(weight)]) != keys.of_object([weight, view(weight).clone()])
+
+
+def function_of_a_file() -> int:
+    return 0
 
 
 def test_digest_of_a_set_is_the_same_in_every_process() -> None:
@@ -188,6 +202,17 @@ def test_digest_of_a_set_is_the_same_in_every_process() -> None:
     assert digests != {"None\n"}
 
 
-@pytest.mark.parametrize("value", [lambda: 0, (n for n in ())], ids=["lambda", "iterator"])
-def test_object_that_cannot_be_pickled_has_no_digest(value: object) -> None:
-    assert keys.of_object(value) is None
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(lambda: 0, id="lambda"),
+        pytest.param((n for n in ()), id="iterator"),
+        pytest.param(Network(), id="class of a file"),
+        pytest.param(nn.TransformerEncoderLayer(4, 1, activation=function_of_a_file), id="function of a file"),
+        pytest.param(functools.partial(function_of_a_file), id="partial"),
+        pytest.param(fx.symbolic_trace(nn.Linear(2, 2)), id="graph"),
+        pytest.param({torch.ones(2)}, id="set of tensors"),
+    ],
+)
+def test_object_without_identity_has_no_digest(value: object) -> None:
+    assert keys.of_object([value]) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from optexport._utils.progress import Progress
 from optexport.bundle.measurements import read_measured
@@ -21,6 +22,9 @@ from tests._helpers.exports import UNEQUAL
 FACTORY = """
 import torch
 from torch import nn
+
+def limited(tensor):
+    return torch.relu(tensor)
 
 def load():
     torch.manual_seed(0)
@@ -142,6 +146,10 @@ def test_model_with_other_results_is_checked_again(config: Path, monkeypatch: py
             id="class outside packages",
         ),
         pytest.param(
+            _edit("nn.LeakyReLU(0.25)", "nn.TransformerEncoderLayer(8, 2, 8, activation=limited, batch_first=True)"),
+            id="function outside packages",
+        ),
+        pytest.param(
             _edit("[tracking]", "[bench]\nenabled = true\nrounds = 1\n[tracking]", "config.toml"),
             id="times",
             marks=pytest.mark.slow,
@@ -182,3 +190,18 @@ def test_interrupted_reuse_leaves_the_earlier_bundle(config: Path) -> None:
         run(config, progress=Progress(stop))
     assert {path.name: path.read_bytes() for path in first.output.iterdir()} == files
     assert not [path for path in first.output.parent.iterdir() if path.name.startswith(".bundle")]
+
+
+def test_model_folder_may_contain_the_bundle_and_unreadable_files(config: Path) -> None:
+    folder = config.parent / "model"
+    BertModel(BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
+        folder
+    )
+    text = CONFIG.replace("python:reused_model:load", "./model").replace('"bundle"', '"model/bundle"')
+    inputs = text[text.index("[inputs.tensors.input]") : text.index("[parity]")]
+    tensors = '[inputs.tensors.input_ids]\nshape = [2, 4]\ndtype = "int64"\nhigh = 30\n'
+    config.write_text(text.replace(inputs, tensors), encoding="utf-8")
+    run_in_steps(config)
+    assert run_in_steps(config)[1] == STEPS
+    (folder / "notes.txt").symlink_to("/proc/self/mem")
+    assert "trace" in run_in_steps(config)[1]
