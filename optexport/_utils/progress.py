@@ -29,16 +29,20 @@ class StepCount:
         Args:
             steps: The next steps of this export.
         """
-        if self.total is None and self.after_bundle is not None:
-            self.total = self.number + len(steps) + self.after_bundle
+        if self.total is None:
+            self._count(steps)
 
     def change(self, steps: Sequence[str]) -> None:
-        """Sets a known total anew, because other steps follow.
+        """Changes a known total, because other steps follow.
 
         Args:
             steps: The next steps of this export.
         """
-        if self.total is not None and self.after_bundle is not None:
+        if self.total is not None:
+            self._count(steps)
+
+    def _count(self, steps: Sequence[str]) -> None:
+        if self.after_bundle is not None:
             self.total = self.number + len(steps) + self.after_bundle
 
     def __str__(self) -> str:

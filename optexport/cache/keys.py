@@ -81,7 +81,8 @@ class _Stream:
 class _Pickler(pickle.Pickler):
     def __init__(self, stream: _Stream, protocol: int) -> None:
         super().__init__(stream, protocol)
-        self._memory: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
+        # Numbers of memory by address. The memory is referenced, so that no other tensor gets its address.
+        self._memory: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def persistent_id(self, value: object) -> object:
         """Returns what stands for a tensor or a set in the digest; None for all other objects."""
@@ -95,10 +96,9 @@ class _Pickler(pickle.Pickler):
 
     def _of_tensor(self, tensor: torch.Tensor) -> object:
         storage = tensor.untyped_storage()
-        self._memory.setdefault(storage.data_ptr(), storage)
-        shared = list(self._memory).index(storage.data_ptr())
+        number, _ = self._memory.setdefault(storage.data_ptr(), (len(self._memory), storage))
         kind = (_identify(type(tensor)), str(tensor.dtype), str(tensor.device), tensor.requires_grad)
-        layout = (shared, tensor.storage_offset(), *tensor.shape, *tensor.stride())
+        layout = (number, tensor.storage_offset(), *tensor.shape, *tensor.stride())
         attributes = [(name, _leaf(item)) for name, item in vars(tensor).items()]
         return kind, layout, attributes, hashlib.sha256(_bytes(tensor)).hexdigest()
 

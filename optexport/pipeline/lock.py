@@ -37,5 +37,5 @@ def lock(config: str | os.PathLike[str], *, progress: bool | Progress | None = N
     with show_progress(progress) as shown, signals.temporary_folder() as scratch:
         # As a run does, to import the rules' modules in the config's folder.
         rules = load_rules(loaded_config, path.parent, ())
-        job = run.load_job(RunPlan(path, loaded_config, rules, scratch / "bundle"), scratch, shown)
+        job = run.load_job(RunPlan(path, loaded_config, rules, scratch / "bundle", keep=False), scratch, shown)
         return lockfile.write(lockfile.make_lock(job, path.parent, packages.versions()), path)

@@ -8,18 +8,17 @@ and functions in a model must be from packages: others often depend on further f
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from optexport._utils import model_memory
 from optexport._utils.progress import Progress
-from optexport.bundle import digest_json, digests
+from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
-from optexport.bundle.measurements import read_measured
+from optexport.bundle.measurements import Measured, read_measured
 from optexport.cache import imported_modules, keys, store
 from optexport.cache.model_key import code_of_model
 from optexport.config.metrics import CUSTOM_METRIC
@@ -37,7 +36,7 @@ from optexport.transformations.apply import is_built_in
 
 _PARITY = TypeAdapter(tuple[TargetParity, ...])
 # Measurements of the earlier run that stay valid, because the machine and the files are the same.
-_KEPT = ("device", "gain", "gain_skipped")
+_STILL_VALID = {"device", "gain", "gain_skipped"}
 
 
 def make_key(job: Job, plan: RunPlan) -> str | None:
@@ -88,7 +87,7 @@ def _can_reuse(job: Job, plan: RunPlan) -> bool:
 
 
 def _digest_processor(job: Job) -> dict[str, str] | None:
-    """Returns the digests of the files that a tokenizer or processor may read, except those of the bundle itself.
+    """Returns the digests of the files that a tokenizer or processor may read, except files of the bundle itself.
 
     The result is None if the processor is on the hub and has no revision.
     """
@@ -138,15 +137,15 @@ def restore(job: Job, draft: Path, progress: Progress, other_steps: Sequence[str
     if measured is None:
         progress.count.change(other_steps)
         return None
-    kept = {name: measured[name] for name in _KEPT if name in measured}
     cache_hits = (f"the whole bundle, made {notes['date']}",)
-    write_measurements(draft, job, progress.seconds, {**kept, "cache_hits": cache_hits})
+    still_valid = measured.model_dump(mode="json", include=_STILL_VALID)
+    write_measurements(draft, job, progress.seconds, {**still_valid, "cache_hits": cache_hits})
     return Result(
         job.output,
         _PARITY.validate_python(notes["parity"]),
         manifest,
-        gain=tuple(read_measured(draft).gain),
-        gain_skipped=kept.get("gain_skipped", ""),
+        gain=tuple(measured.gain),
+        gain_skipped=measured.gain_skipped,
         cache_hits=cache_hits,
     )
 
@@ -160,7 +159,7 @@ def _read_manifest(output: Path, digest: str) -> Manifest | None:
     return manifest if manifest.digest == digest else None
 
 
-def _copy(output: Path, draft: Path, manifest: Manifest) -> Mapping[str, Any] | None:
+def _copy(output: Path, draft: Path, manifest: Manifest) -> Measured | None:
     """Copies a bundle without report and signature; returns its measurements.
 
     If it was changed, the draft stays empty, and the result is None.
@@ -170,7 +169,7 @@ def _copy(output: Path, draft: Path, manifest: Manifest) -> Mapping[str, Any] | 
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(output / name, draft / name)
         digests.check_unchanged(draft, manifest, report=False)
-        return digest_json.read(draft / MEASUREMENTS)
+        return read_measured(draft)
     except (OSError, BundleError):
         for path in draft.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -137,7 +137,7 @@ def load_job(plan: RunPlan, workspace: Path, progress: Progress) -> Job:
 
 
 def export_bundle(job: Job, progress: Progress, output_lock: contextlib.ExitStack | None = None) -> Result:
-    """Writes the bundle of a model if all checks pass; reuses that of an equal run.
+    """Writes the bundle of a model if all checks pass; reuses the bundle of an equal run.
 
     Args:
         output_lock: Takes over the lock of the bundle. No other run replaces the bundle until the stack is closed.

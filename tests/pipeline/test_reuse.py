@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
 from transformers import BertConfig, BertModel
@@ -17,6 +18,7 @@ from optexport.parity.verify import verify
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
 from optexport.report.result import Result
+from tests._helpers import stores
 from tests._helpers.exports import UNEQUAL
 
 FACTORY = """
@@ -82,6 +84,22 @@ def test_equal_run_has_the_same_bundle_and_result(config: Path) -> None:
     assert verify(second.output).passed
     third, steps = run_in_steps(config)
     assert (third.cache_hits, steps) == (second.cache_hits, STEPS)
+
+
+@pytest.mark.slow
+def test_equal_run_is_tracked_as_a_run_of_its_own(config: Path) -> None:
+    client = mlflow.MlflowClient(stores.store(config.parent))
+    tracking = '[tracking]\nuri = "sqlite:///mlflow.db"'
+    config.write_text(CONFIG.replace("[tracking]\nenabled = false", tracking), encoding="utf-8")
+    first, _ = run_in_steps(config)
+    second, steps = run_in_steps(config)
+    assert steps == ["load", "inputs", "start tracking", "reuse", "report", "track"]
+    assert (second.tracking_failure, read_measured(second.output).origin.mlflow_run) == (None, second.run_id)
+    tracked = [client.get_run(str(result.run_id)) for result in (first, second)]
+    assert tracked[0].info.run_id != tracked[1].info.run_id
+    assert tracked[0].data.params == tracked[1].data.params
+    files = [{file.path for file in client.list_artifacts(run.info.run_id)} for run in tracked]
+    assert files[0] == files[1] != set()
 
 
 def test_reproduce_does_not_reuse_the_bundle(config: Path) -> None:

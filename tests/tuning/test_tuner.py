@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def notes() -> list[str]:
-    """What the run of `result` says besides its steps."""
+    """The lines that the run of `result` prints besides its steps."""
     return []
 
 
