@@ -48,7 +48,15 @@ _TIMEOUT_OPTIONS = {
 }
 
 # Modules that an upload imports.
-_LATER_IMPORTS = ("matplotlib.backends.backend_agg", "matplotlib.figure", "mlflow.data.numpy_dataset", "safetensors")
+_LATER_IMPORTS = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "mlflow.data.numpy_dataset",
+    "mlflow.pyfunc",
+    "onnx",
+    "onnxruntime",
+    "safetensors",
+)
 # Query of a page's address: MLflow 3 shows its pages for agents by default, which have no list of runs.
 _WORKFLOW = "workflowType=machine_learning"
 
